@@ -1,0 +1,169 @@
+"""Every error that a user of this system can meet, each with the facts as attributes.
+
+Local misuse (`ConfigError`, `LocalProtocolError`) and remote misbehaviour (`RemoteProtocolError`)
+are different classes. Each leaf that can cross the network has one code in `reducer.wire.constants`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ReductionError(Exception):
+    """Root of this system's errors.
+
+    Attributes:
+        sequence: the all-reduce concerned (its number within the job), or None.
+        name: the name that the caller gave to that all-reduce, or None.
+    """
+
+    def __init__(self, message: str, *, sequence: int | None = None) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+        self.name: str | None = None
+
+
+class ConfigError(ReductionError, ValueError):
+    """A setting or an argument is wrong; the message says which, and what to write instead."""
+
+
+class ProtocolError(ReductionError):
+    """The protocol was broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side was used wrongly, for instance after `shutdown()` or in a forked child."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side sent something that the protocol does not allow."""
+
+
+class VersionError(ProtocolError):
+    """The peer speaks another major version of the protocol.
+
+    Attributes:
+        expected: version that the refusing side speaks, such as ``"1.0"``.
+        got: version that the refused side announced.
+    """
+
+    def __init__(self, message: str, *, expected: str, got: str) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.got = got
+
+
+class MembershipError(ReductionError):
+    """This process is not, or may not become, a member of the job."""
+
+
+class StaleGenerationError(MembershipError):
+    """The job has moved on to a later generation, or still has members of an earlier run.
+
+    Attributes:
+        generation: the generation that was refused.
+        current: the generation that the reducer holds.
+    """
+
+    def __init__(
+        self, message: str, *, generation: int, current: int, sequence: int | None = None
+    ) -> None:
+        super().__init__(message, sequence=sequence)
+        self.generation = generation
+        self.current = current
+
+
+class DuplicateRankError(MembershipError):
+    """Another live process already takes part under this rank.
+
+    Attributes:
+        rank: the rank claimed twice.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class MismatchError(ReductionError):
+    """Two ranks called the same all-reduce differently; nothing was reduced.
+
+    Attributes:
+        field: what differs: ``total_bytes``, ``dtype``, ``op``, ``name``, ``chunk_bytes``,
+            ``world_size`` or ``reducers``.
+        rank, other_rank: the two ranks that disagree.
+        expected: the value given by `rank`.
+        got: the value given by `other_rank`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str,
+        rank: int,
+        other_rank: int,
+        expected: Any,
+        got: Any,
+        sequence: int | None = None,
+    ) -> None:
+        super().__init__(message, sequence=sequence)
+        self.field = field
+        self.rank = rank
+        self.other_rank = other_rank
+        self.expected = expected
+        self.got = got
+
+
+class RankLostError(ReductionError):
+    """A worker of the job died, left, or cannot be reached.
+
+    Attributes:
+        rank: the rank that is gone.
+    """
+
+    def __init__(self, message: str, *, rank: int, sequence: int | None = None) -> None:
+        super().__init__(message, sequence=sequence)
+        self.rank = rank
+
+
+class ReducerLostError(ReductionError, ConnectionError):
+    """A reducer cannot be reached, died, or shut down.
+
+    Attributes:
+        reducer: its address, ``host:port``.
+    """
+
+    def __init__(self, message: str, *, reducer: str, sequence: int | None = None) -> None:
+        super().__init__(message, sequence=sequence)
+        self.reducer = reducer
+
+
+class ReductionTimeout(ReductionError, TimeoutError):
+    """An all-reduce did not finish before its deadline.
+
+    Attributes:
+        missing: ranks whose contribution had not arrived, as far as a reducer could tell.
+    """
+
+    def __init__(
+        self, message: str, *, missing: tuple[int, ...] = (), sequence: int | None = None
+    ) -> None:
+        super().__init__(message, sequence=sequence)
+        self.missing = missing
+
+
+class CapacityError(ReductionError):
+    """A limit of the reducer was reached; the message names it and how to raise it.
+
+    Attributes:
+        limit: name of the limit.
+    """
+
+    def __init__(self, message: str, *, limit: str, sequence: int | None = None) -> None:
+        super().__init__(message, sequence=sequence)
+        self.limit = limit
+
+
+class AuthError(ReductionError):
+    """The reducer does not accept this job's key."""

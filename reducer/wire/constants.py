@@ -1,0 +1,98 @@
+"""The protocol's numbers on one screen; `README.md` beside this file says what they mean.
+
+A code that has been published is never given another meaning.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+MAGIC = b"RDSV"
+VERSION_MAJOR = 1  # peers of another major version are refused
+VERSION_MINOR = 0  # minor versions interoperate: each uses the features both announced
+
+HEADER_BYTES = 96
+SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
+MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame must be short
+MAX_BODY_BYTES = 4096  # of a control message's JSON
+MAX_JOB_NAME_BYTES = 128
+MAX_WORLD_SIZE = 1 << 16
+NO_SEQUENCE = (1 << 64) - 1  # the message concerns the connection, not one all-reduce
+
+
+class MessageType(IntEnum):
+    """What a message asks or says. Types 10 to 12 are set aside for failover and quotas."""
+
+    HELLO = 1
+    WELCOME = 2
+    CONTRIBUTION = 3
+    RESULT = 4
+    ABORT = 5
+    ERROR = 6
+    GOODBYE = 7
+    PING = 8
+
+
+class DType(IntEnum):
+    """Element types, little-endian on the wire."""
+
+    FLOAT32 = 1
+    FLOAT64 = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+    INT8 = 5
+    INT32 = 6
+    INT64 = 7
+    UINT8 = 8
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return _ITEMSIZES[self]
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the type is a floating-point one."""
+        return self <= DType.BFLOAT16
+
+
+_ITEMSIZES = {
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+    DType.FLOAT16: 2,
+    DType.BFLOAT16: 2,
+    DType.INT8: 1,
+    DType.INT32: 4,
+    DType.INT64: 8,
+    DType.UINT8: 1,
+}
+
+
+class ReduceOp(IntEnum):
+    """How contributions combine: a left fold in rank order. MEAN is for floating types only."""
+
+    SUM = 1
+    MEAN = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+class ErrorCode(IntEnum):
+    """One code per leaf of `reducer.errors`; the sentences are in `README.md`."""
+
+    PROTOCOL = 1
+    VERSION = 2
+    UNKNOWN_PEER = 3
+    STALE_GENERATION = 4
+    DUPLICATE_RANK = 5
+    MISMATCH = 6
+    RANK_LOST = 7
+    REDUCER_LOST = 8
+    TIMEOUT = 9
+    CAPACITY = 10
+    AUTH = 11
+
+
+class Feature(IntFlag):
+    """Optional abilities; a pair of peers uses those that both announced. None is defined in 1.0."""

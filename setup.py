@@ -1,0 +1,43 @@
+"""Extension modules only; everything else about the package is in pyproject.toml."""
+
+import os
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
+
+# No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
+# the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
+FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3"]
+FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
+
+KERNELS = "reducer/kernels"
+
+setup(
+    ext_modules=cythonize(
+        [
+            Extension(
+                "reducer.kernels._kernels",
+                sources=[
+                    f"{KERNELS}/_kernels.pyx",
+                    f"{KERNELS}/dispatch.c",
+                    f"{KERNELS}/fold_generic.c",
+                    f"{KERNELS}/fold_avx2.c",
+                    f"{KERNELS}/fold_avx512.c",
+                ],
+                depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h"],
+                extra_compile_args=FLAGS,
+                extra_link_args=["-fsanitize=address,undefined"] if DEBUG else [],
+                optional=True,  # without a compiler the NumPy twin serves
+            )
+        ],
+        compiler_directives={
+            "language_level": "3",
+            "boundscheck": DEBUG,
+            "wraparound": DEBUG,
+            "initializedcheck": DEBUG,
+            "cdivision": True,
+        },
+    )
+)
