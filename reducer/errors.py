@@ -1,7 +1,8 @@
 """Every error that a user of this system can meet, each with the facts as attributes.
 
 Local misuse (`ConfigError`, `LocalProtocolError`) and remote misbehaviour (`RemoteProtocolError`)
-are different classes. Each leaf that can cross the network has one code in `reducer.wire.constants`.
+are different classes. Each leaf that can cross the network has one code in
+`reducer.wire.constants`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ProtocolError(ReductionError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side was used wrongly, for instance after `shutdown()` or in a forked child."""
+    """The API was used wrongly on this side, for instance in a forked child."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -54,7 +55,7 @@ class VersionError(ProtocolError):
 
 
 class MembershipError(ReductionError):
-    """This process is not, or may not become, a member of the job."""
+    """The process is not, or may not become, a member of the job."""
 
 
 class StaleGenerationError(MembershipError):

@@ -1,0 +1,389 @@
+"""The reducer's protocol logic: messages and time in, messages out (sans I/O, reads no clock).
+
+The rules are those of `wire/README.md`, section 5. One engine belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from reducer.errors import (
+    CapacityError,
+    MembershipError,
+    RankLostError,
+    ReducerLostError,
+    ReductionError,
+    ReductionTimeout,
+    RemoteProtocolError,
+    StaleGenerationError,
+)
+from reducer.membership import Job, Member, Membership
+from reducer.slots import Round, Slot
+from reducer.wire.constants import (
+    MAX_CHUNK_BYTES,
+    MAX_ROUNDS_AHEAD,
+    NO_SEQUENCE,
+    DType,
+    MessageType,
+    ReduceOp,
+)
+from reducer.wire.header import Buffer, Header, check_chunk
+from reducer.wire.layout import charge
+from reducer.wire.messages import Hello, Welcome, decode, decode_error, encode, encode_error
+from reducer.wire.states import Role, after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from reducer.kernels import Kernels
+
+PING_INTERVAL_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class Send(NamedTuple):
+    """The one thing an engine asks for: hand this message to that peer."""
+
+    peer: bytes
+    header: bytes
+    payload: Buffer | np.ndarray | None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What an engine has done since it started."""
+
+    contributions: int = 0
+    results: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    duplicates: int = 0
+    late: int = 0
+    refused: int = 0
+    rounds_failed: int = 0
+
+
+class Engine:
+    """One reducer (or one thread of it).
+
+    Args:
+        kernels: what sums.
+        memory_limit: bytes that contributions and results may take.
+        incarnation: hexadecimal, another one at every start.
+        address: how this reducer calls itself in errors, ``host:port``.
+    """
+
+    def __init__(
+        self, kernels: Kernels, *, memory_limit: int, incarnation: str, address: str
+    ) -> None:
+        self.counters = Counters()
+        self.draining = False
+        self._kernels = kernels
+        self._members = Membership(memory_limit)
+        self._incarnation = incarnation
+        self._address = address
+        self._next_ping = 0.0
+        # HELLOs that claim the rank of a member which may be dead: it was sent a PING to find out.
+        self._claims: list[tuple[bytes, Header, Hello]] = []
+        self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
+            MessageType.CONTRIBUTION: self._contribution,
+            MessageType.ABORT: self._abort,
+            MessageType.GOODBYE: self._goodbye,
+        }
+
+    @property
+    def idle(self) -> bool:
+        """Whether no all-reduce waits for anything."""
+        return not any(
+            round_.slots for job in self._members.jobs.values() for round_ in job.rounds.values()
+        )
+
+    @property
+    def jobs(self) -> list[Job]:
+        """The jobs that are here."""
+        return list(self._members.jobs.values())
+
+    def held(self) -> int:
+        """Bytes of contributions in open slots."""
+        return sum(member.held for member in self._members.members())
+
+    def receive(self, peer: bytes, frame: Buffer, payload: Buffer) -> list[Send]:
+        """Take one message from a peer; whatever is wrong with it concerns that peer alone.
+
+        Args:
+            peer: the transport's name for the connection.
+            frame: frame 0.
+            payload: frame 1, empty if there was none.
+        """
+        try:
+            header = Header.unpack(frame)
+            if header.type is MessageType.HELLO:
+                return self._hello(peer, header, payload)
+            found = self._members.find(peer)
+            if found is None:
+                raise MembershipError(
+                    "this reducer does not know you: it was restarted, or gave you up"
+                )
+            job, member = found
+            state = after(member.state, Role.WORKER, header.type)
+            if state is None:
+                raise RemoteProtocolError(
+                    f"{header.type.name} is not allowed in {member.state.name}"
+                )
+            said = (header.job, header.generation, header.epoch, header.rank)
+            if said != (job.key, job.generation, 0, member.rank):
+                raise RemoteProtocolError("job, generation, epoch and rank must be as agreed")
+            member.state = state
+            return self._handlers[header.type](job, member, header, payload)
+        except ReductionError as error:
+            self.counters.refused += 1
+            log.info("refused a message: %s", error)
+            return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+
+    def unreachable(self, peer: bytes) -> list[Send]:
+        """Learn from the transport that a peer is gone: it died, or the network is cut."""
+        found = self._members.find(peer)
+        self._claims = [claim for claim in self._claims if claim[0] != peer]
+        if found is None:
+            return []
+        job, member = found
+        reason = RankLostError(f"rank {member.rank} died or cannot be reached", rank=member.rank)
+        return self._leave(peer, reason) + self._settle_claims(job, member)
+
+    def tick(self, now: float) -> list[Send]:
+        """Do what is due at `now`, seconds of a monotonic clock; call it several times a second."""
+        if now < self._next_ping:
+            return []
+        self._next_ping = now + PING_INTERVAL_S
+        # A PING found every holder reachable since the last tick, so these claims are refused.
+        sends = [self._join(*claim) for claim in self._claims]
+        self._claims.clear()
+        ping = Header(MessageType.PING).pack()
+        sends += [Send(member.peer, ping, None) for member in self._members.members()]
+        return sends
+
+    def drain(self) -> list[Send]:
+        """Tell every member that this reducer shuts down; open rounds may still be finished."""
+        self.draining = True
+        goodbye = Header(MessageType.GOODBYE).pack()
+        members = self._members.members()
+        for member in members:
+            member.state = after(member.state, Role.REDUCER, MessageType.GOODBYE) or member.state
+        return [Send(member.peer, goodbye, None) for member in members]
+
+    # -- joining and leaving ------------------------------------------------------------------
+
+    def _hello(self, peer: bytes, header: Header, payload: Buffer) -> list[Send]:
+        hello = decode(Hello, payload)
+        if self._members.find(peer) is not None or any(peer == claim[0] for claim in self._claims):
+            raise RemoteProtocolError("HELLO was said already")
+        if self.draining:
+            raise self._shutting_down()
+        sends: list[Send] = []
+        superseded = self._members.superseded_by(header)
+        if superseded is not None:
+            sends += self._supersede(superseded, header)
+        holder = self._members.holder(header)
+        if holder is not None:
+            self._claims.append((peer, header, hello))
+            return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
+        return [*sends, self._join(peer, header, hello)]
+
+    def _join(self, peer: bytes, header: Header, hello: Hello) -> Send:
+        try:
+            member = self._members.join(peer, header, hello)
+        except ReductionError as error:
+            self.counters.refused += 1
+            return Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))
+        welcome = Header(
+            MessageType.WELCOME,
+            job=header.job,
+            generation=header.generation,
+            rank=member.rank,
+            window=member.window,
+        )
+        body = Welcome(incarnation=self._incarnation, max_chunk_bytes=MAX_CHUNK_BYTES)
+        return Send(peer, welcome.pack(), encode(body))
+
+    def _settle_claims(self, job: Job, lost: Member) -> list[Send]:
+        due = [
+            claim for claim in self._claims if (claim[1].job, claim[1].rank) == (job.key, lost.rank)
+        ]
+        self._claims = [claim for claim in self._claims if claim not in due]
+        return [self._join(*claim) for claim in due]
+
+    def _supersede(self, job: Job, header: Header) -> list[Send]:
+        error = StaleGenerationError(
+            f"job {job.name!r} moved on to generation {header.generation}",
+            generation=job.generation,
+            current=header.generation,
+        )
+        self._members.drop(job)
+        body = encode_error(error)
+        frame = Header(MessageType.ERROR, job=job.key, generation=job.generation).pack()
+        return [Send(member.peer, frame, body) for member in job.members.values()]
+
+    def _goodbye(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
+        del job, header, payload
+        rank = member.rank
+        return self._leave(member.peer, RankLostError(f"rank {rank} left the job", rank=rank))
+
+    def _leave(self, peer: bytes, reason: RankLostError) -> list[Send]:
+        found = self._members.leave(peer, reason)
+        if found is None:
+            return []
+        job, member = found
+        sends: list[Send] = []
+        for sequence, round_ in list(job.rounds.items()):
+            if round_.error is None and round_.lacks(member.rank):
+                sends += self._fail(job, sequence, round_, reason)
+        return sends
+
+    # -- all-reduces --------------------------------------------------------------------------
+
+    def _contribution(
+        self, job: Job, member: Member, header: Header, payload: Buffer
+    ) -> list[Send]:
+        check_chunk(header, len(payload), MAX_CHUNK_BYTES)
+        sends = self._advance(job, member, header.watermark)
+        if header.sequence < member.watermark:
+            self.counters.late += 1
+            return sends
+        round_ = self._round(job, member, header)
+        if round_.error is not None:
+            self.counters.late += 1
+            return sends + self._tell(job, header.sequence, round_, [member])
+        if round_.holds(header.offset, member.rank):
+            self.counters.duplicates += 1
+            return sends
+        try:
+            slot = self._place(job, member, round_, header, payload)
+        except ReductionError as error:
+            return sends + self._fail(job, header.sequence, round_, error)
+        if slot.missing == 0:
+            sends += self._reduce(job, round_, slot, header)
+        return sends
+
+    def _round(self, job: Job, member: Member, header: Header) -> Round:
+        round_ = job.rounds.get(header.sequence)
+        if round_ is None:
+            if header.sequence >= member.watermark + MAX_ROUNDS_AHEAD:
+                raise CapacityError(
+                    f"at most {MAX_ROUNDS_AHEAD} all-reduces may be in flight", limit="rounds"
+                )
+            first = header if header.type is MessageType.CONTRIBUTION else None
+            round_ = job.rounds[header.sequence] = Round(first)
+            round_.error = self._doomed(job, header.sequence)
+        return round_
+
+    def _doomed(self, job: Job, sequence: int) -> ReductionError | None:
+        """Return why a round that opens now can never be finished, if so."""
+        if self.draining:
+            return self._shutting_down()
+        for member in job.members.values():
+            if member.watermark > sequence:
+                return _gave_up(sequence, member.rank)
+        return None
+
+    def _place(
+        self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer
+    ) -> Slot:
+        for rank, (_, reason) in job.gone.items():
+            open_slot = round_.slots.get(header.offset)
+            if open_slot is None or open_slot.payloads[rank] is None:
+                raise reason
+        if member.held + charge(header.nbytes) > member.window:
+            raise CapacityError(
+                f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
+            )
+        slot = round_.place(header, payload, job.world_size)
+        member.held += charge(header.nbytes)
+        self.counters.contributions += 1
+        self.counters.bytes_in += header.nbytes
+        return slot
+
+    def _reduce(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
+        result = np.empty(slot.nbytes, np.uint8)
+        contributions = [payload for payload in slot.payloads if payload is not None]
+        self._kernels.reduce(contributions, result, DType(header.dtype), ReduceOp(header.op))
+        round_.finish(header.offset)
+        members = list(job.members.values())
+        for member in members:
+            member.held -= charge(slot.nbytes)
+        self.counters.results += len(members)
+        self.counters.bytes_out += len(members) * slot.nbytes
+        frame = header._replace(type=MessageType.RESULT, watermark=0, rank=0).pack()
+        # All peers are sent the one buffer, and each rank's machine a fair share of first places.
+        turn = header.offset // max(slot.nbytes, 1) % len(members)
+        return [Send(member.peer, frame, result) for member in members[turn:] + members[:turn]]
+
+    def _abort(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
+        if header.sequence == NO_SEQUENCE:
+            raise RemoteProtocolError("ABORT needs a sequence number")
+        error = decode_error(payload, header.sequence)
+        sends = self._advance(job, member, header.watermark)
+        if header.sequence < member.watermark:
+            return sends
+        round_ = self._round(job, member, header)
+        if round_.error is not None:
+            return sends + self._tell(job, header.sequence, round_, [member])
+        if isinstance(error, ReductionTimeout) and not error.missing:
+            error = self._explain_timeout(job, round_, error)
+        return sends + self._fail(job, header.sequence, round_, error)
+
+    def _explain_timeout(
+        self, job: Job, round_: Round, error: ReductionTimeout
+    ) -> ReductionTimeout:
+        missing = round_.missing_ranks(job.world_size)
+        if not missing:
+            return error
+        absent = set(job.absent())
+        who = ", ".join(f"{rank}{' (never joined)' if rank in absent else ''}" for rank in missing)
+        return ReductionTimeout(
+            f"{error}: no contribution from rank {who}", missing=missing, sequence=error.sequence
+        )
+
+    def _advance(self, job: Job, member: Member, watermark: int) -> list[Send]:
+        """Learn that a worker has finished every all-reduce below `watermark`."""
+        if watermark <= member.watermark:
+            return []
+        member.watermark = watermark
+        sends: list[Send] = []
+        for sequence, round_ in list(job.rounds.items()):
+            if sequence < watermark and round_.error is None and round_.lacks(member.rank):
+                sends += self._fail(job, sequence, round_, _gave_up(sequence, member.rank))
+        for sequence in job.forgettable():
+            del job.rounds[sequence]
+        return sends
+
+    def _fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> list[Send]:
+        self.counters.rounds_failed += 1
+        for rank, nbytes in round_.fail(error):
+            if rank in job.members:
+                job.members[rank].held -= nbytes
+        return self._tell(job, sequence, round_, job.members.values())
+
+    def _tell(
+        self, job: Job, sequence: int, round_: Round, members: Iterable[Member]
+    ) -> list[Send]:
+        """Send a failed round's error to those who were not sent it yet."""
+        assert round_.error is not None
+        frame = Header(
+            MessageType.ERROR, job=job.key, generation=job.generation, sequence=sequence
+        ).pack()
+        body = encode_error(round_.error)
+        untold = [member for member in members if member.rank not in round_.told]
+        round_.told.update(member.rank for member in untold)
+        return [Send(member.peer, frame, body) for member in untold]
+
+    def _shutting_down(self) -> ReducerLostError:
+        return ReducerLostError(f"reducer {self._address} is shutting down", reducer=self._address)
+
+
+def _gave_up(sequence: int, rank: int) -> RankLostError:
+    return RankLostError(f"all-reduce {sequence}: rank {rank} gave it up", rank=rank)

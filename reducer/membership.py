@@ -1,0 +1,207 @@
+"""Jobs, generations and ranks: who takes part in what (sans I/O)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reducer.errors import (
+    CapacityError,
+    DuplicateRankError,
+    MismatchError,
+    RankLostError,
+    RemoteProtocolError,
+    StaleGenerationError,
+)
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.states import LinkState
+
+if TYPE_CHECKING:
+    from reducer.slots import Round
+    from reducer.wire.messages import Hello
+
+SETTINGS = ("world_size", "reducers", "reducer_index", "chunk_bytes")  # equal at every rank
+
+
+class Member:
+    """One rank of a job, as the peer that speaks for it.
+
+    Attributes:
+        peer: the transport's name for its connection.
+        window: bytes it may have in flight here.
+        held: bytes of its window taken by contributions in open slots.
+        watermark: every all-reduce below this number is finished at the worker.
+        state: state of the link (`reducer.wire.states`).
+    """
+
+    __slots__ = ("held", "peer", "rank", "state", "watermark", "window")
+
+    def __init__(self, peer: bytes, header: Header) -> None:
+        self.peer = peer
+        self.rank = header.rank
+        self.window = header.window
+        self.held = 0
+        self.watermark = header.watermark
+        self.state = LinkState.MEMBER
+
+
+class Job:
+    """One generation of one job.
+
+    Attributes:
+        hello: settings of the first rank that joined; every other rank must give the same.
+        members: live ranks.
+        gone: ranks that left or were lost, with the watermark they had reached and the reason.
+        rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
+        reserved: bytes of the reducer's memory set aside for this job.
+    """
+
+    def __init__(self, header: Header, hello: Hello) -> None:
+        self.key = header.job
+        self.name = hello.job
+        self.generation = header.generation
+        self.hello = hello
+        self.first_rank = header.rank
+        self.world_size = hello.world_size
+        self.members: dict[int, Member] = {}
+        self.gone: dict[int, tuple[int, RankLostError]] = {}
+        self.rounds: dict[int, Round] = {}
+        self.reserved = 0
+
+    def absent(self) -> tuple[int, ...]:
+        """Ranks that have not joined, or have gone."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.members)
+
+    def forgettable(self) -> list[int]:
+        """Sequence numbers that the watermark of every live rank has passed."""
+        reached = min(member.watermark for member in self.members.values())
+        return [sequence for sequence in self.rounds if sequence < reached]
+
+
+class Membership:
+    """All jobs of one reducer, and which peer speaks for which rank.
+
+    Args:
+        memory_limit: bytes that all jobs together may reserve.
+    """
+
+    def __init__(self, memory_limit: int) -> None:
+        self.memory_limit = memory_limit
+        self.jobs: dict[int, Job] = {}
+        self._by_peer: dict[bytes, tuple[Job, Member]] = {}
+
+    def find(self, peer: bytes) -> tuple[Job, Member] | None:
+        """Return the job and member that a peer speaks for, if any."""
+        return self._by_peer.get(peer)
+
+    def members(self) -> list[Member]:
+        """Every live member of every job."""
+        return [member for _, member in self._by_peer.values()]
+
+    def superseded_by(self, header: Header) -> Job | None:
+        """Return the job that this HELLO ends because it opens a later generation of it."""
+        job = self.jobs.get(header.job)
+        return job if job is not None and job.generation < header.generation else None
+
+    def holder(self, header: Header) -> Member | None:
+        """Return the live member that already has the rank which this HELLO claims."""
+        job = self.jobs.get(header.job)
+        if job is None or job.generation != header.generation:
+            return None
+        return job.members.get(header.rank)
+
+    def join(self, peer: bytes, header: Header, hello: Hello) -> Member:
+        """Make a peer the member that its HELLO asks to be.
+
+        Raises:
+            RemoteProtocolError: the HELLO contradicts itself.
+            StaleGenerationError: the job is in a later generation, or this rank starts anew while
+                ranks of an earlier run are still here.
+            MismatchError: a setting differs from another rank's.
+            DuplicateRankError: a live member has this rank.
+            CapacityError: the job's windows do not fit into the memory limit.
+        """
+        if header.job != fingerprint(hello.job):
+            raise RemoteProtocolError("the header's job is not the fingerprint of the job's name")
+        if header.rank >= hello.world_size:
+            raise RemoteProtocolError(f"rank {header.rank} of a world of {hello.world_size}")
+        job = self.jobs.get(header.job)
+        if job is None:
+            job = Job(header, hello)
+        else:
+            self._check_rejoin(job, header, hello)
+        self._reserve(job, header.window)
+        self.jobs[job.key] = job
+        member = Member(peer, header)
+        job.members[member.rank] = member
+        job.gone.pop(member.rank, None)
+        self._by_peer[peer] = (job, member)
+        return member
+
+    def leave(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
+        """Take a peer out of its job; the job is dropped with its last member."""
+        found = self._by_peer.pop(peer, None)
+        if found is not None:
+            job, member = found
+            del job.members[member.rank]
+            job.gone[member.rank] = (member.watermark, reason)
+            if not job.members:
+                del self.jobs[job.key]
+        return found
+
+    def drop(self, job: Job) -> None:
+        """Forget a whole job."""
+        for member in job.members.values():
+            del self._by_peer[member.peer]
+        del self.jobs[job.key]
+
+    def reserved(self) -> int:
+        """Bytes set aside for all jobs."""
+        return sum(job.reserved for job in self.jobs.values())
+
+    def _check_rejoin(self, job: Job, header: Header, hello: Hello) -> None:
+        if header.generation < job.generation:
+            raise StaleGenerationError(
+                f"job {job.name!r} is in generation {job.generation}, "
+                f"rank {header.rank} came with {header.generation}",
+                generation=header.generation,
+                current=job.generation,
+            )
+        for name in SETTINGS:
+            expected, got = getattr(job.hello, name), getattr(hello, name)
+            if expected != got:
+                raise MismatchError(
+                    f"job {job.name!r}: ranks disagree on {name}: rank {job.first_rank} says "
+                    f"{expected}, rank {header.rank} says {got}",
+                    field=name,
+                    rank=job.first_rank,
+                    other_rank=header.rank,
+                    expected=expected,
+                    got=got,
+                )
+        if header.rank in job.members:
+            raise DuplicateRankError(
+                f"job {job.name!r} already has a live rank {header.rank}: give each process its "
+                "own rank, or each run its own REDUCTION_JOB",
+                rank=header.rank,
+            )
+        if header.rank in job.gone and header.watermark < job.gone[header.rank][0]:
+            live = ", ".join(map(str, sorted(job.members)))
+            raise StaleGenerationError(
+                f"job {job.name!r} still has ranks {live} of an earlier run: wait until they have "
+                "exited, set another REDUCTION_JOB, or raise REDUCTION_GENERATION",
+                generation=header.generation,
+                current=job.generation,
+            )
+
+    def _reserve(self, job: Job, window: int) -> None:
+        # n windows of contributions, and results that the slowest rank has not taken: one more.
+        needed = max(job.reserved, (job.world_size + 1) * window)
+        free = self.memory_limit - self.reserved()
+        if needed - job.reserved > free:
+            raise CapacityError(
+                f"job {job.name!r} needs {needed} bytes of a reducer ({job.world_size} ranks with "
+                f"a window of {window}), {free} of {self.memory_limit} are free: lower "
+                "REDUCTION_WINDOW_BYTES, add reducers, or raise the reducer's --memory-limit",
+                limit="memory_limit",
+            )
+        job.reserved = needed

@@ -1,0 +1,202 @@
+"""Bodies of the control messages: what HELLO, WELCOME, ERROR and ABORT carry as JSON.
+
+Records are validated when they are built, so that one which exists is one that may be acted on.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from reducer import errors
+from reducer.errors import ReductionError, RemoteProtocolError
+from reducer.wire.constants import (
+    MAX_BODY_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_JOB_NAME_BYTES,
+    MAX_WORLD_SIZE,
+    NO_SEQUENCE,
+    SHARD_ALIGNMENT,
+    VERSION_MAJOR,
+    ErrorCode,
+)
+from reducer.wire.header import VERSION, Buffer
+
+_Body = TypeVar("_Body", "Hello", "Welcome")
+
+
+def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RemoteProtocolError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
+    size = value if isinstance(value, int) else len(value.encode())  # type: ignore[attr-defined]
+    if not low <= size <= high:
+        raise RemoteProtocolError(f"{what} must be between {low} and {high}, got {size}")
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker's settings, which every rank of the job must give alike.
+
+    Attributes:
+        job: name of the job, 1 to 128 bytes.
+        world_size: number of ranks.
+        reducers: how many reducers the job uses.
+        reducer_index: which of them this message is meant for.
+        chunk_bytes: forced chunk size, 0 for the rule.
+        version, features: what the sender speaks.
+    """
+
+    job: str
+    world_size: int
+    reducers: int
+    reducer_index: int
+    chunk_bytes: int = 0
+    version: str = VERSION
+    features: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.job, str, 1, MAX_JOB_NAME_BYTES, "job")
+        _check(self.world_size, int, 1, MAX_WORLD_SIZE, "world_size")
+        _check(self.reducers, int, 1, MAX_WORLD_SIZE, "reducers")
+        _check(self.reducer_index, int, 0, self.reducers - 1, "reducer_index")
+        _check(self.chunk_bytes, int, 0, MAX_CHUNK_BYTES, "chunk_bytes")
+        if self.chunk_bytes % SHARD_ALIGNMENT:
+            raise RemoteProtocolError(f"chunk_bytes must be a multiple of {SHARD_ALIGNMENT}")
+        _check_version(self.version)
+        _check(self.features, int, 0, (1 << 63) - 1, "features")
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A reducer's limits.
+
+    Attributes:
+        incarnation: hexadecimal, new at every start of the reducer.
+        max_chunk_bytes: the largest chunk that it accepts.
+        version: what it speaks.
+        features: those that both sides announced.
+    """
+
+    incarnation: str
+    max_chunk_bytes: int = MAX_CHUNK_BYTES
+    version: str = VERSION
+    features: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self.incarnation, str, 1, 32, "incarnation")
+        _check(self.max_chunk_bytes, int, SHARD_ALIGNMENT, MAX_CHUNK_BYTES, "max_chunk_bytes")
+        _check_version(self.version)
+        _check(self.features, int, 0, (1 << 63) - 1, "features")
+
+
+def _check_version(version: object) -> None:
+    _check(version, str, 3, 16, "version")
+    if str(version).partition(".")[0] != str(VERSION_MAJOR):
+        raise errors.VersionError(
+            f"this side speaks protocol {VERSION}, the peer {version}",
+            expected=VERSION,
+            got=str(version),
+        )
+
+
+def encode(body: Hello | Welcome) -> bytes:
+    """Return the JSON of a body."""
+    return _dump(asdict(body))
+
+
+def decode(kind: type[_Body], data: Buffer) -> _Body:
+    """Read a HELLO's or WELCOME's body.
+
+    Raises:
+        RemoteProtocolError: it is no JSON object, or a value is missing, of a wrong type or out of
+            bounds.
+        VersionError: the peer speaks another major version.
+    """
+    values = _load(data)
+    known = {name: values[name] for name in kind.__dataclass_fields__ if name in values}
+    try:
+        return kind(**known)
+    except TypeError as error:  # a name without a default is missing
+        raise RemoteProtocolError(f"incomplete {kind.__name__.upper()}: {error}") from None
+
+
+# One wire code per leaf, with the attributes that travel as the body's `detail`.
+_LEAVES: dict[ErrorCode, tuple[type[ReductionError], tuple[str, ...]]] = {
+    ErrorCode.PROTOCOL: (errors.RemoteProtocolError, ()),
+    ErrorCode.VERSION: (errors.VersionError, ("expected", "got")),
+    ErrorCode.UNKNOWN_PEER: (errors.MembershipError, ()),
+    ErrorCode.STALE_GENERATION: (errors.StaleGenerationError, ("generation", "current")),
+    ErrorCode.DUPLICATE_RANK: (errors.DuplicateRankError, ("rank",)),
+    ErrorCode.MISMATCH: (
+        errors.MismatchError,
+        ("field", "rank", "other_rank", "expected", "got"),
+    ),
+    ErrorCode.RANK_LOST: (errors.RankLostError, ("rank",)),
+    ErrorCode.REDUCER_LOST: (errors.ReducerLostError, ("reducer",)),
+    ErrorCode.TIMEOUT: (errors.ReductionTimeout, ("missing",)),
+    ErrorCode.CAPACITY: (errors.CapacityError, ("limit",)),
+    ErrorCode.AUTH: (errors.AuthError, ()),
+}
+_CODES = {leaf: code for code, (leaf, _) in _LEAVES.items()}
+# At the receiver it is the local side that broke the protocol's rules, not a remote one.
+_CODES[errors.LocalProtocolError] = ErrorCode.PROTOCOL
+
+
+def encode_error(error: ReductionError) -> bytes:
+    """Return the body of an ERROR or ABORT that reports `error`."""
+    code = _CODES[type(error)]
+    detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
+    # A few hundred ranks can be missing: the sentence and the list are cut to fit a body.
+    message = str(error)[:1024]
+    if isinstance(detail.get("missing"), tuple):
+        detail["missing"] = detail["missing"][:256]
+    return _dump({"code": int(code), "message": message, "detail": detail})
+
+
+def decode_error(data: Buffer, sequence: int = NO_SEQUENCE) -> ReductionError:
+    """Rebuild the exception that an ERROR or ABORT reports.
+
+    Args:
+        data: the message's body.
+        sequence: its header's sequence number.
+
+    Raises:
+        RemoteProtocolError: the body is malformed.
+    """
+    values = _load(data)
+    message, detail = values.get("message"), values.get("detail")
+    if not isinstance(message, str) or not isinstance(detail, dict):
+        raise RemoteProtocolError("an error body needs `message` and `detail`")
+    try:
+        leaf, names = _LEAVES[ErrorCode(values["code"])]
+        attributes = {name: detail[name] for name in names}
+    except (KeyError, ValueError, TypeError):
+        raise RemoteProtocolError(f"malformed error body for: {message:.200}") from None
+    if "missing" in attributes:
+        attributes["missing"] = _ranks(attributes["missing"])
+    error = leaf(message, **attributes)
+    error.sequence = None if sequence == NO_SEQUENCE else sequence
+    return error
+
+
+def _ranks(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(rank, int) for rank in value):
+        raise RemoteProtocolError("`missing` must be a list of ranks")
+    return tuple(value)
+
+
+def _dump(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def _load(data: Buffer) -> dict[str, Any]:
+    if len(data) > MAX_BODY_BYTES:
+        raise RemoteProtocolError(f"a body has at most {MAX_BODY_BYTES} bytes, got {len(data)}")
+    try:
+        values = json.loads(bytes(data))
+    except (ValueError, RecursionError):
+        raise RemoteProtocolError("a body must be one JSON object in UTF-8") from None
+    if not isinstance(values, dict):
+        raise RemoteProtocolError("a body must be one JSON object in UTF-8")
+    return values
