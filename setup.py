@@ -28,6 +28,7 @@ setup(
                 ],
                 depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h"],
                 extra_compile_args=FLAGS,
+                libraries=["m"],
                 extra_link_args=["-fsanitize=address,undefined"] if DEBUG else [],
                 optional=True,  # without a compiler the NumPy twin serves
             )

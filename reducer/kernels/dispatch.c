@@ -1,0 +1,29 @@
+/* Which kernels this machine can run, and how one is run. */
+#include "fold.h"
+
+#include <fenv.h>
+
+size_t fold_usable(const struct fold_table *usable[FOLD_TABLES]) {
+    size_t found = 0;
+#if defined(__x86_64__)
+    /* The builtin also asks whether the operating system saves the wide registers. */
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        usable[found++] = &fold_avx512;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+        usable[found++] = &fold_avx2;
+    }
+#endif
+    usable[found++] = &fold_generic;
+    return found;
+}
+
+void fold_run(fold_fn fold, void *out, const void *const *in, size_t n, size_t count) {
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    fold(out, in, n, count);
+    fesetenv(&callers);
+}

@@ -1,0 +1,70 @@
+/* The reduction of n buffers to one: what every variant of the kernels provides.
+ *
+ * A fold combines element i of every input, separately for every i, from left to right:
+ *
+ *     acc = in[0][i];  acc = acc (op) in[1][i];  ...  acc = acc (op) in[n-1][i];  out[i] = acc
+ *
+ * 16-bit floating types accumulate in float, other types in themselves; the result is rounded once.
+ * The bits are the same in every variant and on every CPU:
+ *   - a mean is the sum divided by n in the accumulator's type, before the rounding;
+ *   - integers wrap modulo 2^bits;
+ *   - min and max keep the earlier value on a tie (-0 and +0 tie), and are NaN if any input is;
+ *   - a NaN result is the positive quiet NaN without payload, because which payload survives an
+ *     addition differs between CPUs;
+ *   - rounding is to nearest, ties to even; subnormal numbers are kept (see fold_run).
+ */
+#ifndef REDUCER_KERNELS_FOLD_H
+#define REDUCER_KERNELS_FOLD_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels are for little-endian CPUs, as the wire is; the NumPy twin serves the others"
+#endif
+
+/* The values of reducer.wire.constants.DType and ReduceOp; the tests compare them. */
+enum fold_dtype {
+    FOLD_FLOAT32 = 1,
+    FOLD_FLOAT64,
+    FOLD_FLOAT16,
+    FOLD_BFLOAT16,
+    FOLD_INT8,
+    FOLD_INT32,
+    FOLD_INT64,
+    FOLD_UINT8,
+    FOLD_DTYPES
+};
+enum fold_op { FOLD_SUM = 1, FOLD_MEAN, FOLD_MIN, FOLD_MAX, FOLD_PRODUCT, FOLD_OPS };
+
+/* Folds n >= 1 inputs of `count` elements, at any alignment. `out` is an input itself or overlaps
+ * none. */
+typedef void (*fold_fn)(void *out, const void *const *in, size_t n, size_t count);
+
+/* Reads n buffers of `nbytes` in a fold's order and does nothing else: the most that a fold can
+ * reach, for the benchmark. Returns the exclusive or of all 64-bit words. */
+typedef uint64_t (*read_fn)(const void *const *in, size_t n, size_t nbytes);
+
+/* The kernels for one instruction set. An entry is NULL where the operation has no meaning. */
+struct fold_table {
+    const char *name;
+    read_fn read;
+    fold_fn fold[FOLD_DTYPES][FOLD_OPS];
+};
+
+extern const struct fold_table fold_generic;
+#if defined(__x86_64__)
+extern const struct fold_table fold_avx2;
+extern const struct fold_table fold_avx512;
+#endif
+
+enum { FOLD_TABLES = 3 };
+
+/* Fills in the tables that this CPU and operating system can run, best first; returns how many. */
+size_t fold_usable(const struct fold_table *usable[FOLD_TABLES]);
+
+/* Runs one fold under the default floating-point environment, whatever this thread's is: a library
+ * may have made it flush subnormal numbers to zero, or round in another direction. */
+void fold_run(fold_fn fold, void *out, const void *const *in, size_t n, size_t count);
+
+#endif

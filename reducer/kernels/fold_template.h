@@ -1,0 +1,276 @@
+/* All kernels of one instruction set, as a table; the semantics are in fold.h.
+ *
+ * Each fold_<variant>.c includes this file once, after defining
+ *     FOLD_TARGET         attribute that lets the compiler use the instruction set
+ *     FOLD_VECTOR_BYTES   width of its vectors
+ *     FOLD_TABLE, FOLD_NAME  the table's symbol, and its name
+ *     FOLD_HAS_F16C       where the CPU converts float16; then widen_half and narrow_half as well
+ *
+ * A fold advances through all inputs together, FOLD_BLOCK vectors at a time, with the accumulators
+ * in registers: every input is read once and the output is written once. Vectors are GCC's, so the
+ * same source serves every CPU.
+ */
+#include <string.h>
+
+#define INLINE FOLD_TARGET static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+enum { FOLD_BLOCK = 8 };
+
+#define VECTOR(bytes) __attribute__((vector_size(bytes)))
+typedef float v_f32 VECTOR(FOLD_VECTOR_BYTES);
+typedef double v_f64 VECTOR(FOLD_VECTOR_BYTES);
+typedef int8_t v_i8 VECTOR(FOLD_VECTOR_BYTES);
+typedef int32_t v_i32 VECTOR(FOLD_VECTOR_BYTES);
+typedef int64_t v_i64 VECTOR(FOLD_VECTOR_BYTES);
+typedef uint8_t v_u8 VECTOR(FOLD_VECTOR_BYTES);
+typedef uint32_t v_u32 VECTOR(FOLD_VECTOR_BYTES);
+typedef uint64_t v_u64 VECTOR(FOLD_VECTOR_BYTES);
+typedef uint16_t v_half VECTOR(FOLD_VECTOR_BYTES / 2); /* as many 16-bit lanes as a v_f32 has */
+
+/* Per element type: the vector it accumulates in, the bytes of an element, and those that a vector
+ * takes up in memory. */
+typedef v_f32 acc_f32, acc_f16, acc_bf16;
+typedef v_f64 acc_f64;
+typedef v_i8 acc_i8;
+typedef v_i32 acc_i32;
+typedef v_i64 acc_i64;
+typedef v_u8 acc_u8;
+enum {
+    SIZE_f32 = 4,
+    SIZE_f64 = 8,
+    SIZE_f16 = 2,
+    SIZE_bf16 = 2,
+    SIZE_i8 = 1,
+    SIZE_i32 = 4,
+    SIZE_i64 = 8,
+    SIZE_u8 = 1
+};
+enum {
+    BYTES_f32 = FOLD_VECTOR_BYTES,
+    BYTES_f64 = FOLD_VECTOR_BYTES,
+    BYTES_f16 = FOLD_VECTOR_BYTES / 2,
+    BYTES_bf16 = FOLD_VECTOR_BYTES / 2,
+    BYTES_i8 = FOLD_VECTOR_BYTES,
+    BYTES_i32 = FOLD_VECTOR_BYTES,
+    BYTES_i64 = FOLD_VECTOR_BYTES,
+    BYTES_u8 = FOLD_VECTOR_BYTES
+};
+
+/* ---- load and store: `bytes` is less than a vector's at the very end of a buffer only ---- */
+
+#define DEFINE_LOAD_STORE(T)                                                                    \
+    INLINE acc_##T load_##T(const unsigned char *from, size_t bytes) {                          \
+        acc_##T x = {0};                                                                        \
+        memcpy(&x, from, bytes);                                                                \
+        return x;                                                                               \
+    }                                                                                           \
+    INLINE void store_##T(unsigned char *to, acc_##T x, size_t bytes) { memcpy(to, &x, bytes); }
+
+DEFINE_LOAD_STORE(f32)
+DEFINE_LOAD_STORE(f64)
+DEFINE_LOAD_STORE(i8)
+DEFINE_LOAD_STORE(i32)
+DEFINE_LOAD_STORE(i64)
+DEFINE_LOAD_STORE(u8)
+
+INLINE v_u32 select_u32(v_u32 mask, v_u32 yes, v_u32 no) { return (yes & mask) | (no & ~mask); }
+
+INLINE v_f32 load_bf16(const unsigned char *from, size_t bytes) {
+    v_half x = {0};
+    memcpy(&x, from, bytes);
+    return (v_f32)(__builtin_convertvector(x, v_u32) << 16);
+}
+
+/* A NaN arrives here as 0x7fc00000 only, which the rounding leaves a NaN. */
+INLINE void store_bf16(unsigned char *to, v_f32 x, size_t bytes) {
+    v_u32 bits = (v_u32)x;
+    bits += 0x7fff + ((bits >> 16) & 1);
+    v_half rounded = __builtin_convertvector(bits >> 16, v_half);
+    memcpy(to, &rounded, bytes);
+}
+
+#ifndef FOLD_HAS_F16C
+INLINE v_f32 widen_half(v_half half) {
+    v_u32 x = __builtin_convertvector(half, v_u32);
+    v_u32 sign = (x & 0x8000) << 16;
+    v_u32 magnitude = x & 0x7fff;
+    v_u32 bits = (magnitude << 13) + (112u << 23);            /* from exponent bias 15 to 127 */
+    v_u32 is_special = (v_u32)(magnitude >= 0x7c00);          /* infinity and NaN: exponent 255 */
+    bits += is_special & (112u << 23);
+    v_u32 is_subnormal = (v_u32)(magnitude < 0x0400);         /* a multiple of 2^-24, zero too */
+    v_f32 scaled = __builtin_convertvector((v_i32)magnitude, v_f32) * 0x1p-24f;
+    return (v_f32)(select_u32(is_subnormal, (v_u32)scaled, bits) | sign);
+}
+
+/* Nearest, ties to even. A NaN arrives here as 0x7fc00000 only. */
+INLINE v_half narrow_half(v_f32 x) {
+    v_u32 sign = ((v_u32)x >> 16) & 0x8000;
+    v_u32 magnitude = (v_u32)x & 0x7fffffff;
+    /* Normal: a carry out of the mantissa rightly increments the exponent, up to infinity. */
+    v_u32 half = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
+    /* Below 2^-14: the mantissa's last bit in 0.5 + x is worth 2^-24, as a subnormal half's. */
+    v_u32 subnormal = (v_u32)((v_f32)magnitude + 0.5f) - 0x3f000000;
+    half = select_u32((v_u32)(magnitude < 0x38800000), subnormal, half);
+    half = select_u32((v_u32)(magnitude >= 0x47800000), 0x7c00 + (v_u32){0}, half); /* >= 2^16 */
+    half = select_u32((v_u32)(magnitude > 0x7f800000), 0x7e00 + (v_u32){0}, half);
+    return __builtin_convertvector(half | sign, v_half);
+}
+#endif
+
+INLINE v_f32 load_f16(const unsigned char *from, size_t bytes) {
+    v_half x = {0};
+    memcpy(&x, from, bytes);
+    return widen_half(x);
+}
+
+INLINE void store_f16(unsigned char *to, v_f32 x, size_t bytes) {
+    v_half rounded = narrow_half(x);
+    memcpy(to, &rounded, bytes);
+}
+
+/* ---- steps: acc = acc (op) x; finals: from the accumulator to the value that is rounded ---- */
+
+#define IS_NAN(x) ((x) != (x)) /* of an integer: false, which costs nothing */
+
+/* U is the unsigned type of A's width: comparisons give masks in it, and its arithmetic wraps. */
+#define DEFINE_MIN_MAX(A, U)                                                                    \
+    INLINE v_##A min_##A(v_##A acc, v_##A x) {                                                  \
+        v_##U take = (v_##U)((x < acc) | IS_NAN(x));                                            \
+        return (v_##A)(((v_##U)x & take) | ((v_##U)acc & ~take));                               \
+    }                                                                                           \
+    INLINE v_##A max_##A(v_##A acc, v_##A x) {                                                  \
+        v_##U take = (v_##U)((x > acc) | IS_NAN(x));                                            \
+        return (v_##A)(((v_##U)x & take) | ((v_##U)acc & ~take));                               \
+    }
+
+#define DEFINE_FLOATING(A, U, scalar, quiet_nan)                                                \
+    INLINE v_##A sum_##A(v_##A acc, v_##A x) { return acc + x; }                                \
+    INLINE v_##A product_##A(v_##A acc, v_##A x) { return acc * x; }                            \
+    DEFINE_MIN_MAX(A, U)                                                                        \
+    INLINE v_##A final_##A(v_##A acc, size_t n) {                                               \
+        (void)n;                                                                                \
+        v_##U nan = (v_##U)IS_NAN(acc);                                                         \
+        return (v_##A)((nan & quiet_nan) | ((v_##U)acc & ~nan));                                \
+    }                                                                                           \
+    INLINE v_##A mean_##A(v_##A acc, size_t n) { return final_##A(acc / (scalar)n, n); }
+
+#define DEFINE_INTEGER(A, U)                                                                    \
+    INLINE v_##A sum_##A(v_##A acc, v_##A x) { return (v_##A)((v_##U)acc + (v_##U)x); }         \
+    INLINE v_##A product_##A(v_##A acc, v_##A x) { return (v_##A)((v_##U)acc * (v_##U)x); }     \
+    DEFINE_MIN_MAX(A, U)                                                                        \
+    INLINE v_##A final_##A(v_##A acc, size_t n) {                                               \
+        (void)n;                                                                                \
+        return acc;                                                                             \
+    }
+
+DEFINE_FLOATING(f32, u32, float, 0x7fc00000u)
+DEFINE_FLOATING(f64, u64, double, 0x7ff8000000000000u)
+DEFINE_INTEGER(i8, u8)
+DEFINE_INTEGER(i32, u32)
+DEFINE_INTEGER(i64, u64)
+DEFINE_INTEGER(u8, u8)
+
+/* ---- the folds ---- */
+
+/* T: element type; A: type that it accumulates in. The piece's sizes are constants once inlined,
+ * except in the last, partial vector, which runs the same arithmetic on zero-filled vectors. */
+#define DEFINE_FOLD(name, T, A, step, final)                                                    \
+    INLINE void name##_piece(unsigned char *out, const void *const *in, size_t n, size_t at,    \
+                             size_t vectors, size_t bytes) {                                    \
+        acc_##T acc[FOLD_BLOCK];                                                                \
+        const unsigned char *first = (const unsigned char *)in[0] + at;                         \
+        UNROLL for (size_t v = 0; v < vectors; v++) {                                           \
+            acc[v] = load_##T(first + v * BYTES_##T, bytes);                                    \
+        }                                                                                       \
+        for (size_t rank = 1; rank < n; rank++) {                                               \
+            const unsigned char *next = (const unsigned char *)in[rank] + at;                   \
+            UNROLL for (size_t v = 0; v < vectors; v++) {                                       \
+                acc[v] = step##_##A(acc[v], load_##T(next + v * BYTES_##T, bytes));             \
+            }                                                                                   \
+        }                                                                                       \
+        UNROLL for (size_t v = 0; v < vectors; v++) {                                           \
+            store_##T(out + at + v * BYTES_##T, final##_##A(acc[v], n), bytes);                 \
+        }                                                                                       \
+    }                                                                                           \
+    FOLD_TARGET static void name(void *out, const void *const *in, size_t n, size_t count) {    \
+        const size_t block = (size_t)FOLD_BLOCK * BYTES_##T;                                    \
+        const size_t end = count * SIZE_##T;                                                    \
+        size_t at = 0;                                                                          \
+        for (; end - at >= block; at += block) {                                                \
+            name##_piece(out, in, n, at, FOLD_BLOCK, BYTES_##T);                                \
+        }                                                                                       \
+        for (; end - at >= BYTES_##T; at += BYTES_##T) {                                        \
+            name##_piece(out, in, n, at, 1, BYTES_##T);                                         \
+        }                                                                                       \
+        if (end > at) {                                                                         \
+            name##_piece(out, in, n, at, 1, end - at);                                          \
+        }                                                                                       \
+    }
+
+#define DEFINE_COMMON_FOLDS(T, A)                                                               \
+    DEFINE_FOLD(T##_sum, T, A, sum, final)                                                      \
+    DEFINE_FOLD(T##_min, T, A, min, final)                                                      \
+    DEFINE_FOLD(T##_max, T, A, max, final)                                                      \
+    DEFINE_FOLD(T##_product, T, A, product, final)
+#define DEFINE_FLOATING_FOLDS(T, A)                                                             \
+    DEFINE_COMMON_FOLDS(T, A)                                                                   \
+    DEFINE_FOLD(T##_mean, T, A, sum, mean)
+
+DEFINE_FLOATING_FOLDS(f32, f32)
+DEFINE_FLOATING_FOLDS(f64, f64)
+DEFINE_FLOATING_FOLDS(f16, f32)
+DEFINE_FLOATING_FOLDS(bf16, f32)
+DEFINE_COMMON_FOLDS(i8, i8)
+DEFINE_COMMON_FOLDS(i32, i32)
+DEFINE_COMMON_FOLDS(i64, i64)
+DEFINE_COMMON_FOLDS(u8, u8)
+
+FOLD_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nbytes) {
+    v_u64 acc[FOLD_BLOCK] = {{0}};
+    const size_t block = sizeof(acc);
+    size_t at = 0;
+    for (; nbytes - at >= block; at += block) {
+        for (size_t rank = 0; rank < n; rank++) {
+            const unsigned char *next = (const unsigned char *)in[rank] + at;
+            UNROLL for (size_t v = 0; v < FOLD_BLOCK; v++) {
+                v_u64 x;
+                memcpy(&x, next + v * sizeof(x), sizeof(x));
+                acc[v] ^= x;
+            }
+        }
+    }
+    uint64_t all = 0;
+    for (size_t v = 0; v < FOLD_BLOCK; v++) {
+        for (size_t lane = 0; lane < sizeof(acc[v]) / sizeof(uint64_t); lane++) {
+            all ^= acc[v][lane];
+        }
+    }
+    for (size_t rank = 0; rank < n; rank++) {
+        for (size_t rest = at; rest < nbytes; rest += sizeof(uint64_t)) {
+            uint64_t word = 0;
+            size_t left = nbytes - rest;
+            memcpy(&word, (const unsigned char *)in[rank] + rest,
+                   left < sizeof(word) ? left : sizeof(word));
+            all ^= word;
+        }
+    }
+    return all;
+}
+
+#define COMMON_ENTRIES(T)                                                                       \
+    [FOLD_SUM] = T##_sum, [FOLD_MIN] = T##_min, [FOLD_MAX] = T##_max, [FOLD_PRODUCT] = T##_product
+
+const struct fold_table FOLD_TABLE = {
+    .name = FOLD_NAME,
+    .read = read_all,
+    .fold = {
+        [FOLD_FLOAT32] = {COMMON_ENTRIES(f32), [FOLD_MEAN] = f32_mean},
+        [FOLD_FLOAT64] = {COMMON_ENTRIES(f64), [FOLD_MEAN] = f64_mean},
+        [FOLD_FLOAT16] = {COMMON_ENTRIES(f16), [FOLD_MEAN] = f16_mean},
+        [FOLD_BFLOAT16] = {COMMON_ENTRIES(bf16), [FOLD_MEAN] = bf16_mean},
+        [FOLD_INT8] = {COMMON_ENTRIES(i8)},
+        [FOLD_INT32] = {COMMON_ENTRIES(i32)},
+        [FOLD_INT64] = {COMMON_ENTRIES(i64)},
+        [FOLD_UINT8] = {COMMON_ENTRIES(u8)},
+    },
+};

@@ -1,0 +1,123 @@
+"""The kernels in NumPy: used where the compiled ones are missing, and the oracle of their tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from reducer.kernels import refusals
+from reducer.wire.constants import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import Buffer
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+BytesLike: TypeAlias = "Buffer | Array"  # to a type checker, an array is a Buffer from Python 3.12
+
+_BLOCK = 1 << 14  # elements folded at a time: the accumulator and one input stay in the L2 cache
+
+_MEMORY_TYPES: dict[DType, np.dtype[Any]] = {
+    DType.FLOAT32: np.dtype("<f4"),
+    DType.FLOAT64: np.dtype("<f8"),
+    DType.FLOAT16: np.dtype("<f2"),
+    DType.BFLOAT16: np.dtype("<u2"),  # NumPy has no such type: its bits
+    DType.INT8: np.dtype("i1"),
+    DType.INT32: np.dtype("<i4"),
+    DType.INT64: np.dtype("<i8"),
+    DType.UINT8: np.dtype("u1"),
+}
+
+
+class PlainKernels:
+    """The variant ``numpy``; see `reducer.kernels.Kernels`."""
+
+    name = "numpy"
+
+    def reduce(
+        self, inputs: Sequence[BytesLike], out: BytesLike, dtype: DType, op: ReduceOp
+    ) -> None:
+        """Fold `inputs` into `out`; see `reducer.kernels.Kernels.reduce`."""
+        try:
+            dtype, op = DType(dtype), ReduceOp(op)
+        except ValueError:
+            raise refusals.unknown_code(dtype, op) from None
+        if op is ReduceOp.MEAN and not dtype.is_floating:
+            raise refusals.undefined(dtype, op)
+        if not inputs:
+            raise refusals.no_inputs()
+        target = _bytes_of("the output", out)
+        if not target.flags.writeable:
+            raise refusals.not_a_buffer("the output", BufferError("it is read-only"))
+        sources = [_bytes_of(f"input {rank}", source) for rank, source in enumerate(inputs)]
+        for rank, source in enumerate(sources):
+            if source.nbytes != target.nbytes:
+                raise refusals.wrong_length(rank, source.nbytes, target.nbytes)
+            if np.may_share_memory(source, target) and _address(source) != _address(target):
+                raise refusals.overlap(rank)
+        if target.nbytes % dtype.itemsize:
+            raise refusals.partial_element(target.nbytes, dtype)
+        step = _BLOCK * dtype.itemsize
+        with np.errstate(all="ignore"):
+            for start in range(0, target.nbytes, step):
+                block = slice(start, start + step)
+                target[block] = _fold([source[block] for source in sources], dtype, op)
+
+
+def _bytes_of(which: str, buffer: BytesLike) -> Array:
+    memory: Any = buffer  # NumPy's stubs name only some of the buffers that it takes
+    try:
+        return np.frombuffer(memory, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise refusals.not_a_buffer(which, error) from error
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _fold(sources: list[Array], dtype: DType, op: ReduceOp) -> Array:
+    """Fold blocks of bytes; returns the result's bytes."""
+    memory_type = _MEMORY_TYPES[dtype]
+    acc = _widen(sources[0].view(memory_type), dtype)
+    for source in sources[1:]:
+        _step(acc, _widen(source.view(memory_type), dtype), op)
+    if op is ReduceOp.MEAN:
+        acc /= acc.dtype.type(len(sources))
+    if dtype.is_floating:
+        # The positive quiet NaN without payload, whatever NaN the CPU made of the inputs.
+        acc[np.isnan(acc)] = np.nan
+    return _narrow(acc, dtype).view(np.uint8)
+
+
+def _widen(elements: Array, dtype: DType) -> Array:
+    """Aligned elements of the accumulator's type, in memory of their own."""
+    if dtype is DType.BFLOAT16:
+        return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return elements.astype(np.float32 if dtype is DType.FLOAT16 else elements.dtype)
+
+
+def _step(acc: Array, x: Array, op: ReduceOp) -> None:
+    """Combine `x` into `acc` in place. Integers wrap, as NumPy's arrays do."""
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        np.add(acc, x, out=acc)
+    elif op is ReduceOp.PRODUCT:
+        np.multiply(acc, x, out=acc)
+    else:
+        # Not np.minimum, which leaves open which of -0 and +0 it returns.
+        better = x < acc if op is ReduceOp.MIN else x > acc
+        np.copyto(acc, x, where=better | (x != x))  # noqa: PLR0124
+
+
+def _narrow(acc: Array, dtype: DType) -> Array:
+    """Round to the element's type: to nearest, ties to even."""
+    if dtype is DType.FLOAT16:
+        return acc.astype(np.float16)
+    if dtype is DType.BFLOAT16:
+        bits = acc.view(np.uint32)  # a NaN is 0x7fc00000 here, which stays one below
+        last = (bits >> np.uint32(16)) & np.uint32(1)
+        return ((bits + (np.uint32(0x7FFF) + last)) >> np.uint32(16)).astype(np.uint16)
+    return acc

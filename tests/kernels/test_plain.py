@@ -1,0 +1,185 @@
+"""The oracle itself, against values worked out by hand and against other implementations."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from reducer.kernels import plain
+from reducer.kernels.plain import Array, PlainKernels
+from reducer.wire.constants import DType, ReduceOp
+
+BITS = {dtype: np.dtype(f"<u{dtype.itemsize}") for dtype in DType}
+SIXTEEN = {
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+}
+QUIET_NAN = {
+    DType.FLOAT32: 0x7FC00000,
+    DType.FLOAT64: 0x7FF8000000000000,
+    DType.FLOAT16: 0x7E00,
+    DType.BFLOAT16: 0x7FC0,
+}
+EVERY = np.arange(1 << 16, dtype=np.uint16)
+
+
+def fold(dtype: DType, op: ReduceOp, *columns: int) -> int:
+    """Fold one element of each rank, given and returned as bits."""
+    inputs = [np.array([bits], BITS[dtype]).tobytes() for bits in columns]
+    out = bytearray(dtype.itemsize)
+    PlainKernels().reduce(inputs, out, dtype, op)
+    return int(np.frombuffer(out, BITS[dtype])[0])
+
+
+def fold_arrays(dtype: DType, op: ReduceOp, *inputs: Array) -> Array:
+    out = np.empty_like(inputs[0])
+    PlainKernels().reduce(inputs, out, dtype, op)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "columns", "expected"),
+    [
+        # 2^24 + 1 + 1: in this order both ones are lost; 1 + 1 + 2^24 keeps them.
+        (DType.FLOAT32, ReduceOp.SUM, [0x4B800000, 0x3F800000, 0x3F800000], 0x4B800000),
+        (DType.FLOAT32, ReduceOp.SUM, [0x3F800000, 0x3F800000, 0x4B800000], 0x4B800001),
+        # (1 + 2^-24) is a tie and goes to the even 1; (1 + 2^-23) + 2^-24 to the even 1 + 2^-22.
+        (DType.FLOAT32, ReduceOp.SUM, [0x3F800000, 0x33800000], 0x3F800000),
+        (DType.FLOAT32, ReduceOp.SUM, [0x3F800001, 0x33800000], 0x3F800002),
+        # The smallest subnormal, twice; the largest number, twice.
+        (DType.FLOAT32, ReduceOp.SUM, [0x00000001, 0x00000001], 0x00000002),
+        (DType.FLOAT32, ReduceOp.SUM, [0x7F7FFFFF, 0x7F7FFFFF], 0x7F800000),
+        # 5 divided by 3; times a rounded third it would be 0x3fd55556.
+        (DType.FLOAT32, ReduceOp.MEAN, [0x40A00000, 0, 0], 0x3FD55555),
+        # 2/3 is 0.101010...b: rounded up.
+        (DType.FLOAT32, ReduceOp.MEAN, [0x3F800000, 0x3F800000, 0], 0x3F2AAAAB),
+        (DType.FLOAT32, ReduceOp.MEAN, [0x3F800000] * 5, 0x3F800000),
+        # The smallest subnormal halved is a tie: to the even zero.
+        (DType.FLOAT32, ReduceOp.MEAN, [0x00000001, 0x00000000], 0x00000000),
+        (DType.FLOAT32, ReduceOp.PRODUCT, [0x40000000, 0x40400000, 0xBF800000], 0xC0C00000),
+        # -0 + -0 = -0; -0 alone stays.
+        (DType.FLOAT32, ReduceOp.SUM, [0x80000000, 0x80000000], 0x80000000),
+        (DType.FLOAT32, ReduceOp.SUM, [0x80000000], 0x80000000),
+        (DType.FLOAT64, ReduceOp.SUM, [0x4340000000000000, 0x3FF0000000000000], 0x4340000000000000),
+        (DType.FLOAT64, ReduceOp.MEAN, [0x3FF0000000000000, 0, 0], 0x3FD5555555555555),
+        # 2048 + 1 + 1 in halves: each addition alone would round back to 2048.
+        (DType.FLOAT16, ReduceOp.SUM, [0x6800, 0x3C00, 0x3C00], 0x6801),
+        # 2048 + 1 is a tie: to the even 2048. 2050 + 1 to the even 2052.
+        (DType.FLOAT16, ReduceOp.SUM, [0x6800, 0x3C00], 0x6800),
+        (DType.FLOAT16, ReduceOp.SUM, [0x6801, 0x3C00], 0x6802),
+        # 65504 + 16 is the tie at which a half overflows; 65504 + 8 does not.
+        (DType.FLOAT16, ReduceOp.SUM, [0x7BFF, 0x4C00], 0x7C00),
+        (DType.FLOAT16, ReduceOp.SUM, [0x7BFF, 0x4800], 0x7BFF),
+        (DType.FLOAT16, ReduceOp.SUM, [0xFBFF, 0xFBFF], 0xFC00),
+        # 65504 + 65504 - 65504 passes through what a half cannot hold.
+        (DType.FLOAT16, ReduceOp.SUM, [0x7BFF, 0x7BFF, 0xFBFF], 0x7BFF),
+        # Half of an odd subnormal is a tie: 1 -> 0, 3 -> 2.
+        (DType.FLOAT16, ReduceOp.MEAN, [0x0001, 0x0000], 0x0000),
+        (DType.FLOAT16, ReduceOp.MEAN, [0x0003, 0x0000], 0x0002),
+        # 256 + 1 + 1 in bfloat16: kept by the wide accumulator; 256 + 1 is a tie to the even.
+        (DType.BFLOAT16, ReduceOp.SUM, [0x4380, 0x3F80, 0x3F80], 0x4381),
+        (DType.BFLOAT16, ReduceOp.SUM, [0x4380, 0x3F80], 0x4380),
+        (DType.BFLOAT16, ReduceOp.SUM, [0x4381, 0x3F80], 0x4382),
+        # The largest bfloat16 plus half of its last place is a tie at the edge: to infinity.
+        (DType.BFLOAT16, ReduceOp.SUM, [0x7F7F, 0x7B00], 0x7F80),
+        (DType.BFLOAT16, ReduceOp.SUM, [0x0001, 0x0001], 0x0002),
+        # (256 + 5 + 0) / 3 = 87; a sum rounded before the division would make it 260 / 3, 86.5.
+        (DType.BFLOAT16, ReduceOp.MEAN, [0x4380, 0x40A0, 0x0000], 0x42AE),
+        (DType.INT8, ReduceOp.SUM, [0x7F, 0x01], 0x80),
+        (DType.INT8, ReduceOp.PRODUCT, [0x80, 0xFF], 0x80),
+        (DType.INT8, ReduceOp.MIN, [0x7F, 0x80, 0x00], 0x80),
+        (DType.UINT8, ReduceOp.MIN, [0x7F, 0x80, 0x00], 0x00),
+        (DType.UINT8, ReduceOp.MAX, [0x7F, 0x80, 0x00], 0x80),
+        (DType.UINT8, ReduceOp.SUM, [0xFF, 0x02], 0x01),
+        (DType.INT32, ReduceOp.SUM, [0x7FFFFFFF, 0x00000001], 0x80000000),
+        (DType.INT32, ReduceOp.PRODUCT, [0x80000000, 0xFFFFFFFF], 0x80000000),
+        (DType.INT32, ReduceOp.PRODUCT, [0x00010001, 0x00010001], 0x00020001),
+        (DType.INT64, ReduceOp.SUM, [0x7FFFFFFFFFFFFFFF, 1], 0x8000000000000000),
+        (DType.INT64, ReduceOp.PRODUCT, [0x100000001, 0x100000001], 0x200000001),
+        (DType.INT64, ReduceOp.MAX, [0x8000000000000000, 0xFFFFFFFFFFFFFFFF], 0xFFFFFFFFFFFFFFFF),
+    ],
+)
+def test_by_hand(dtype: DType, op: ReduceOp, columns: list[int], expected: int) -> None:
+    assert f"{fold(dtype, op, *columns):#x}" == f"{expected:#x}"
+
+
+@pytest.mark.parametrize("dtype", QUIET_NAN)
+def test_nan_is_canonical(dtype: DType) -> None:
+    quiet = QUIET_NAN[dtype]
+    infinity = quiet & ~(quiet & -quiet)  # the quiet bit is its lowest
+    sign = 1 << (8 * dtype.itemsize - 1)
+    signaling = infinity + 1
+    one = 1  # the smallest subnormal
+    for nan in (quiet, quiet | sign, signaling, signaling | sign, sign - 1, 2 * sign - 1):
+        for op in ReduceOp:
+            assert fold(dtype, op, nan) == quiet
+            assert fold(dtype, op, nan, one) == quiet
+            assert fold(dtype, op, one, nan) == quiet
+            assert fold(dtype, op, one, nan, one, infinity) == quiet
+    assert fold(dtype, ReduceOp.SUM, infinity, infinity | sign) == quiet
+    assert fold(dtype, ReduceOp.PRODUCT, infinity, 0) == quiet
+    assert fold(dtype, ReduceOp.SUM, infinity, infinity) == infinity
+    assert fold(dtype, ReduceOp.MEAN, infinity, infinity) == infinity
+
+
+@pytest.mark.parametrize("dtype", QUIET_NAN)
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+def test_the_earlier_zero_stays(dtype: DType, op: ReduceOp) -> None:
+    minus = 1 << (8 * dtype.itemsize - 1)
+    assert fold(dtype, op, 0, minus) == 0
+    assert fold(dtype, op, minus, 0) == minus
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_one_input_comes_back(dtype: DType) -> None:
+    out = fold_arrays(dtype, ReduceOp.SUM, EVERY)
+    is_nan = np.isnan(EVERY.view(SIXTEEN[dtype]).astype(np.float32))
+    assert (out[~is_nan] == EVERY[~is_nan]).all()
+    assert (out[is_nan] == QUIET_NAN[dtype]).all()
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MEAN])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_rounding_agrees_with_ml_dtypes_and_torch(dtype: DType, op: ReduceOp) -> None:
+    torch = pytest.importorskip("torch")
+    torch_type = torch.float16 if dtype is DType.FLOAT16 else torch.bfloat16
+    partners = (0x0000, 0x0001, 0x8001, 0x0201, 0x3C00, 0x3555, 0xBF81, 0x4B7F, 0x7BFF, 0x7F7F)
+    wide = EVERY.view(SIXTEEN[dtype]).astype(np.float32)
+    for partner in partners:
+        other = np.uint16(partner)
+        with np.errstate(all="ignore"):
+            wide_other = np.float32(np.array([other]).view(SIXTEEN[dtype])[0])
+            exact = wide * wide_other if op is ReduceOp.PRODUCT else wide + wide_other
+            if op is ReduceOp.MEAN:
+                exact = exact / np.float32(2)
+            by_ml_dtypes = exact.astype(SIXTEEN[dtype]).view(np.uint16)
+        by_torch = torch.from_numpy(exact).to(torch_type).view(torch.int16).numpy().view(np.uint16)
+        out = fold_arrays(dtype, op, EVERY, np.full_like(EVERY, other))
+        is_nan = np.isnan(exact)
+        assert (out[is_nan] == QUIET_NAN[dtype]).all()
+        assert (out[~is_nan] == by_ml_dtypes[~is_nan]).all()
+        assert (out[~is_nan] == by_torch[~is_nan]).all()
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_rounding_is_to_nearest_even_by_exact_arithmetic(dtype: DType) -> None:
+    """Between neighbouring 16-bit values: the middle goes to the even one."""
+    largest = 0x7BFF if dtype is DType.FLOAT16 else 0x7F7F
+    for low in (0, 1, 2, 0x3FE, 0x3FF, 0x400, 0x401, 0x3C00, 0x3C01, 0x4248, largest - 1):
+        values = np.array([low, low + 1], np.uint16).view(SIXTEEN[dtype]).astype(np.float32)
+        middle = (Fraction(float(values[0])) + Fraction(float(values[1]))) / 2
+        exact = np.float32(float(middle))
+        assert Fraction(float(exact)) == middle
+        below, above = np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(np.inf))
+        even = low + low % 2
+        rounded = plain._narrow(np.array([below, exact, above]), dtype).view(np.uint16)
+        assert rounded.tolist() == [low, even, low + 1]
+
+
+def test_blocks_do_not_show() -> None:
+    count = (1 << 15) + 3
+    a, b = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)[::-1].copy()
+    assert (fold_arrays(DType.INT32, ReduceOp.SUM, a, b) == count - 1).all()

@@ -1,0 +1,184 @@
+"""Every compiled variant gives the bits of the NumPy twin."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from reducer import kernels
+from reducer.kernels.plain import PlainKernels
+from reducer.wire.constants import DType, ReduceOp
+
+COMPILED = tuple(name for name in kernels.variants() if name != "numpy")
+PAIRS = [
+    pytest.param(dtype, op, id=f"{dtype.name}-{op.name}")
+    for dtype in DType
+    for op in ReduceOp
+    if dtype.is_floating or op is not ReduceOp.MEAN
+]
+INPUT_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 17)
+WIDEST_VECTOR = 64  # bytes
+BLOCK = 8 * WIDEST_VECTOR  # bytes of each input that the widest kernels fold at a time
+LARGE = 4099
+
+# Bits of the values that arithmetic treats specially.
+SPECIAL = {
+    DType.FLOAT32: [
+        0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x3F800000,
+        0xBF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345,
+        0x7F800001, 0xFFBFFFFF, 0x33800000, 0x477FF000,
+    ],
+    DType.FLOAT64: [
+        0x0000000000000000, 0x8000000000000000, 0x0000000000000001, 0x000FFFFFFFFFFFFF,
+        0x0010000000000000, 0x3FF0000000000000, 0x7FEFFFFFFFFFFFFF, 0xFFEFFFFFFFFFFFFF,
+        0x7FF0000000000000, 0xFFF0000000000000, 0x7FF8000000000000, 0xFFF8000000012345,
+        0x7FF0000000000001, 0x3CA0000000000000,
+    ],
+    DType.FLOAT16: [
+        0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x3C00, 0xBC00, 0x7BFF, 0xFBFF, 0x7C00,
+        0xFC00, 0x7E00, 0xFE12, 0x7C01, 0xFDFF, 0x1000, 0x4C00,
+    ],
+    DType.BFLOAT16: [
+        0x0000, 0x8000, 0x0001, 0x8001, 0x007F, 0x0080, 0x3F80, 0xBF80, 0x7F7F, 0xFF7F, 0x7F80,
+        0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0xFFBF, 0x3B80, 0x3C00,
+    ],
+    DType.INT8: [0, 1, 0x7F, 0x80, 0xFF],
+    DType.UINT8: [0, 1, 0x7F, 0x80, 0xFF],
+    DType.INT32: [0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF],
+    DType.INT64: [0, 1, 0x7FFFFFFFFFFFFFFF, 0x8000000000000000, 0xFFFFFFFFFFFFFFFF],
+}  # fmt: skip
+
+
+def contributions(dtype: DType, n: int, count: int, seed: int = 0) -> list[bytes]:
+    """Random bits, values of similar size (whose sums round), and special values, mixed."""
+    rng = np.random.default_rng([seed, dtype, n])
+    bits_type = np.dtype(f"<u{dtype.itemsize}")
+    shape = (n, count)
+    bits = rng.integers(0, 256, (n, count * dtype.itemsize), np.uint8).view(bits_type)
+    if dtype.is_floating:
+        similar = rng.standard_normal(shape)
+        if dtype is DType.BFLOAT16:
+            similar_bits = (similar.astype("<f4").view("<u4") >> 16).astype("<u2")
+        else:
+            similar_bits = similar.astype(f"<f{dtype.itemsize}").view(bits_type)
+        bits = np.where(rng.random(shape) < 0.75, similar_bits, bits)
+    special = rng.choice(np.array(SPECIAL[dtype], bits_type), shape)
+    # In a fifth of the columns only, or nearly every long fold would end as a NaN.
+    is_special = (rng.random(shape) < 0.5) & (rng.random(count) < 0.2)
+    return [row.tobytes() for row in np.where(is_special, special, bits)]
+
+
+def counts(dtype: DType) -> list[int]:
+    lane = WIDEST_VECTOR // dtype.itemsize
+    block = BLOCK // dtype.itemsize
+    around_blocks = [k * block + rest for k in (1, 2) for rest in (-1, 0, 1)]
+    return [*range(2 * lane + 2), *around_blocks, LARGE]
+
+
+def misaligned(data: bytes, offset: int) -> memoryview:
+    """A read-only view of a copy that starts `offset` bytes into a 64-byte line."""
+    room = np.empty(len(data) + 2 * 64, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    room[start : start + len(data)] = np.frombuffer(data, np.uint8)
+    return room.data[start : start + len(data)].toreadonly()
+
+
+def fold(name: str, inputs: list[bytes], dtype: DType, op: ReduceOp) -> bytes:
+    out = bytearray(len(inputs[0]))
+    kernels.select(name).reduce(inputs, out, dtype, op)
+    return bytes(out)
+
+
+def test_the_extension_is_built() -> None:
+    assert "generic" in COMPILED
+
+
+@pytest.mark.parametrize("variant", COMPILED)
+@pytest.mark.parametrize(("dtype", "op"), PAIRS)
+def test_same_bits_as_numpy(variant: str, dtype: DType, op: ReduceOp) -> None:
+    compiled = kernels.select(variant)
+    canary = b"\xa5" * WIDEST_VECTOR
+    for n in INPUT_COUNTS:
+        inputs = contributions(dtype, n, LARGE)
+        expected = bytearray(len(inputs[0]))
+        PlainKernels().reduce(inputs, expected, dtype, op)
+        for offset in (0, 1, 3):
+            views = [
+                misaligned(data, offset if rank % 2 else 0) for rank, data in enumerate(inputs)
+            ]
+            for count in counts(dtype):
+                nbytes = count * dtype.itemsize
+                room = bytearray(offset) + canary + bytes(nbytes) + canary
+                out = memoryview(room)[offset + len(canary) :][:nbytes]
+                compiled.reduce([view[:nbytes] for view in views], out, dtype, op)
+                whole = bytes(offset) + canary + expected[:nbytes] + canary
+                assert room == whole, f"{n=} {count=} {offset=}"
+
+
+@pytest.mark.parametrize("variant", COMPILED)
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
+def test_every_16_bit_pattern(variant: str, dtype: DType) -> None:
+    every = np.arange(1 << 16, dtype="<u2").tobytes()
+    assert fold(variant, [every], dtype, ReduceOp.SUM) == fold(
+        "numpy", [every], dtype, ReduceOp.SUM
+    )
+    for partner in SPECIAL[dtype]:
+        other = np.full(1 << 16, partner, "<u2").tobytes()
+        for op in ReduceOp:
+            inputs = [every, other]
+            assert fold(variant, inputs, dtype, op) == fold("numpy", inputs, dtype, op)
+
+
+@pytest.mark.parametrize("variant", COMPILED)
+def test_many_inputs(variant: str) -> None:
+    inputs = contributions(DType.BFLOAT16, 1025, 65)
+    expected = fold("numpy", inputs, DType.BFLOAT16, ReduceOp.MEAN)
+    assert fold(variant, inputs, DType.BFLOAT16, ReduceOp.MEAN) == expected
+
+
+@pytest.mark.parametrize("variant", kernels.variants())
+@pytest.mark.parametrize(("dtype", "op"), PAIRS)
+def test_in_place(variant: str, dtype: DType, op: ReduceOp) -> None:
+    inputs = contributions(dtype, 3, LARGE)
+    expected = fold(variant, inputs, dtype, op)
+    for target in range(3):
+        buffers = [bytearray(data) for data in inputs]
+        kernels.select(variant).reduce(buffers, buffers[target], dtype, op)
+        assert buffers[target] == expected
+
+
+@pytest.mark.parametrize("variant", kernels.variants())
+def test_threads_share_a_variant(variant: str) -> None:
+    shared = kernels.select(variant)
+    inputs = [contributions(DType.FLOAT32, 5, 1 << 15, seed) for seed in range(4)]
+    expected = [fold("numpy", group, DType.FLOAT32, ReduceOp.SUM) for group in inputs]
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        for _ in range(20):
+            out = bytearray(len(expected[k]))
+            shared.reduce(inputs[k], out, DType.FLOAT32, ReduceOp.SUM)
+            if out != expected[k]:
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("variant", COMPILED)
+def test_subnormals_survive_a_thread_that_flushes_them(variant: str) -> None:
+    torch = pytest.importorskip("torch")
+    smallest = np.array([1, 1, 0x00800000], "<u4").tobytes()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        out = fold(variant, [smallest, smallest], DType.FLOAT32, ReduceOp.SUM)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.frombuffer(out, "<u4").tolist() == [2, 2, 0x01000000]
