@@ -78,20 +78,20 @@ INLINE v_u32 select_u32(v_u32 mask, v_u32 yes, v_u32 no) { return (yes & mask) |
 INLINE v_f32 load_bf16(const unsigned char *from, size_t bytes) {
     v_half x = {0};
     memcpy(&x, from, bytes);
-    return (v_f32)(__builtin_convertvector(x, v_u32) << 16);
+    return (v_f32)(widen_u16(x) << 16);
 }
 
 /* A NaN arrives here as 0x7fc00000 only, which the rounding leaves a NaN. */
 INLINE void store_bf16(unsigned char *to, v_f32 x, size_t bytes) {
     v_u32 bits = (v_u32)x;
     bits += 0x7fff + ((bits >> 16) & 1);
-    v_half rounded = __builtin_convertvector(bits >> 16, v_half);
+    v_half rounded = narrow_u32(bits >> 16);
     memcpy(to, &rounded, bytes);
 }
 
 #ifndef FOLD_HAS_F16C
 INLINE v_f32 widen_half(v_half half) {
-    v_u32 x = __builtin_convertvector(half, v_u32);
+    v_u32 x = widen_u16(half);
     v_u32 sign = (x & 0x8000) << 16;
     v_u32 magnitude = x & 0x7fff;
     v_u32 bits = (magnitude << 13) + (112u << 23);            /* from exponent bias 15 to 127 */
@@ -113,7 +113,7 @@ INLINE v_half narrow_half(v_f32 x) {
     half = select_u32((v_u32)(magnitude < 0x38800000), subnormal, half);
     half = select_u32((v_u32)(magnitude >= 0x47800000), 0x7c00 + (v_u32){0}, half); /* >= 2^16 */
     half = select_u32((v_u32)(magnitude > 0x7f800000), 0x7e00 + (v_u32){0}, half);
-    return __builtin_convertvector(half | sign, v_half);
+    return narrow_u32(half | sign);
 }
 #endif
 
