@@ -6,6 +6,7 @@
 
 #define FOLD_TARGET __attribute__((target("avx2,f16c")))
 #define FOLD_VECTOR_BYTES 32
+#define FOLD_HALF_BLOCK 8
 #define FOLD_TABLE fold_avx2
 #define FOLD_NAME "avx2"
 #define FOLD_HAS_F16C

@@ -6,6 +6,7 @@
 
 #define FOLD_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #define FOLD_VECTOR_BYTES 64
+#define FOLD_HALF_BLOCK 16
 #define FOLD_TABLE fold_avx512
 #define FOLD_NAME "avx512"
 #define FOLD_HAS_F16C

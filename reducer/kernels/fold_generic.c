@@ -3,6 +3,7 @@
 
 #define FOLD_TARGET
 #define FOLD_VECTOR_BYTES 16
+#define FOLD_HALF_BLOCK 8
 #define FOLD_TABLE fold_generic
 #define FOLD_NAME "generic"
 #define widen_u16(x) __builtin_convertvector(x, v_u32)
