@@ -14,31 +14,34 @@ FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 
 KERNELS = "reducer/kernels"
 
-setup(
-    ext_modules=cythonize(
-        [
-            Extension(
-                "reducer.kernels._kernels",
-                sources=[
-                    f"{KERNELS}/_kernels.pyx",
-                    f"{KERNELS}/dispatch.c",
-                    f"{KERNELS}/fold_generic.c",
-                    f"{KERNELS}/fold_avx2.c",
-                    f"{KERNELS}/fold_avx512.c",
-                ],
-                depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h"],
-                extra_compile_args=FLAGS,
-                libraries=["m"],
-                extra_link_args=["-fsanitize=address,undefined"] if DEBUG else [],
-                optional=True,  # without a compiler the NumPy twin serves
-            )
-        ],
-        compiler_directives={
-            "language_level": "3",
-            "boundscheck": DEBUG,
-            "wraparound": DEBUG,
-            "initializedcheck": DEBUG,
-            "cdivision": True,
-        },
-    )
+extensions = cythonize(
+    [
+        Extension(
+            "reducer.kernels._kernels",
+            sources=[
+                f"{KERNELS}/_kernels.pyx",
+                f"{KERNELS}/dispatch.c",
+                f"{KERNELS}/fold_generic.c",
+                f"{KERNELS}/fold_avx2.c",
+                f"{KERNELS}/fold_avx512.c",
+            ],
+            depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h"],
+            libraries=["m"],
+            extra_compile_args=FLAGS,
+            extra_link_args=["-fsanitize=address,undefined"] if DEBUG else [],
+        )
+    ],
+    compiler_directives={
+        "language_level": "3",
+        "boundscheck": DEBUG,
+        "wraparound": DEBUG,
+        "initializedcheck": DEBUG,
+        "cdivision": True,
+    },
 )
+for extension in extensions:
+    extension.optional = (
+        True  # without a compiler the NumPy twin serves; cythonize drops the option
+    )
+
+setup(ext_modules=extensions)
