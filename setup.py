@@ -40,8 +40,6 @@ extensions = cythonize(
     },
 )
 for extension in extensions:
-    extension.optional = (
-        True  # without a compiler the NumPy twin serves; cythonize drops the option
-    )
+    extension.optional = True  # the NumPy twin serves instead; cythonize drops this option
 
 setup(ext_modules=extensions)
