@@ -23,6 +23,19 @@ class ReductionError(Exception):
         self.sequence = sequence
         self.name: str | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors are copied for each all-reduce they end and cross process boundaries in launchers;
+        # the default would call the class without its keyword arguments.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(
+    cls: type[ReductionError], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> ReductionError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class ConfigError(ReductionError, ValueError):
     """A setting or an argument is wrong; the message says which, and what to write instead."""

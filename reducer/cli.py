@@ -1,0 +1,113 @@
+"""The `reducer` command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated
+
+import structlog
+import typer
+
+from reducer import __version__, config
+from reducer.errors import ReductionError
+from reducer.pool import READY
+from reducer.server import Server
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+app = typer.Typer(
+    help="CPU-only reducers for gradient all-reduce.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """CPU-only reducers for gradient all-reduce."""
+
+
+@app.command()
+def serve(
+    bind: Annotated[
+        str | None, typer.Option(help="Where to listen, tcp://HOST:PORT; port 0 takes a free one.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Memory for contributions and results, such as 8GiB.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without authentication.")
+    ] = False,
+    kernel: Annotated[
+        str | None, typer.Option(help="avx512, avx2, generic or numpy; the CPU's best by default.")
+    ] = None,
+    stop_at_eof: Annotated[
+        bool, typer.Option("--stop-at-eof", help="Stop when standard input ends.")
+    ] = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C; then finish open rounds and exit 0."""
+    _log_to_stderr()
+    log = structlog.get_logger("reducer")
+    settings = config.load(
+        bind=bind, memory_limit=memory_limit, insecure=insecure or None, kernel=kernel
+    )
+    log.info("settings", version=__version__, **settings.model_dump())
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stop.set()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    server = Server(settings)
+    server.start()
+    print(f"{READY}{server.address}", flush=True)  # noqa: T201 (the line that a caller waits for)
+    if stop_at_eof:
+        threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
+    while server.alive and not stop.wait(0.2):
+        pass
+    server.stop()
+    log.info("stopped", **{name: getattr(server.counters, name) for name in _COUNTED})
+
+
+_COUNTED = ("contributions", "results", "bytes_in", "bytes_out", "refused", "rounds_failed")
+
+
+def _wait_for_eof(stop: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    stop.set()
+
+
+def _log_to_stderr() -> None:
+    """Send structlog's and the standard library's records to standard error, in one form."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+    ]
+    renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared)
+    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+
+
+def main() -> None:
+    """Run the command; our own errors become one sentence and exit code 2."""
+    try:
+        app()
+    except ReductionError as error:
+        typer.secho(f"reducer: {error}", err=True, fg=typer.colors.RED)
+        sys.exit(2)

@@ -1,0 +1,88 @@
+"""The reducer's settings: arguments beat the environment, which beats the defaults."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated
+
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from reducer.errors import ConfigError
+
+_ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
+
+
+class ReducerConfig(BaseSettings):
+    """How one reducer runs. Field `x` can be set by the environment variable ``REDUCTION_X``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="REDUCTION_", frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    bind: str = "tcp://127.0.0.1:5555"
+    """Where to listen, ``tcp://HOST:PORT``; port 0 takes a free one. Only this machine by default:
+    the protocol has no authentication of its own."""
+
+    memory_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(8 << 30)
+    """Bytes that contributions and results of all jobs may take; a job that does not fit is refused
+    before it takes any."""
+
+    insecure: bool = False
+    """Listen beyond this machine although any host that reaches the port may then take part."""
+
+    kernel: str | None = None
+    """Which kernel variant sums: avx512, avx2, generic or numpy; the CPU's best by default. All
+    give the same bits."""
+
+    @field_validator("bind")
+    @classmethod
+    def _check_bind(cls, value: str) -> str:
+        match = _ENDPOINT.fullmatch(value)
+        if match is None or int(match["port"]) > 65535:
+            raise ValueError(f"write it as tcp://HOST:PORT, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> ReducerConfig:
+        if not self.insecure and not is_loopback(self.bind):
+            raise ValueError(
+                f"{self.bind} can be reached from other machines, and nothing would check who "
+                "connects: pass --insecure if the network is private, or bind 127.0.0.1"
+            )
+        return self
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Whether an endpoint can be reached from this machine only."""
+    match = _ENDPOINT.fullmatch(endpoint)
+    host = match["host"].strip("[]") if match else ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def load(**arguments: object) -> ReducerConfig:
+    """Build the configuration from arguments (None: not given) and the environment.
+
+    Raises:
+        ConfigError: a value is wrong; the message names it and says what to write.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return ReducerConfig(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
+def explain(error: ValidationError) -> str:
+    """Say in one line per mistake what is wrong with which setting."""
+    lines = []
+    for mistake in error.errors():
+        name = ".".join(map(str, mistake["loc"]))
+        message = mistake["msg"].removeprefix("Value error, ")
+        got = f" (got {mistake['input']!r})" if mistake["type"] != "value_error" else ""
+        lines.append(f"{name}: {message}{got}" if name else message)
+    return "\n".join(lines)

@@ -1,0 +1,145 @@
+"""The reducer's end of the network: one ROUTER socket (the only place here that knows ZeroMQ)."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+import zmq
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+
+    from reducer.wire.header import Buffer
+
+HEARTBEAT_INTERVAL_MS = 200
+HEARTBEAT_TIMEOUT_MS = 1000  # a peer that is stopped or cut off shows within this time
+LINGER_MS = 1000  # for the last results and farewells
+_RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
+_COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
+
+
+def heartbeats(socket: zmq.Socket[bytes]) -> None:
+    """Let libzmq's I/O threads notice a peer that is stopped, or a network that is cut."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+
+
+class Transport:
+    """A bound ROUTER socket and a way to wake up whoever polls it. One thread uses it.
+
+    Args:
+        endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
+
+    Attributes:
+        host, port: what the socket is bound to.
+
+    Raises:
+        ConfigError: the endpoint cannot be bound; the message says what to change.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        try:
+            self._configure(ipv6="[" in endpoint)
+            self._bind(endpoint)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
+        self.port = int(port)
+        self._waker = self._context.socket(zmq.PAIR)
+        self._wakened = self._context.socket(zmq.PAIR)
+        wake = f"inproc://wake-{id(self)}"
+        self._wakened.bind(wake)
+        self._waker.connect(wake)
+        self._shared: tuple[object, zmq.Frame] | None = None
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer]]:
+        """Wait for messages and yield ``(peer, header frame, payload frame)`` of each.
+
+        A message of three frames or more is no message of ours: it comes with an empty header.
+        """
+        ready = dict(self._poller.poll(int(timeout_s * 1000)))
+        if self._wakened in ready:
+            self._wakened.recv()
+        if self._router not in ready:
+            return
+        for _ in range(_RECEIVES_PER_POLL):
+            try:
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            header = frames[0].buffer if 1 <= len(frames) <= 2 else b""
+            payload = frames[1].buffer if len(frames) == 2 else b""
+            yield peer.bytes, header, payload
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
+        """Hand a message to libzmq, which shares the payload's memory until it is sent.
+
+        Returns:
+            False if the peer is not connected any more.
+        """
+        frames: list[bytes | zmq.Frame] = [peer, header]
+        if payload is not None:
+            frames.append(self._frame(payload))
+        try:
+            self._router.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in {errno.EHOSTUNREACH, errno.EAGAIN}:
+                return False
+            raise
+        return True
+
+    def wake(self) -> None:
+        """Make `receive` return at once; to be called from one other thread."""
+        self._waker.send(b"")
+
+    def close(self) -> None:
+        """Give the last messages a moment to leave, then free everything."""
+        self._context.destroy(linger=LINGER_MS)
+
+    def _frame(self, payload: Buffer | np.ndarray) -> zmq.Frame:
+        # The n sends of one result come one after the other and share one frame.
+        if self._shared is None or self._shared[0] is not payload:
+            self._shared = (payload, zmq.Frame(payload, copy=len(payload) < _COPY_BELOW))
+        return self._shared[1]
+
+    def _configure(self, *, ipv6: bool) -> None:
+        router = self._router
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable peer is an error, not silence
+        # The window bounds what waits here, in bytes; a mark in messages could only drop some.
+        router.setsockopt(zmq.SNDHWM, 0)
+        # No payload is larger, and an honest peer's header and control messages are far smaller.
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_CHUNK_BYTES + HEADER_BYTES)
+        router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        router.setsockopt(zmq.IPV6, int(ipv6))
+        heartbeats(router)
+
+    def _bind(self, endpoint: str) -> None:
+        try:
+            self._router.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(_explain_bind(endpoint, error)) from None
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+
+
+def _explain_bind(endpoint: str, error: zmq.ZMQError) -> str:
+    reasons = {
+        errno.EADDRINUSE: "the port is taken: stop the other program or choose another port "
+        "(port 0 takes a free one)",
+        errno.ENODEV: "this machine has no such address: use one of its own, or 127.0.0.1",
+        errno.EADDRNOTAVAIL: "this machine has no such address: use one of its own, or 127.0.0.1",
+        errno.EACCES: "ports below 1024 need privileges: choose a higher one",
+        errno.EINVAL: "write it as tcp://HOST:PORT, with a port from 0 to 65535",
+    }
+    return f"cannot listen on {endpoint}: {reasons.get(error.errno or 0, error.strerror)}"

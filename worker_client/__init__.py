@@ -1,0 +1,92 @@
+"""The worker's side of the reduction server: `init()`, `all_reduce()`, and `attach()` for DDP."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    from worker_client.client import Client
+    from worker_client.work import Work
+
+__all__ = ["Client", "Work", "attach", "init"]
+
+_LAZY = {"Client": "worker_client.client", "Work": "worker_client.work"}
+
+
+def init(
+    *,
+    servers: str | Sequence[str] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    job: str | None = None,
+    generation: int | None = None,
+    chunk_bytes: int | str | None = None,
+    window_bytes: int | str | None = None,
+    timeout: float | str | None = None,
+    connect_timeout: float | str | None = None,
+) -> Client:
+    """Join the job and return the process's client; a second call returns the same one.
+
+    What is not given comes from ``REDUCTION_*`` environment variables, then from defaults
+    (`worker_client.config.WorkerConfig` describes each).
+
+    Args:
+        servers: ``"host:port,host:port"`` or a list, the same at every rank. None given anywhere:
+            every rank hosts a reducer for its share.
+        rank: by default the process group's, or the launcher's RANK.
+        world_size: by default the process group's, or the launcher's WORLD_SIZE.
+        job: name of the job on the reducers.
+        generation: membership version; a later one ends an earlier one of the same job.
+        chunk_bytes: size of a chunk, such as ``"256KiB"``; ``"auto"`` chooses by size.
+        window_bytes: bytes in flight over all reducers, such as ``"16MiB"``, or ``"auto"``.
+        timeout: seconds (or ``"300s"``, ``"5ms"``) after which an all-reduce fails.
+        connect_timeout: seconds for all reducers to answer now.
+
+    Raises:
+        ConfigError: a setting is wrong or missing; the message says what to write.
+        ReducerLostError: a reducer did not answer; the message names it.
+        ReductionError: a reducer refused this worker; the class says why.
+    """
+    default = import_module("worker_client.startup").DEFAULT
+    client: Client = default.get(
+        servers=servers,
+        rank=rank,
+        world_size=world_size,
+        job=job,
+        generation=generation,
+        chunk_bytes=chunk_bytes,
+        window_bytes=window_bytes,
+        timeout=timeout,
+        connect_timeout=connect_timeout,
+    )
+    return client
+
+
+def attach(ddp_model: DistributedDataParallel, client: Client | None = None) -> Client:
+    """Let a DDP model's gradients be averaged by the reducers: the one line.
+
+    Args:
+        ddp_model: the wrapped model, before its first backward pass.
+        client: the one to use; `init()`'s by default.
+
+    Returns:
+        The client in use.
+
+    Raises:
+        ConfigError: the model is wrapped in a way that a communication hook cannot serve; the
+            message says what to change.
+    """
+    used: Client = import_module("worker_client.ddp").attach(ddp_model, client)
+    return used
+
+
+def __getattr__(name: str) -> Any:
+    # Looked up on first use: importing this package loads neither NumPy nor ZeroMQ.
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

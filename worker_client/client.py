@@ -1,0 +1,269 @@
+"""The public object: `all_reduce`, and the thread that does the work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    ReducerLostError,
+    ReductionError,
+)
+from reducer.wire.constants import ReduceOp
+from worker_client.host_buffer import HostBuffer, host_buffer
+from worker_client.operation import Operation
+from worker_client.session import Action, Session, Settings
+from worker_client.session import Send as _Send
+from worker_client.transport import Connected, Disconnected, Event, Transport
+from worker_client.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IDLE_S = 0.5  # the thread looks at its clock at least this often
+
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """One worker of one job. Threads may share it; a forked child may not use it.
+
+    Args:
+        settings: who we are and where the reducers are.
+        timeout_s: default for `all_reduce`, in seconds.
+        connect_timeout_s: how long to wait for every reducer's welcome.
+        on_shutdown: called once, after the farewell (embedded reducers stop there).
+
+    Raises:
+        ConfigError: an address cannot be resolved.
+        ReducerLostError: a reducer did not answer in time; the message names it and says why.
+        ReductionError: a reducer refused this worker; the class says why.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        on_shutdown: Callable[[], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.timeout_s = timeout_s
+        self.bytes_reduced = 0
+        self._on_shutdown = on_shutdown
+        self._session = Session(settings)
+        self._submitted: deque[Operation] = deque()
+        self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
+        self._lock = threading.Lock()  # keeps the order of calls, and guards the fields above
+        self._closing = False
+        self._changed = threading.Event()  # the session joined, or was refused
+        self._pid = os.getpid()
+        for address in settings.reducers:
+            _resolve(address)
+        self._transport = Transport(settings.reducers)
+        self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
+        self._thread.start()
+        try:
+            self._join(connect_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+        return self.settings.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers of the job."""
+        return self.settings.world_size
+
+    @property
+    def usable(self) -> bool:
+        """Whether this process may call `all_reduce`."""
+        return not self._closing and os.getpid() == self._pid
+
+    def all_reduce(
+        self,
+        data: Any,
+        op: str | ReduceOp = ReduceOp.MEAN,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Work:
+        """Replace `data` by its reduction over all ranks; every rank gets the same bits.
+
+        Every rank must make the same calls in the same order. Several may be in flight.
+
+        Args:
+            data: NumPy array or CPU torch tensor of any shape, of dtype float32, float64, float16,
+                bfloat16, int8, int32, int64 or uint8. Contiguous data is sent from, and the result
+                written to, its own memory.
+            op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
+            name: compared between ranks, so that a different order of calls shows as an error.
+            timeout: seconds until it fails, this client's default if None.
+
+        Returns:
+            A handle; wait for it before reading or writing `data`.
+
+        Raises:
+            ConfigError: `data` or `op` is not supported.
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
+        """
+        self._check_usable()
+        buffer = host_buffer(data)
+        reduction = _parse_op(op)
+        if reduction is ReduceOp.MEAN and not buffer.dtype.is_floating:
+            raise ConfigError(
+                f"the mean of {buffer.dtype.name.lower()} is not defined: "
+                "use op='sum' and divide, or a floating type"
+            )
+        timeout_s = self.timeout_s if timeout is None else timeout
+        operation = Operation(buffer.view, buffer.dtype, reduction, name, timeout_s)
+        work = Work(f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes")
+        with self._lock:
+            self._check_usable()
+            self._works[operation] = (work, data, buffer)
+            self._submitted.append(operation)
+            if len(self._submitted) == 1:  # otherwise the thread was woken already
+                self._transport.wake()
+        return work
+
+    def shutdown(self) -> None:
+        """Leave the job and free everything; what is in progress fails. May be called again."""
+        if os.getpid() != self._pid:
+            return  # the sockets and the thread belong to the parent process
+        with self._lock:
+            first, self._closing = not self._closing, True
+            if first:
+                self._transport.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        if first and self._on_shutdown is not None:
+            self._on_shutdown()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        session, transport = self._session, self._transport
+        try:
+            while not self._closing:
+                deadline = session.next_deadline()
+                patience = IDLE_S if deadline is None else deadline - time.monotonic()
+                for event in transport.poll(min(IDLE_S, max(0.0, patience))):
+                    self._do(self._take(event))
+                while self._submitted:
+                    self._do(session.submit(self._submitted.popleft(), time.monotonic()))
+                self._do(session.tick(time.monotonic()))
+                if session.joined or session.refusal is not None:
+                    self._changed.set()
+            self._close(LocalProtocolError("the client was shut down"))
+        except BaseException as error:
+            log.exception("the client stopped because of an error of its own")
+            self._close(LocalProtocolError(f"the client failed: {error!r}"))
+            raise
+        finally:
+            transport.close()
+
+    def _take(self, event: Event) -> list[Action]:
+        if isinstance(event, Connected):
+            return self._session.connected(event.link)
+        if isinstance(event, Disconnected):
+            return self._session.disconnected(event.link, event.reason)
+        return self._session.receive(*event)
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, _Send):
+                self._transport.send(*action)
+            else:
+                self._finish(action.operation, action.error)
+
+    def _finish(self, operation: Operation, error: ReductionError | None) -> None:
+        with self._lock:
+            work, data, buffer = self._works.pop(operation)
+        if error is None:
+            self.bytes_reduced += buffer.view.nbytes
+            if buffer.write_back is not None:
+                buffer.write_back()
+        work.finish(data, error)
+
+    def _close(self, error: ReductionError) -> None:
+        with self._lock:
+            self._closing = True
+            left = list(self._submitted)
+            self._submitted.clear()
+        self._do(self._session.close(error))
+        for operation in left:
+            self._finish(operation, error)
+
+    # -- joining ------------------------------------------------------------------------------
+
+    def _join(self, timeout_s: float) -> None:
+        self._changed.wait(timeout_s)
+        refusal = self._session.refusal
+        if refusal is not None:
+            raise refusal
+        for link in self._session.links:
+            if not link.member:
+                why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
+                raise ReducerLostError(
+                    f"reducer {link.address} {why} (waited {timeout_s:g} s): check the address in "
+                    "REDUCTION_SERVERS, and that `reducer serve` runs there",
+                    reducer=link.address,
+                )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise LocalProtocolError(
+                "this client belongs to the parent process: a forked child (such as a DataLoader "
+                "worker) cannot use it"
+            )
+        if self._closing:
+            raise LocalProtocolError("this client was shut down: call worker_client.init() again")
+
+
+def _parse_op(op: str | ReduceOp) -> ReduceOp:
+    if isinstance(op, ReduceOp):
+        return op
+    try:
+        return ReduceOp[op.upper()]
+    except KeyError:
+        known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
+        raise ConfigError(f"unknown op {op!r}: use one of {known}") from None
+
+
+def _resolve(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): check "
+            "REDUCTION_SERVERS"
+        ) from None
+
+
+def _diagnose(address: str) -> str:
+    """Say why a reducer cannot be reached, by trying once with a plain socket."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError as error:
+        return f"cannot be reached: {error.strerror or error}"
+    return "accepts connections but does not speak this protocol"

@@ -1,0 +1,161 @@
+"""The worker's settings: arguments beat the environment, which beats the defaults.
+
+The environment is read here and nowhere else in this package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT
+
+# Settings of the reducer that each rank hosts when there are no REDUCTION_SERVERS.
+REDUCER_SETTINGS = ("bind", "memory_limit", "insecure", "kernel")
+
+_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):\d{1,5}")
+
+
+def _duration(value: object) -> object:
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        if isinstance(value, str):
+            raise ValueError("write a duration such as 300s, 5ms or 2min")
+        return value
+    return float(match["value"]) * _SECONDS[match["unit"] or "s"]
+
+
+def _auto(value: object) -> object:
+    return 0 if value == "auto" else value
+
+
+Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
+AutoBytes = Annotated[ByteSize, BeforeValidator(_auto)]
+
+
+class WorkerConfig(BaseSettings):
+    """How one worker takes part. Field `x` is set by the environment variable ``REDUCTION_X``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="REDUCTION_", frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    servers: Annotated[tuple[str, ...], NoDecode] = ()
+    """Addresses of the reducers, ``host:port,host:port``, the same at every rank. Empty: every rank
+    hosts a reducer for its share (embedded)."""
+
+    job: str | None = Field(default=None, min_length=1, max_length=MAX_JOB_NAME_BYTES)
+    """Name of the job on the reducers. By default one that no other run has, agreed on through the
+    process group; without a process group ``default``."""
+
+    generation: int = Field(default=0, ge=0, lt=1 << 32)
+    """Membership version: a later one ends an earlier one of the same job. torchrun's restart count
+    by default."""
+
+    chunk_bytes: AutoBytes = Field(default=ByteSize(0), ge=0, le=MAX_CHUNK_BYTES)
+    """Size of a chunk, a multiple of 64, at most 4 MiB; ``auto`` (0) chooses by buffer size."""
+
+    window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
+    """Bytes in flight over all reducers; ``auto`` (0) is 16 MiB: enough for a 10 Gbit/s link with
+    10 ms round trip."""
+
+    timeout: Seconds = 300.0
+    """Time after which an all-reduce fails, naming who is missing. Long, because a rank may load
+    data or write a checkpoint meanwhile."""
+
+    connect_timeout: Seconds = 10.0
+    """Time for all reducers to answer when the worker starts."""
+
+    @field_validator("servers", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        addresses = value.split(",") if isinstance(value, str) else value
+        if not isinstance(addresses, (list, tuple)):
+            return addresses
+        cleaned = tuple(str(address).strip() for address in addresses if str(address).strip())
+        for address in cleaned:
+            if not _ADDRESS.fullmatch(address):
+                raise ValueError(f"{address!r} is not host:port")
+        if len(set(cleaned)) != len(cleaned):
+            raise ValueError(f"an address appears twice in {','.join(cleaned)}")
+        return cleaned
+
+    @field_validator("chunk_bytes")
+    @classmethod
+    def _check_chunk(cls, value: ByteSize) -> ByteSize:
+        if value % SHARD_ALIGNMENT:
+            raise ValueError(f"must be a multiple of {SHARD_ALIGNMENT}")
+        return value
+
+    @property
+    def window(self) -> int:
+        """The window in bytes, with ``auto`` resolved."""
+        return int(self.window_bytes) or 16 << 20
+
+
+class Launch(BaseSettings):
+    """What a launcher such as torchrun tells every process."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore")
+
+    rank: int | None = None
+    world_size: int | None = None
+    master_addr: str = "127.0.0.1"
+    torchelastic_run_id: str | None = None
+    torchelastic_restart_count: int = 0
+
+
+def load(**arguments: Any) -> WorkerConfig:
+    """Build the configuration from arguments (None: not given) and the environment.
+
+    Raises:
+        ConfigError: a value is wrong or a ``REDUCTION_`` variable unknown; the message names it.
+    """
+    known = {
+        f"REDUCTION_{name.upper()}" for name in (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
+    }
+    unknown = sorted(
+        name for name in os.environ if name.startswith("REDUCTION_") and name not in known
+    )
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]}: known are {', '.join(sorted(known))}")
+    given = {name: value for name, value in arguments.items() if value is not None}
+    if "generation" not in given and "REDUCTION_GENERATION" not in os.environ:
+        given["generation"] = launch().torchelastic_restart_count
+    try:
+        return WorkerConfig(**given)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def launch() -> Launch:
+    """Read what the launcher told this process.
+
+    Raises:
+        ConfigError: a variable such as RANK is not a number.
+    """
+    try:
+        return Launch()
+    except ValidationError as error:
+        raise ConfigError(_explain(error, prefix="")) from None
+
+
+def bind_is_set() -> bool:
+    """Whether the environment says where an embedded reducer listens."""
+    return "REDUCTION_BIND" in os.environ
+
+
+def _explain(error: ValidationError, prefix: str = "REDUCTION_") -> str:
+    mistakes = []
+    for mistake in error.errors():
+        name = prefix + str(mistake["loc"][0]).upper() if mistake["loc"] else "settings"
+        message = mistake["msg"].removeprefix("Value error, ")
+        mistakes.append(f"{name}: {message} (got {mistake['input']!r})")
+    return "; ".join(mistakes)

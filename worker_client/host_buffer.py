@@ -1,0 +1,82 @@
+"""Arrays as the bytes that travel: dtype, contiguity, writability."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here.
+DTYPES = {dtype.name.lower(): dtype for dtype in DType}
+
+
+class HostBuffer(NamedTuple):
+    """A buffer in host memory, ready to be sent and overwritten.
+
+    Attributes:
+        view: its bytes; keeps the owner of the memory alive.
+        dtype: element type.
+        write_back: copies the result to where the caller expects it, if `view` is a copy.
+    """
+
+    view: memoryview
+    dtype: DType
+    write_back: Callable[[], object] | None
+
+
+def host_buffer(data: Any) -> HostBuffer:
+    """Give access to the bytes of a NumPy array or a torch tensor.
+
+    A contiguous one is used in place. Of one that is not, a copy is reduced and written back.
+
+    Raises:
+        ConfigError: the type, dtype or device is not supported, or the array is read-only.
+    """
+    if isinstance(data, np.ndarray):
+        return _of_array(data)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(data, torch.Tensor):
+        staged: HostBuffer = import_module("worker_client.staging").of_tensor(data)
+        return staged
+    raise ConfigError(
+        f"all_reduce takes a NumPy array or a torch tensor, got {type(data).__name__}: "
+        "convert it first, for instance with numpy.asarray"
+    )
+
+
+def find_dtype(name: str) -> DType:
+    """Return the element type called `name`, such as ``"float32"``.
+
+    Raises:
+        ConfigError: it cannot be reduced; the message lists those that can.
+    """
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise ConfigError(
+            f"dtype {name} cannot be reduced: convert to one of {', '.join(DTYPES)}"
+        ) from None
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> HostBuffer:
+    dtype = find_dtype(array.dtype.name)
+    if not array.dtype.isnative:
+        raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
+    if not array.flags.writeable:
+        raise ConfigError("the array is read-only, and the result replaces its contents: copy it")
+    if array.flags.c_contiguous:
+        return HostBuffer(_bytes(array), dtype, None)
+    copy = np.ascontiguousarray(array)
+    return HostBuffer(_bytes(copy), dtype, lambda: np.copyto(array, copy))
+
+
+def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

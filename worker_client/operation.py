@@ -1,0 +1,63 @@
+"""One all-reduce in progress at a worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reducer.wire.header import fingerprint
+
+if TYPE_CHECKING:
+    from reducer.wire.constants import DType, ReduceOp
+
+
+class Operation:
+    """What is asked for, and how far it is.
+
+    Args:
+        view: the buffer's bytes, writable; the result replaces them chunk by chunk.
+        dtype: element type of the buffer.
+        op: reduction.
+        name: the caller's name for it, compared between ranks; None for none.
+        timeout_s: seconds from submission to the deadline.
+
+    Attributes:
+        sequence: its number within the job, given at submission.
+        deadline: absolute time by which it must be done, in seconds of the session's clock.
+        remaining: chunks whose result has not come.
+        finished: whether it ended, well or badly; what comes later is dropped.
+        overdue: whether its deadline has passed and the reducers were asked who is missing.
+    """
+
+    __slots__ = (
+        "deadline",
+        "dtype",
+        "finished",
+        "name",
+        "op",
+        "overdue",
+        "remaining",
+        "sequence",
+        "tag",
+        "timeout_s",
+        "view",
+    )
+
+    def __init__(
+        self, view: memoryview, dtype: DType, op: ReduceOp, name: str | None, timeout_s: float
+    ) -> None:
+        self.view = view
+        self.dtype = dtype
+        self.op = op
+        self.name = name
+        self.tag = fingerprint(name) if name else 0
+        self.timeout_s = timeout_s
+        self.sequence = -1
+        self.deadline = 0.0
+        self.remaining = 0
+        self.finished = False
+        self.overdue = False
+
+    def __str__(self) -> str:
+        """Say which all-reduce this is, for errors and logs."""
+        name = f" {self.name!r}" if self.name else ""
+        return f"all-reduce {self.sequence}{name} ({self.view.nbytes} bytes of {self.dtype.name})"

@@ -1,0 +1,73 @@
+"""What torch.distributed knows of a job, if the process uses it: ranks, and a store to meet in."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from reducer.errors import ReductionTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_STORE_TIMEOUT_S = 60.0
+_joined = [0]  # calls of `current` so far; the same number at every rank, so it names a meeting
+
+
+class ProcessGroup:
+    """One meeting of all ranks of the default process group.
+
+    Attributes:
+        rank, world_size: as torch.distributed has them.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+
+    def share(self, topic: str, value: str) -> None:
+        """Publish this rank's value."""
+        self._store.set(f"{topic}/{self.rank}", value)
+
+    def read(self, topic: str, rank: int) -> str:
+        """Wait for a rank's value and return it.
+
+        Raises:
+            ReductionTimeout: it did not come within a minute.
+        """
+        key = f"{topic}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=_STORE_TIMEOUT_S))
+        except RuntimeError:
+            raise ReductionTimeout(
+                f"rank {rank} did not call worker_client.init() within {_STORE_TIMEOUT_S:g} s: "
+                "call it, or attach(), on every rank",
+                missing=(rank,),
+            ) from None
+        return bytes(self._store.get(key)).decode()
+
+    def gather(self, topic: str, value: str) -> list[str]:
+        """Publish this rank's value and return those of all ranks, in rank order."""
+        self.share(topic, value)
+        return [self.read(topic, rank) for rank in range(self.world_size)]
+
+
+def current() -> ProcessGroup | None:
+    """Return the initialised default process group, or None (torch is not imported for it)."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    import torch.distributed as dist  # noqa: PLC0415 (only where torch is in use anyway)
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch.distributed.distributed_c10d import (  # noqa: PLC0415
+        PrefixStore,
+        _get_default_store,
+    )
+
+    _joined[0] += 1
+    store = PrefixStore(f"reduction/{_joined[0]}", _get_default_store())
+    return ProcessGroup(dist.get_rank(), dist.get_world_size(), store)

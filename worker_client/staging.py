@@ -1,0 +1,37 @@
+"""Torch tensors as host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from reducer.errors import ConfigError
+from worker_client.host_buffer import HostBuffer, find_dtype
+
+
+def of_tensor(tensor: torch.Tensor) -> HostBuffer:
+    """Give access to the bytes of a dense CPU tensor, in place if it is contiguous.
+
+    Raises:
+        ConfigError: the tensor is sparse, on another device, or of a dtype that cannot be reduced.
+    """
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            "a sparse tensor cannot be reduced: use tensor.to_dense(), or sparse=False in the "
+            "embedding"
+        )
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"the tensor is on {tensor.device}, this version reduces CPU tensors: "
+            "use tensor.cpu() and copy the result back"
+        )
+    dtype = find_dtype(str(tensor.dtype).removeprefix("torch."))
+    target = tensor.detach()
+    if target.is_contiguous():
+        return HostBuffer(_bytes(target), dtype, None)
+    copy = target.contiguous()
+    return HostBuffer(_bytes(copy), dtype, lambda: target.copy_(copy))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    # Through uint8, which every dtype can be viewed as and NumPy knows, unlike bfloat16.
+    return tensor.view(-1).view(torch.uint8).numpy().data

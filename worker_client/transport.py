@@ -1,0 +1,152 @@
+"""The worker's end of the network: one DEALER socket per reducer (only here ZeroMQ is known)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reducer.wire.header import Buffer
+
+HEARTBEAT_INTERVAL_MS = 200
+HEARTBEAT_TIMEOUT_MS = 1000  # a reducer that is stopped or cut off shows within this time
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+LINGER_MS = 500  # for the farewell
+_RECEIVES_PER_POLL = 64  # per reducer, so that none starves the others
+_COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
+
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class Connected(NamedTuple):
+    """A reducer was reached."""
+
+    link: int
+
+
+class Disconnected(NamedTuple):
+    """A reducer was lost; the transport keeps trying to reach it again."""
+
+    link: int
+    reason: str
+
+
+class Message(NamedTuple):
+    """A reducer said something; the header frame is empty if it cannot be one of ours."""
+
+    link: int
+    header: Buffer
+    payload: Buffer
+
+
+Event = Connected | Disconnected | Message
+
+
+class Transport:
+    """Connections to all reducers of a job, and a way to wake up whoever polls them.
+
+    One thread uses it, but for `wake`.
+
+    Args:
+        addresses: ``host:port`` of each reducer; an event's `link` is the position here.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._waker = self._context.socket(zmq.PAIR)
+        self._wakened = self._context.socket(zmq.PAIR)
+        wake = f"inproc://wake-{id(self)}"
+        self._wakened.bind(wake)
+        self._waker.connect(wake)
+        self._poller.register(self._wakened, zmq.POLLIN)
+        self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        for address in addresses:
+            self._links.append(self._connect(address))
+
+    def poll(self, timeout_s: float) -> Iterator[Event]:
+        """Wait for something to happen and yield it; at once after `wake`."""
+        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._wakened in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._wakened.recv(zmq.NOBLOCK)
+        for link, (socket, monitor) in enumerate(self._links):
+            if socket in ready:  # before the monitor: what was said before a connection broke
+                yield from self._messages(link, socket)
+            if monitor in ready:
+                yield from self._changes(link, monitor)
+
+    def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
+        """Hand a message to libzmq, which reads the payload's memory until it is sent.
+
+        A message to a reducer that is not connected is dropped: a `Disconnected` is on its way.
+        """
+        frames: list[bytes | zmq.Frame] = [header]
+        if payload is not None:
+            frames.append(zmq.Frame(payload, copy=len(payload) < _COPY_BELOW))
+        with contextlib.suppress(zmq.Again):
+            self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def wake(self) -> None:
+        """Make `poll` return at once. The caller sees to it that one thread calls at a time."""
+        with contextlib.suppress(zmq.Again):  # a full pipe wakes as well as a fuller one
+            self._waker.send(b"", zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Give the last messages a moment to leave, then free everything."""
+        self._context.destroy(linger=LINGER_MS)
+
+    def _connect(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        socket = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.IMMEDIATE, 1),  # nothing is queued to a reducer that is not there
+            (zmq.SNDHWM, 0),  # the window bounds what waits here, in bytes
+            (zmq.MAXMSGSIZE, MAX_CHUNK_BYTES + HEADER_BYTES),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            (zmq.CONNECT_TIMEOUT, 2000),
+            (zmq.HANDSHAKE_IVL, 5000),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+            (zmq.IPV6, 1),
+        ):
+            socket.setsockopt(option, value)
+        monitor = socket.get_monitor_socket(_WATCHED)
+        socket.connect(f"tcp://{address}")
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return socket, monitor
+
+    def _messages(self, link: int, socket: zmq.Socket[bytes]) -> Iterator[Event]:
+        for _ in range(_RECEIVES_PER_POLL):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            header = frames[0].buffer if len(frames) <= 2 else b""
+            yield Message(link, header, frames[1].buffer if len(frames) == 2 else b"")
+
+    def _changes(self, link: int, monitor: zmq.Socket[bytes]) -> Iterator[Event]:
+        while monitor.poll(0):
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                yield Connected(link)
+            elif event == zmq.EVENT_DISCONNECTED:
+                yield Disconnected(link, "closed the connection, died or cannot be reached")
+            else:
+                yield Disconnected(link, "is not a reducer, or demands keys")
