@@ -1,0 +1,178 @@
+"""PyTorch DistributedDataParallel: gradients are averaged by the reducers.
+
+A hook must not raise (DDP would be unusable afterwards) and must not wait (the backward pass would
+stop overlapping with the network). So the hook starts an all-reduce and returns its future; a
+failure completes the future all the same, and is raised by `loss.backward()` once DDP has finished
+its own work, which leaves the model fit for the next step.
+"""
+
+# No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
+import logging
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch._C._distributed_c10d import GradBucket  # what torch.distributed.GradBucket is
+from torch.nn.parallel import DistributedDataParallel
+
+import worker_client
+from reducer.errors import ConfigError, ReductionError
+from reducer.wire.constants import ReduceOp
+
+if TYPE_CHECKING:
+    import concurrent.futures
+
+    from worker_client.client import Client
+
+DEFAULT_BUCKET_CAP_MB = 64  # for DDP's bucket_cap_mb: large buckets keep the network busy
+
+_OUTSIDE_BACKWARD = -1
+
+log = logging.getLogger(__name__)
+
+
+class ReductionState:
+    """What `reduction_hook` needs between calls.
+
+    Args:
+        client: the one to use; `worker_client.init()`'s by default.
+    """
+
+    __slots__ = ("_error", "_task", "client")
+
+    def __init__(self, client: Optional["Client"] = None) -> None:
+        self.client: Client = worker_client.init() if client is None else client
+        self._error: ReductionError | None = None
+        self._task = _OUTSIDE_BACKWARD  # the backward pass that was last prepared to raise
+
+    def start(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging `buffer` over all ranks, in place, and return a future of it."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        in_backward = self._prepare_to_raise()
+
+        def finish(error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(buffer)
+            elif in_backward:
+                self._error = self._error or _as_reduction_error(error)
+                future.set_result(buffer)
+            else:  # a rank that has joined early waits for the future itself
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        def on_done(done: "concurrent.futures.Future[Any]") -> None:
+            finish(done.exception())
+
+        try:
+            work = self.client.all_reduce(buffer, ReduceOp.MEAN)
+        except ReductionError as error:
+            finish(error)
+        else:
+            work.future().add_done_callback(on_done)
+        return future
+
+    def _prepare_to_raise(self) -> bool:
+        """See to it that this backward pass ends with the error, if there will be one.
+
+        Returns:
+            Whether there is a backward pass; `Join` calls the hook without one.
+        """
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 (no public name)
+        if task == _OUTSIDE_BACKWARD:
+            return False
+        if task != self._task:
+            self._task, self._error = task, None
+            # DDP queues its own last step later than this, and a callback that a callback queues
+            # runs after that: DDP has waited for every bucket when the error is raised.
+            _queue_callback(lambda: _queue_callback(self._raise))
+        return True
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: average a bucket over all ranks through the reducers.
+
+    Args:
+        state: made once per model.
+        bucket: DDP's flat gradient tensor, reduced in place.
+
+    Returns:
+        A future of the bucket's tensor.
+    """
+    if isinstance(bucket, tuple):
+        raise ConfigError(_PYTHON_REDUCER)
+    return state.start(bucket.buffer())
+
+
+def attach(ddp_model: DistributedDataParallel, client: Optional["Client"] = None) -> "Client":
+    """Register `reduction_hook` with a DDP model; `worker_client.attach` describes it."""
+    model = getattr(ddp_model, "_orig_mod", ddp_model)  # torch.compile(DDP(...))
+    _check(model)
+    state = ReductionState(client)
+    group = model.process_group
+    mine, theirs = (state.client.rank, state.client.world_size), (group.rank(), group.size())
+    if mine != theirs:
+        raise ConfigError(
+            f"the model's process group has this process as rank {theirs[0]} of {theirs[1]}, the "
+            f"client as rank {mine[0]} of {mine[1]}: both must have the same members"
+        )
+    try:
+        model.register_comm_hook(state, reduction_hook)
+    except RuntimeError as error:  # torch's own answer to a second (built-in) hook
+        raise ConfigError(f"{_SECOND_HOOK} ({error})") from None
+    return state.client
+
+
+_SECOND_HOOK = (
+    "the model already has a communication hook, and DDP takes one: remove the other "
+    "register_comm_hook() call, or pass it our hook, such as fp16_compress_wrapper(reduction_hook)"
+)
+_PYTHON_REDUCER = (
+    "torch._dynamo's optimize_ddp='python_reducer' gives hooks no buckets: leave "
+    "torch._dynamo.config.optimize_ddp at its default"
+)
+
+
+def _check(model: Any) -> None:
+    """Refuse what a communication hook cannot serve.
+
+    Raises:
+        ConfigError: the message says what to change.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            f"attach() takes a model wrapped in DistributedDataParallel, got "
+            f"{type(model).__name__}: call attach(DistributedDataParallel(model))"
+        )
+    if model.mixed_precision is not None:
+        raise ConfigError(
+            "DDP's mixed_precision= registers a communication hook of its own: use torch.autocast, "
+            "or fp16_compress_wrapper(reduction_hook) for smaller gradients"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigError(_PYTHON_REDUCER)
+    if getattr(model, "_delay_all_reduce_params", None):
+        raise ConfigError(
+            "delay_all_reduce_named_params= bypasses communication hooks: wrap the model without it"
+        )
+    if getattr(model, "_comm_hooks", None):
+        raise ConfigError(_SECOND_HOOK)
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(
+            module, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        ):
+            raise ConfigError(
+                f"{name or type(module).__name__} makes sparse gradients, which cannot be reduced: "
+                "build it with sparse=False"
+            )
+
+
+def _queue_callback(callback: Any) -> None:
+    engine = torch.autograd.Variable._execution_engine  # noqa: SLF001 (no public name)
+    engine.queue_callback(callback)
+
+
+def _as_reduction_error(error: BaseException) -> ReductionError:
+    return error if isinstance(error, ReductionError) else ReductionError(repr(error))
