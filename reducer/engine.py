@@ -279,6 +279,7 @@ class Engine:
             first = header if header.type is MessageType.CONTRIBUTION else None
             round_ = job.rounds[header.sequence] = Round(first)
             round_.error = self._doomed(job, header.sequence)
+        round_.ranks.add(member.rank)
         return round_
 
     def _doomed(self, job: Job, sequence: int) -> ReductionError | None:
@@ -371,13 +372,17 @@ class Engine:
     def _tell(
         self, job: Job, sequence: int, round_: Round, members: Iterable[Member]
     ) -> list[Send]:
-        """Send a failed round's error to those who were not sent it yet."""
+        """Send a failed round's error to those who take part in it and were not sent it yet.
+
+        Others are told with their first contribution: before, they do not know what it is about.
+        """
         assert round_.error is not None
         frame = Header(
             MessageType.ERROR, job=job.key, generation=job.generation, sequence=sequence
         ).pack()
         body = encode_error(round_.error)
-        untold = [member for member in members if member.rank not in round_.told]
+        due = round_.ranks - round_.told
+        untold = [member for member in members if member.rank in due]
         round_.told.update(member.rank for member in untold)
         return [Send(member.peer, frame, body) for member in untold]
 

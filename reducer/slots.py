@@ -43,16 +43,18 @@ class Round:
         slots: open slots by offset.
         done: offsets whose result was sent.
         error: why the round failed, or None.
+        ranks: ranks that have said something about it.
         told: ranks that were sent `error`.
     """
 
-    __slots__ = ("done", "error", "first", "slots", "told")
+    __slots__ = ("done", "error", "first", "ranks", "slots", "told")
 
     def __init__(self, first: Header | None) -> None:
         self.first = first
         self.slots: dict[int, Slot] = {}
         self.done: set[int] = set()
         self.error: ReductionError | None = None
+        self.ranks: set[int] = set()
         self.told: set[int] = set()
 
     def place(self, header: Header, payload: Buffer, world_size: int) -> Slot:

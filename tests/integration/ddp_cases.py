@@ -1,0 +1,204 @@
+"""One rank of the DDP tests: runs every case through Gloo and through the reducers, writes JSON.
+
+Started by test_ddp.py as `python ddp_cases.py OUT.json GROUP` with torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import worker_client
+from reducer.errors import ConfigError, ReductionError
+from worker_client.ddp import DEFAULT_BUCKET_CAP_MB, ReductionState, reduction_hook
+
+STEPS = 50
+
+
+class Net(torch.nn.Module):
+    """BatchNorm, fp32 and bf16 parameters, and a layer that is never used."""
+
+    def __init__(self, mixed: bool = True) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(20, 64)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.middle = torch.nn.Linear(64, 32, dtype=torch.bfloat16 if mixed else torch.float32)
+        self.unused = torch.nn.Linear(64, 64)
+        self.last = torch.nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = torch.relu(self.middle(x.to(self.middle.weight.dtype))).float()
+        return self.last(x)
+
+
+# DDP arguments of each option; unused parameters need one of the first two.
+UNUSED = {"find_unused_parameters": True}
+OPTIONS = {
+    "find_unused_parameters": UNUSED,
+    "static_graph": {"static_graph": True},
+    "gradient_as_bucket_view": {**UNUSED, "gradient_as_bucket_view": True},
+    "many_buckets": {**UNUSED, "bucket_cap_mb": 0.004},
+    "no_sync": UNUSED,
+    "fp16_compress_wrapper": UNUSED,
+    "bf16_compress_wrapper": UNUSED,
+    "join": UNUSED,
+    "compile": UNUSED,
+}
+
+
+def _register(ddp: DistributedDataParallel, case: str, reduction: bool) -> None:
+    wrapper = getattr(default_hooks, case, None)
+    if wrapper is not None:
+        hook = wrapper(reduction_hook if reduction else default_hooks.allreduce_hook)
+        hook.__name__ = case  # torch wants NCCL for a hook of bf16's own name; a CPU can do it too
+        ddp.register_comm_hook(ReductionState() if reduction else None, hook)
+    elif reduction:
+        worker_client.attach(ddp)
+
+
+def train(case: str, reduction: bool, mixed: bool = True) -> dict[str, object]:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(
+        Net(mixed), **{"bucket_cap_mb": DEFAULT_BUCKET_CAP_MB, **OPTIONS[case]}
+    )
+    _register(ddp, case, reduction)
+    forward = torch.compile(ddp, backend="aot_eager") if case == "compile" else ddp
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+    torch.manual_seed(100 + rank)
+    steps = STEPS - 10 * rank if case == "join" else STEPS
+    losses = []
+    with Join([ddp]) if case == "join" else nullcontext():
+        for step in range(steps):
+            x = torch.randn(16, 20)
+            hold = case == "no_sync" and step % 2 == 0
+            with ddp.no_sync() if hold else nullcontext():
+                loss = (forward(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
+                loss.backward()
+            if not hold:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return {"losses": losses, "digest": digest(ddp), "hooks": reduction}
+
+
+def digest(model: torch.nn.Module) -> str:
+    total = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        total.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def errors() -> dict[str, object]:
+    """A slow rank makes backward() raise a typed error at every rank; the next step works."""
+    client = worker_client.init()
+    client.timeout_s = 1.0
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Net(mixed=False), find_unused_parameters=True)
+    worker_client.attach(ddp)
+    seen: list[str] = []
+    raised_after = []
+    for step in range(5):
+        x = torch.randn(8, 20)
+        loss = ddp(x).square().mean()
+        if step == 2 and dist.get_rank() == 1:
+            time.sleep(1.5)
+        start = time.monotonic()
+        try:
+            loss.backward()
+            seen.append("ok")
+        except ReductionError as error:
+            seen.append(f"{type(error).__name__} {getattr(error, 'missing', None)}")
+            raised_after.append(time.monotonic() - start)
+        ddp.zero_grad()
+    client.timeout_s = 300.0
+    return {"seen": seen, "raised_after": raised_after}
+
+
+def sparse_in_hook() -> str:
+    ddp = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
+    ddp.register_comm_hook(ReductionState(), reduction_hook)
+    try:
+        ddp(torch.tensor([1, 2])).sum().backward()
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def refusals() -> dict[str, str]:
+    """What attach() says to models that a hook cannot serve."""
+    from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415
+
+    def refused(model: torch.nn.Module) -> str:
+        try:
+            worker_client.attach(model)
+        except ConfigError as error:
+            return str(error)
+        return "no error"
+
+    said = {"bare": refused(Net()), "sparse": ""}
+    sparse = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
+    said["sparse"] = refused(sparse)
+    twice = DistributedDataParallel(Net(mixed=False))
+    worker_client.attach(twice)
+    said["second"] = refused(twice)
+    builtin = DistributedDataParallel(Net(mixed=False))
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    said["builtin"] = refused(builtin)
+    low = torch.bfloat16
+    precision = MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low)
+    mixed = DistributedDataParallel(Net(mixed=False), mixed_precision=precision)
+    said["mixed_precision"] = refused(mixed)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        said["python_reducer"] = refused(DistributedDataParallel(Net(mixed=False)))
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first = next(layer.named_parameters())
+    delayed = DistributedDataParallel(
+        layer, delay_all_reduce_named_params=[first], param_to_hook_all_reduce=first[1]
+    )
+    said["delay_all_reduce"] = refused(delayed)
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    del pair
+    said["sub_group"] = refused(DistributedDataParallel(Net(mixed=False), process_group=alone))
+    return said
+
+
+def main(out: str, group: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results: dict[str, object] = {}
+    if group == "options":
+        for case in OPTIONS:
+            results[case] = {"gloo": train(case, False), "reduction": train(case, True)}
+        results["repeat"] = {"reduction": train("many_buckets", True)}
+    elif group == "fp32":
+        case = "find_unused_parameters"
+        runs = {
+            "gloo": train(case, False, mixed=False),
+            "reduction": train(case, True, mixed=False),
+        }
+        results[case] = runs
+    else:
+        results["errors"] = errors()
+        results["sparse_in_hook"] = sparse_in_hook()
+        results["refusals"] = refusals()
+    results["bytes_reduced"] = worker_client.init().bytes_reduced
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
