@@ -1,6 +1,6 @@
 """The kernels against the memory: one pass, the two-operand chain, NumPy, and reading alone.
 
-    python -m pytest --benchmark-enable --benchmark-only bench/test_kernels.py
+    python -m pytest --benchmark-only bench/
 
 Every contender works on the same 8 inputs (and one output) in turn, round after round, so that a
 noisy machine is unkind to all of them alike; the figures are medians. All of them count bytes of
@@ -9,6 +9,8 @@ input: ``8 * size / time``. What they are:
 - **one pass**: `Kernels.reduce` of the best variant, all 8 inputs at once.
 - **chain**: the same kernels on two operands, ``out = x0 + x1; out += x2; ...`` as a reducer does
   that adds each contribution when it arrives.
+- **fresh**: that chain with every partial sum in a buffer of its own, ``t1 = x0 + x1; t2 = t1 + x2;
+  ...``, as code does that may not overwrite.
 - **numpy**: `np.add` in a chain (for bfloat16, which it lacks, the NumPy twin of our kernels).
 - **read**: the same variant's loads with nothing but an exclusive or, over the same inputs, either
   in the kernels' order (8 streams at once) or one buffer after the other, whichever is faster. No
@@ -63,6 +65,7 @@ class Figures:
     size: int
     one_pass: float
     chain: float
+    fresh: float
     numpy: float
     read: float
     memcpy: float
@@ -83,14 +86,15 @@ def figures(request: pytest.FixtureRequest) -> Iterator[list[Figures]]:
             f"{INPUTS} inputs, variant {kernels.select().name}, GB/s of input, median of {ROUNDS}"
         )
         reporter.write_line(
-            f"{'dtype':>9} {'KiB each':>9} {'one pass':>9} {'chain':>7} {'numpy':>7} {'read':>7}"
-            f" {'memcpy':>7} {'/ chain':>9} {'/ numpy':>8} {'/ read':>7}"
+            f"{'dtype':>9} {'KiB each':>9} {'one pass':>9} {'chain':>7} {'fresh':>7} {'numpy':>7}"
+            f" {'read':>7} {'memcpy':>7} {'/ chain':>9} {'/ fresh':>8} {'/ numpy':>8} {'/ read':>7}"
         )
         for row in measured:
             reporter.write_line(
                 f"{row.dtype.name:>9} {row.size >> 10:>9} {row.one_pass:>9.1f} {row.chain:>7.1f}"
-                f" {row.numpy:>7.1f} {row.read:>7.1f} {row.memcpy:>7.1f}"
-                f" {row.one_pass / row.chain:>8.2f}x {row.one_pass / row.numpy:>7.2f}x"
+                f" {row.fresh:>7.1f} {row.numpy:>7.1f} {row.read:>7.1f} {row.memcpy:>7.1f}"
+                f" {row.one_pass / row.chain:>8.2f}x {row.one_pass / row.fresh:>7.2f}x"
+                f" {row.one_pass / row.numpy:>7.2f}x"
                 f" {row.one_pass / row.read:>7.2f}"
             )
 
@@ -105,8 +109,9 @@ def numpy_chain(inputs: list[Array], out: Array, dtype: DType) -> None:
 
 
 def contenders(inputs: list[Array], out: Array, dtype: DType) -> list[Callable[[], None]]:
-    """Return what is timed: one pass, chain, NumPy, read as streams, read in turn, memcpy."""
+    """Return what is timed: one pass, both chains, NumPy, both ways to read, memcpy."""
     best = kernels.select()
+    partial_sums = [np.ones_like(out) for _ in inputs[1:]]
 
     def one_pass() -> None:
         best.reduce(inputs, out, dtype, ReduceOp.SUM)
@@ -115,6 +120,12 @@ def contenders(inputs: list[Array], out: Array, dtype: DType) -> list[Callable[[
         best.reduce(inputs[:2], out, dtype, ReduceOp.SUM)
         for source in inputs[2:]:
             best.reduce([out, source], out, dtype, ReduceOp.SUM)
+
+    def fresh() -> None:
+        total = inputs[0]
+        for source, result in zip(inputs[1:], partial_sums, strict=True):
+            best.reduce([total, source], result, dtype, ReduceOp.SUM)
+            total = result
 
     def by_numpy() -> None:
         numpy_chain(inputs, out, dtype)
@@ -130,7 +141,7 @@ def contenders(inputs: list[Array], out: Array, dtype: DType) -> list[Callable[[
         for source in inputs:
             np.copyto(out, source)
 
-    return [one_pass, chain, by_numpy, read_streams, read_in_turn, memcpy]
+    return [one_pass, chain, fresh, by_numpy, read_streams, read_in_turn, memcpy]
 
 
 def measure(dtype: DType, size: int) -> Figures:
@@ -151,9 +162,9 @@ def measure(dtype: DType, size: int) -> Figures:
                 contender()
             record.append((time.perf_counter() - start) / calls)
     speeds = [INPUTS * size / statistics.median(record) / 1e9 for record in times]
-    one_pass, chain, by_numpy, read_streams, read_in_turn, memcpy = speeds
+    one_pass, chain, fresh, by_numpy, read_streams, read_in_turn, memcpy = speeds
     read = max(read_streams, read_in_turn)
-    return Figures(dtype, size, one_pass, chain, by_numpy, read, memcpy)
+    return Figures(dtype, size, one_pass, chain, fresh, by_numpy, read, memcpy)
 
 
 @pytest.mark.timeout(300)
