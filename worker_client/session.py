@@ -19,7 +19,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import auto_chunk_bytes, chunks
+from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, chunks
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -82,7 +82,7 @@ class Settings:
 
     def window_per_reducer(self) -> int:
         """Share of one reducer: never below two chunks, so that sending and reducing overlap."""
-        chunk = self.chunk_bytes or auto_chunk_bytes(self.window_bytes, len(self.reducers))
+        chunk = self.chunk_bytes or auto_chunk_limit(len(self.reducers))
         return max(self.window_bytes // len(self.reducers), 2 * chunk)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 AUTO_CHUNK_STEP = 64 << 10
 AUTO_CHUNK_LIMIT = 1 << 20
+AUTO_IN_FLIGHT = 16 << 20  # bytes within which two chunks per reducer should fit
 
 
 class Chunk(NamedTuple):
@@ -51,11 +52,17 @@ def auto_chunk_bytes(total_bytes: int, reducers: int) -> int:
     """Return the chunk size used where none is forced.
 
     A quarter of a shard keeps sending, reducing and receiving busy at the same time; below 64 KiB
-    the cost per message rules, above 1 MiB nothing is gained and memory is lost.
+    the cost per message rules, above `auto_chunk_limit` nothing is gained and memory is lost.
     """
     quarter = -(-total_bytes // (4 * reducers))
     steps = max(1, -(-quarter // AUTO_CHUNK_STEP))
-    return min(AUTO_CHUNK_LIMIT, steps * AUTO_CHUNK_STEP)
+    return min(auto_chunk_limit(reducers), steps * AUTO_CHUNK_STEP)
+
+
+def auto_chunk_limit(reducers: int) -> int:
+    """Return the largest chunk that the rule chooses: 1 MiB, less where reducers are many."""
+    steps = AUTO_IN_FLIGHT // (2 * reducers) // AUTO_CHUNK_STEP
+    return min(AUTO_CHUNK_LIMIT, max(1, steps) * AUTO_CHUNK_STEP)
 
 
 def chunks(total_bytes: int, reducers: int, chunk_bytes: int) -> Iterator[Chunk]:
