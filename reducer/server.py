@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reducer.config import ReducerConfig
 
 TICK_S = 0.1
-DRAIN_S = 1.0  # for open rounds, once told to stop: a Ctrl-C must end everything within 2 s
+DRAIN_S = 0.5  # for open rounds, once told to stop: a Ctrl-C must end everything within 2 s
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Server:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish open rounds (for at most a second), say goodbye, and free everything.
+        """Finish open rounds (for at most half a second), say goodbye, and free everything.
 
         Raises:
             BaseException: whatever ended the thread before it was told to stop.
