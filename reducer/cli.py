@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import structlog
@@ -19,6 +20,16 @@ from reducer.server import Server
 
 if TYPE_CHECKING:
     from types import FrameType
+
+
+class LogLevel(str, Enum):
+    """The least important records that are shown."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 app = typer.Typer(
     help="CPU-only reducers for gradient all-reduce.",
@@ -34,7 +45,7 @@ def _commands() -> None:
 
 
 @app.command()
-def serve(
+def serve(  # noqa: PLR0917 (options have names on the command line)
     bind: Annotated[
         str | None, typer.Option(help="Where to listen, tcp://HOST:PORT; port 0 takes a free one.")
     ] = None,
@@ -47,13 +58,16 @@ def serve(
     kernel: Annotated[
         str | None, typer.Option(help="avx512, avx2, generic or numpy; the CPU's best by default.")
     ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="What goes to standard error.")] = (
+        LogLevel.INFO
+    ),
     stop_at_eof: Annotated[
         bool, typer.Option("--stop-at-eof", help="Stop when standard input ends.")
     ] = False,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then finish open rounds and exit 0."""
-    _log_to_stderr()
-    log = structlog.get_logger("reducer")
+    _log_to_stderr(log_level)
+    log: structlog.stdlib.BoundLogger = structlog.get_logger("reducer")
     settings = config.load(
         bind=bind, memory_limit=memory_limit, insecure=insecure or None, kernel=kernel
     )
@@ -86,7 +100,7 @@ def _wait_for_eof(stop: threading.Event) -> None:
     stop.set()
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: LogLevel) -> None:
     """Send structlog's and the standard library's records to standard error, in one form."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
@@ -97,10 +111,11 @@ def _log_to_stderr() -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared)
     )
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=level.name, handlers=[handler])
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
     )
 
 

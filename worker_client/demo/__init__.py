@@ -1,0 +1,1 @@
+"""The demo: the same training through reducers and through Gloo, side by side."""
