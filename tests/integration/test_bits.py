@@ -1,0 +1,109 @@
+"""The guarantee: every rank gets the oracle's bits, whatever the pool, the chunks or the kernel."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from reducer import kernels, local_pool
+from reducer.wire.constants import DType, ReduceOp
+from worker_client.startup import connect
+
+WORLD_SIZES = range(1, 10)
+SIZES = (0, 1, 7, 1023, 65537, 10**6 + 1)  # elements
+REDUCERS = (1, 2, 3)
+CHUNKS = ("64KiB", "1MiB")
+CASES = tuple(
+    (dtype, op)
+    for dtype, op in product(DType, ReduceOp)
+    if dtype.is_floating or op is not ReduceOp.MEAN
+)
+NUMPY = {
+    dtype: np.dtype(ml_dtypes.bfloat16 if dtype is DType.BFLOAT16 else dtype.name.lower())
+    for dtype in DType
+}
+SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 3e38)
+
+
+@cache
+def pattern(dtype: DType) -> np.ndarray:
+    """A long row of values of one type, from which every rank's input is cut."""
+    rng = np.random.default_rng(int(dtype))
+    count = max(SIZES) + 1000
+    if not dtype.is_floating:
+        info = np.iinfo(NUMPY[dtype])
+        return rng.integers(info.min, info.max, count, NUMPY[dtype], endpoint=True)
+    values = rng.standard_normal(count) * 10.0 ** rng.integers(-6, 6, count)
+    where = rng.integers(0, count, count // 50)
+    values[where] = rng.choice(SPECIAL, len(where))
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32).astype(NUMPY[dtype])
+
+
+def inputs(dtype: DType, size: int, world_size: int) -> list[np.ndarray]:
+    return [pattern(dtype)[101 * rank :][:size].copy() for rank in range(world_size)]
+
+
+@cache
+def oracle(dtype: DType, op: ReduceOp, size: int, world_size: int) -> bytes:
+    given = inputs(dtype, size, world_size)
+    out = np.empty_like(given[0])
+    sources = [array.view(np.uint8) for array in given]
+    kernels.select("numpy").reduce(sources, out.view(np.uint8), dtype, op)
+    return out.tobytes()
+
+
+@contextmanager
+def clients(world_size: int, servers: list[str], chunk_bytes: str):
+    def join(rank: int):
+        return connect(
+            rank=rank,
+            world_size=world_size,
+            servers=servers,
+            job=f"bits-{world_size}-{chunk_bytes}",
+            chunk_bytes=chunk_bytes,
+        )
+
+    with ExitStack() as stack, ThreadPoolExecutor(world_size) as pool:
+        yield [stack.enter_context(client) for client in pool.map(join, range(world_size))]
+
+
+def check(members: list, dtype: DType, op: ReduceOp, size: int) -> None:
+    """One all-reduce of all ranks; each must end with exactly the oracle's bytes."""
+    given = inputs(dtype, size, len(members))
+    works = [client.all_reduce(data, op) for client, data in zip(members, given, strict=True)]
+    expected = oracle(dtype, op, size, len(members))
+    for rank, work in enumerate(works):
+        assert work.wait(30).tobytes() == expected, (
+            f"rank {rank} of {len(members)}: {dtype!r} {op!r}"
+        )
+
+
+@pytest.mark.timeout(400)  # 11,664 all-reduces, some of them of 8 MB at 9 ranks
+def test_every_rank_gets_the_oracles_bits() -> None:
+    done = 0
+    for reducers in REDUCERS:
+        with local_pool(reducers) as servers:
+            for world_size, chunk_bytes in product(WORLD_SIZES, CHUNKS):
+                with clients(world_size, servers, chunk_bytes) as members:
+                    for (dtype, op), size in product(CASES, SIZES):
+                        check(members, dtype, op, size)
+                        done += 1
+    assert done == len(CASES) * len(SIZES) * len(WORLD_SIZES) * len(REDUCERS) * len(CHUNKS) == 11664
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kernel", kernels.variants())
+def test_a_second_run_gives_the_same_bits_with_any_kernel(kernel: str) -> None:
+    # The test above is the first run.
+    with local_pool(2, kernel=kernel) as servers:
+        for world_size in (1, 3, 8):
+            with clients(world_size, servers, "64KiB") as members:
+                for (dtype, op), size in product(CASES, SIZES):
+                    check(members, dtype, op, size)
