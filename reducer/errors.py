@@ -32,7 +32,8 @@ class ReductionError(Exception):
 def _rebuild(
     cls: type[ReductionError], args: tuple[Any, ...], attributes: dict[str, Any]
 ) -> ReductionError:
-    error = cls.__new__(cls, *args)
+    error = cls.__new__(cls)
+    error.args = args
     error.__dict__.update(attributes)
     return error
 

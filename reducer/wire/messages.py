@@ -29,9 +29,16 @@ _Body = TypeVar("_Body", "Hello", "Welcome")
 def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RemoteProtocolError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
-    size = value if isinstance(value, int) else len(value.encode())  # type: ignore[attr-defined]
+    size = value if isinstance(value, int) else _utf8_length(str(value), what)
     if not low <= size <= high:
         raise RemoteProtocolError(f"{what} must be between {low} and {high}, got {size}")
+
+
+def _utf8_length(text: str, what: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        raise RemoteProtocolError(f"{what} is not valid Unicode") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +154,14 @@ def encode_error(error: ReductionError) -> bytes:
     """Return the body of an ERROR or ABORT that reports `error`."""
     code = _CODES[type(error)]
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
-    # A few hundred ranks can be missing: the sentence and the list are cut to fit a body.
-    message = str(error)[:1024]
     if isinstance(detail.get("missing"), tuple):
-        detail["missing"] = detail["missing"][:256]
-    return _dump({"code": int(code), "message": message, "detail": detail})
+        detail["missing"] = detail["missing"][:128]  # of thousands of ranks these tell enough
+    for length in (1024, 256, 0):  # what is longer would be refused, and nothing be told
+        values = {"code": int(code), "message": str(error)[:length], "detail": detail}
+        body = _dump(values)
+        if len(body) <= MAX_BODY_BYTES:
+            break
+    return body
 
 
 def decode_error(data: Buffer, sequence: int = NO_SEQUENCE) -> ReductionError:

@@ -1,0 +1,94 @@
+"""README.md is the specification: its tables and the code say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import reducer.wire
+from reducer.wire import constants, layout
+from reducer.wire.constants import DType, ErrorCode, MessageType, ReduceOp
+from reducer.wire.header import LAYOUT, PREFIX, Header
+from reducer.wire.states import TRANSITIONS, LinkState, Role
+
+TEXT = Path(reducer.wire.__file__).with_name("README.md").read_text()
+SECTIONS = {int(part.split(".")[0]): part for part in re.split(r"^## ", TEXT, flags=re.M)[1:]}
+
+
+def rows(section: int, columns: int) -> list[list[str]]:
+    """Cells of a section's table rows that have this many columns, without the head."""
+    found = []
+    for line in SECTIONS[section].splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("|") and len(cells) == columns and not set(line) <= set("|- "):
+            found.append(cells)
+    return found[1:]
+
+
+def test_header_table() -> None:
+    table = [(int(at), int(size), name) for at, size, name, _ in rows(2, 4)]
+    expected_at = 0
+    for at, size, _ in table:
+        assert at == expected_at  # no gap, no overlap
+        expected_at = at + size
+    assert expected_at == constants.HEADER_BYTES == LAYOUT.size
+
+    names = [name for _, _, name in table if name not in {"magic", "version", "(zero)"}]
+    assert names == list(Header._fields)
+    for at, size, name in table[2:]:
+        if name in Header._fields:
+            bits = 3 if name == "type" else (1 << (8 * size)) - 1
+            values = {name: MessageType(bits) if name == "type" else bits}
+            packed = Header(**{"type": MessageType.HELLO, "sequence": 0, **values}).pack()
+            assert packed[at : at + size] == bits.to_bytes(size, "little")
+    assert PREFIX.size == table[2][0] + table[2][1]  # up to and with the message type
+
+
+def test_codes() -> None:
+    assert {name: int(code) for code, name, *_ in rows(3, 4)} == MessageType.__members__
+    four = rows(4, 7)
+    assert {row[1]: int(row[0]) for row in four} == DType.__members__
+    assert {row[1]: int(row[2]) for row in four} == {d.name: d.itemsize for d in DType}
+    assert {row[6]: int(row[5]) for row in four if row[5]} == ReduceOp.__members__
+    assert {name: int(code) for code, name, _ in rows(6, 3)} == ErrorCode.__members__
+
+
+def test_who_may_say_what() -> None:
+    table = {}
+    for state, worker, reducer_ in rows(5, 3):
+        here = table[LinkState(state)] = {}
+        for role, cell in ((Role.WORKER, worker), (Role.REDUCER, reducer_)):
+            here[role] = {}
+            for said in filter(None, cell.split(", ")):
+                message, _, following = said.partition(" → ")
+                here[role][MessageType[message]] = LinkState(following or state)
+    assert table == TRANSITIONS
+
+
+def test_only_the_named_sender_says_a_message() -> None:
+    senders = {MessageType(int(code)): sender for code, _, sender, _ in rows(3, 4)}
+    for state in TRANSITIONS.values():
+        for role, allowed in state.items():
+            assert all(senders[message] in {role.value, "either"} for message in allowed)
+
+
+@pytest.mark.parametrize(
+    ("section", "sentence", "value"),
+    [
+        (1, "exactly 96 bytes", constants.HEADER_BYTES == 96),
+        (1, "at most 4096 bytes of UTF-8", constants.MAX_BODY_BYTES == 4096),
+        (3, "1 to 128 bytes", constants.MAX_JOB_NAME_BYTES == 128),
+        (5, "least 1024 bytes", constants.MIN_CHARGE == 1024),
+        (5, "below watermark + 16384", constants.MAX_ROUNDS_AHEAD == 16384),
+        (7, "`64 * ceil(u*i/k)`", constants.SHARD_ALIGNMENT == 64),
+        (7, "multiple of 64 KiB", layout.AUTO_CHUNK_STEP == 64 << 10),
+        (7, "at most 1 MiB", layout.AUTO_CHUNK_LIMIT == 1 << 20),
+        (7, "fit into 16 MiB", layout.AUTO_IN_FLIGHT == 16 << 20),
+        (7, "at most 4 MiB", constants.MAX_CHUNK_BYTES == 4 << 20),
+    ],
+)
+def test_numbers_in_prose(section: int, sentence: str, value: bool) -> None:
+    assert sentence in " ".join(SECTIONS[section].split())
+    assert value

@@ -1,0 +1,124 @@
+"""Headers: what is packed is what is read, and nothing else gets through."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reducer.errors import ReductionError, RemoteProtocolError, VersionError
+from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
+from reducer.wire.header import Header, check_chunk, fingerprint
+
+
+def unsigned(bits: int) -> st.SearchStrategy[int]:
+    return st.integers(0, (1 << bits) - 1)
+
+
+HEADERS = st.builds(
+    Header,
+    flags=st.just(0),
+    type=st.sampled_from(MessageType),
+    job=unsigned(64),
+    generation=unsigned(32),
+    epoch=unsigned(32),
+    sequence=unsigned(64),
+    watermark=unsigned(64),
+    total_bytes=unsigned(64),
+    offset=unsigned(64),
+    nbytes=unsigned(32),
+    rank=unsigned(32),
+    dtype=unsigned(8),
+    op=unsigned(8),
+    wire_dtype=unsigned(8),
+    tag=unsigned(64),
+    window=unsigned(64),
+)
+CHUNK = Header(
+    MessageType.CONTRIBUTION,
+    sequence=3,
+    total_bytes=4000,
+    offset=1024,
+    nbytes=512,
+    dtype=DType.FLOAT32,
+    op=ReduceOp.MEAN,
+    wire_dtype=DType.FLOAT32,
+)
+
+
+@given(HEADERS)
+def test_round_trip(header: Header) -> None:
+    data = header.pack()
+    assert len(data) == HEADER_BYTES
+    assert Header.unpack(data) == header
+    assert Header.unpack(memoryview(bytearray(data))) == header
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(ReductionError):
+        Header.unpack(data)
+
+
+@given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
+def test_a_damaged_header_raises_nothing_else(header: Header, at: int, flip: int) -> None:
+    data = bytearray(header.pack())
+    data[at] ^= flip
+    with contextlib.suppress(ReductionError):
+        check_chunk(Header.unpack(data), 512, MAX_CHUNK_BYTES)
+
+
+def test_another_major_version_is_named() -> None:
+    data = bytearray(Header(MessageType.HELLO).pack())
+    data[4] = 9
+    with pytest.raises(VersionError) as refusal:
+        Header.unpack(data + b"longer than ours")
+    assert (refusal.value.expected, refusal.value.got) == ("1.0", "9.x")
+
+
+@pytest.mark.parametrize("length", [0, 5, 6, HEADER_BYTES - 1, HEADER_BYTES + 1])
+def test_other_lengths_are_refused(length: int) -> None:
+    data = (Header(MessageType.PING).pack() * 2)[:length]
+    with pytest.raises(RemoteProtocolError, match="96 bytes"):
+        Header.unpack(data)
+
+
+def test_flags_of_no_agreed_feature_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="flags"):
+        Header.unpack(Header(MessageType.PING, flags=1).pack())
+
+
+def test_a_chunk_in_order_passes() -> None:
+    check_chunk(CHUNK, 512, MAX_CHUNK_BYTES)
+    check_chunk(CHUNK._replace(total_bytes=0, offset=0, nbytes=0), 0, MAX_CHUNK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("change", "payload", "match"),
+    [
+        ({"dtype": 0}, 512, "dtype"),
+        ({"dtype": 99}, 512, "dtype"),
+        ({"op": 0}, 512, "op"),
+        ({"dtype": DType.INT32}, 512, "MEAN is not defined"),
+        ({"wire_dtype": DType.BFLOAT16}, 512, "wire compression"),
+        ({"sequence": (1 << 64) - 1}, 512, "sequence"),
+        ({}, 511, "announced 512 bytes, got 511"),
+        ({"nbytes": 0}, 0, "empty chunk"),
+        ({"nbytes": 8 << 20, "total_bytes": 1 << 30}, 8 << 20, "at most"),
+        ({"offset": 3600}, 512, "ends after"),
+        ({"offset": (1 << 64) - 512}, 512, "ends after"),
+        ({"offset": 2}, 512, "multiples of 4"),
+        ({"nbytes": 510}, 510, "multiples of 4"),
+        ({"total_bytes": 4001}, 512, "multiples of 4"),
+    ],
+)
+def test_every_field_of_a_chunk_is_checked(change: dict, payload: int, match: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=match):
+        check_chunk(CHUNK._replace(**change), payload, MAX_CHUNK_BYTES)
+
+
+def test_fingerprints_are_those_of_the_specification() -> None:
+    # As `printf job | b2sum -l 64` prints it.
+    assert fingerprint("job") == int.from_bytes(bytes.fromhex("ae5ed715762bcf24"), "little")

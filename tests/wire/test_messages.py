@@ -1,0 +1,119 @@
+"""Bodies of control messages, and errors on their way over the wire."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reducer import errors
+from reducer.errors import RemoteProtocolError, VersionError
+from reducer.wire.constants import MAX_BODY_BYTES, ErrorCode
+from reducer.wire.messages import Hello, Welcome, decode, decode_error, encode, encode_error
+
+HELLO = Hello(job="digits", world_size=4, reducers=2, reducer_index=1, chunk_bytes=65536)
+ERRORS = [
+    errors.RemoteProtocolError("a"),
+    errors.VersionError("b", expected="1.0", got="2.x"),
+    errors.MembershipError("c"),
+    errors.StaleGenerationError("d", generation=1, current=2),
+    errors.DuplicateRankError("e", rank=3),
+    errors.MismatchError("f", field="op", rank=0, other_rank=2, expected="sum", got="mean"),
+    errors.RankLostError("g", rank=7),
+    errors.ReducerLostError("h", reducer="10.0.0.1:5555"),
+    errors.ReductionTimeout("i", missing=(1, 2)),
+    errors.CapacityError("j", limit="memory_limit"),
+    errors.AuthError("k"),
+]
+
+
+@pytest.mark.parametrize("body", [HELLO, Welcome(incarnation="ab12")])
+def test_round_trip(body: Hello | Welcome) -> None:
+    assert decode(type(body), encode(body)) == body
+
+
+def test_names_of_later_versions_are_ignored() -> None:
+    values = json.loads(encode(HELLO)) | {"auth": {"token": "x"}, "lanes": [1, 2]}
+    assert decode(Hello, json.dumps(values).encode()) == HELLO
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job": ""},
+        {"job": "x" * 129},
+        {"job": 7},
+        {"job": "half a pair: \ud800"},
+        {"world_size": 0},
+        {"world_size": True},
+        {"world_size": 1 << 40},
+        {"reducers": 0},
+        {"reducer_index": 2},
+        {"reducer_index": -1},
+        {"chunk_bytes": 100},
+        {"chunk_bytes": 1 << 30},
+        {"features": -1},
+        {"version": 1},
+    ],
+)
+def test_values_out_of_bounds_are_refused(change: dict) -> None:
+    values = json.loads(encode(HELLO)) | change
+    with pytest.raises(RemoteProtocolError):
+        decode(Hello, json.dumps(values).encode())
+
+
+def test_a_missing_name_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="HELLO"):
+        decode(Hello, b'{"job": "digits"}')
+
+
+def test_another_major_version_is_refused_with_both() -> None:
+    values = json.loads(encode(HELLO)) | {"version": "2.3"}
+    with pytest.raises(VersionError) as refusal:
+        decode(Hello, json.dumps(values).encode())
+    assert (refusal.value.expected, refusal.value.got) == ("1.0", "2.3")
+
+
+@given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
+def test_garbage_is_refused(data: bytes) -> None:
+    for read in (lambda: decode(Hello, data), lambda: decode_error(data)):
+        with pytest.raises(RemoteProtocolError):
+            read()
+
+
+@pytest.mark.parametrize("data", [b"[" * 4000, b"{" * 4000, b" " * 5000, b'{"code":[]}'])
+def test_hostile_json_is_refused(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_error(data)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_keep_their_attributes(error: errors.ReductionError) -> None:
+    arrived = decode_error(encode_error(error), sequence=5)
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert vars(arrived) == vars(error) | {"sequence": 5}
+    for copied in (copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301 (our own)
+        assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
+
+
+def test_every_code_has_its_error() -> None:
+    sent = {json.loads(encode_error(error))["code"] for error in ERRORS}
+    assert sent == {int(code) for code in ErrorCode}
+
+
+def test_the_largest_error_fits_a_body() -> None:
+    everyone = tuple(range(60_000))
+    error = errors.ReductionTimeout("\N{SNOWMAN}" * 5000, missing=everyone)
+    body = encode_error(error)
+    assert len(body) <= MAX_BODY_BYTES
+    assert decode_error(body).missing[:2] == (0, 1)
+
+
+def test_local_misuse_arrives_as_a_remote_error() -> None:
+    body = encode_error(errors.LocalProtocolError("shut down"))
+    assert isinstance(decode_error(body), RemoteProtocolError)
