@@ -298,7 +298,7 @@ class Engine:
             open_slot = round_.slots.get(header.offset)
             if open_slot is None or open_slot.payloads[rank] is None:
                 raise reason
-        if member.held + charge(header.nbytes) > member.window:
+        if member.held and member.held + charge(header.nbytes) > member.window:
             raise CapacityError(
                 f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
             )

@@ -121,7 +121,12 @@ class Round:
             names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
             raise _mismatch(header, "op", first.rank, *names)
         if header.tag != first.tag:
-            raise _mismatch(header, "name", first.rank, f"{first.tag:016x}", f"{header.tag:016x}")
+            raise _mismatch(header, "name", first.rank, _tag(first), _tag(header))
+
+
+def _tag(header: Header) -> str:
+    """Say a name as far as a reducer knows it; a worker puts the name itself in its place."""
+    return f"#{header.tag:016x}" if header.tag else "no name"
 
 
 def _mismatch(

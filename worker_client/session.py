@@ -19,7 +19,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, chunks
+from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, chunks
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -83,7 +83,7 @@ class Settings:
     def window_per_reducer(self) -> int:
         """Share of one reducer: never below two chunks, so that sending and reducing overlap."""
         chunk = self.chunk_bytes or auto_chunk_limit(len(self.reducers))
-        return max(self.window_bytes // len(self.reducers), 2 * chunk)
+        return max(self.window_bytes // len(self.reducers), 2 * charge(chunk))
 
 
 class Session:
@@ -353,10 +353,8 @@ class Session:
     def _in_own_words(self, error: ReductionError) -> ReductionError:
         """Put the caller's names for all-reduces in place of the tags that a reducer saw."""
         if isinstance(error, MismatchError) and error.field == "name":
-            expected, got = (
-                self._names.get(str(tag), "none" if not int(str(tag), 16) else f"#{tag}")
-                for tag in (error.expected, error.got)
-            )
+            expected = self._names.get(str(error.expected), error.expected)
+            got = self._names.get(str(error.got), error.got)
             return MismatchError(
                 f"all-reduce {error.sequence}: ranks call it by different names, so their order "
                 f"differs: rank {error.rank} says {expected!r}, "
@@ -371,6 +369,6 @@ class Session:
         return error
 
     def _remember(self, operation: Operation) -> None:
-        self._names[f"{operation.tag:016x}"] = str(operation.name)
+        self._names[f"#{operation.tag:016x}"] = str(operation.name)
         if len(self._names) > _NAMES_KEPT:
             del self._names[next(iter(self._names))]

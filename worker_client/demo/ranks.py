@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from typing import IO, TYPE_CHECKING, Any
 from reducer.errors import ReductionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 
-def run(workers: int, servers: list[str], spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def run(
+    workers: int, servers: list[str], spec: dict[str, Any]
+) -> Generator[dict[str, Any], None, None]:
     """Run `worker_client.demo.train` at every rank and yield what the ranks report.
 
     Args:
@@ -28,6 +31,9 @@ def run(workers: int, servers: list[str], spec: dict[str, Any]) -> Iterator[dict
 
     Raises:
         ReductionError: a rank failed; the message holds the end of what it said.
+
+    No process is left when the generator ends or is closed; should this process be killed, the
+    ranks end with their standard input.
     """
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("REDUCTION_")},
@@ -39,62 +45,62 @@ def run(workers: int, servers: list[str], spec: dict[str, Any]) -> Iterator[dict
     }
     command = [sys.executable, "-m", "worker_client.demo.train", json.dumps(spec)]
     with ExitStack() as stack:
-        said = stack.enter_context(tempfile.TemporaryFile())
-        ranks: list[subprocess.Popen[str]] = []
+        ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, ranks)
-        ranks.extend(
-            subprocess.Popen(
+        said = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(workers)]
+        for rank in range(workers):
+            process = subprocess.Popen(
                 command,
                 env={**environment, "RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
+                stderr=said[rank],
             )
-            for rank in range(workers)
-        )
-        for line in _lines(ranks):
+            ranks.append(process)
+        for rank, line in _lines(ranks):
+            if line is None:
+                raise ReductionError(_obituary(rank, ranks[rank].returncode, said[rank]))
             yield json.loads(line)
-        _check(ranks, said)
 
 
-def _lines(ranks: list[subprocess.Popen[str]]) -> Iterator[str]:
-    """Yield lines of all ranks as they come, until all have ended or one has failed."""
+def _lines(ranks: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, bytes | None]]:
+    """Yield lines of all ranks as they come, and None for a rank that ended with an error."""
+    begun = [b""] * len(ranks)  # what came of a rank's next line
     with selectors.DefaultSelector() as selector:
-        for process in ranks:
-            selector.register(_output(process), selectors.EVENT_READ, process)
+        for rank, process in enumerate(ranks):
+            selector.register(_pipe(process.stdout), selectors.EVENT_READ, rank)
         while selector.get_map():
             for key, _ in selector.select():
-                line = key.fileobj.readline()  # type: ignore[union-attr]
-                if line:
-                    yield line
-                    continue
-                selector.unregister(key.fileobj)
-                if key.data.wait() != 0:
-                    return
+                rank = key.data
+                came = os.read(key.fd, 1 << 16)
+                *lines, begun[rank] = (begun[rank] + came).split(b"\n")
+                for line in lines:
+                    yield rank, line
+                if not came:
+                    selector.unregister(key.fileobj)
+                    if ranks[rank].wait() != 0:
+                        yield rank, None
 
 
-def _check(ranks: list[subprocess.Popen[str]], said: IO[bytes]) -> None:
-    failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-    if failed:
-        said.seek(0)
-        end = said.read().decode(errors="replace").strip()[-2000:]
-        raise ReductionError(
-            f"worker {failed[0]} ended with exit code {ranks[failed[0]].returncode}:\n{end}"
-        )
+def _obituary(rank: int, code: int, said: IO[bytes]) -> str:
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return "\n".join([f"worker {rank} {how}, and the others were stopped", *lines[-5:]])
 
 
-def _end(ranks: list[subprocess.Popen[str]]) -> None:
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         process.kill()
     for process in ranks:
         process.wait()
-        _output(process).close()
+        _pipe(process.stdin).close()
+        _pipe(process.stdout).close()
 
 
-def _output(process: subprocess.Popen[str]) -> IO[str]:
-    assert process.stdout is not None
-    return process.stdout
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
 
 
 def _free_port() -> int:

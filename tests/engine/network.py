@@ -1,0 +1,131 @@
+"""Real sessions and real engines, joined by queues instead of sockets.
+
+Every connection is a pair of queues. Whoever drives the network chooses which message is delivered
+next; between queues every order is possible, within one there is only one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reducer import kernels
+from reducer.engine import Engine
+from reducer.engine import Send as EngineSend
+from reducer.errors import LocalProtocolError, ReductionError
+from worker_client.session import Finish, Session, Settings
+
+if TYPE_CHECKING:
+    from worker_client.operation import Operation
+
+MEMORY_LIMIT = 1 << 30
+
+
+@dataclass
+class Worker:
+    """One rank: its session, and how each of its all-reduces ended."""
+
+    session: Session
+    started: list[Operation] = field(default_factory=list)
+    ended: dict[int, ReductionError | None] = field(default_factory=dict)
+    present: bool = True
+
+
+class Network:
+    """`world_size` workers of one job and their reducers."""
+
+    def __init__(
+        self, world_size: int, reducers: int, chunk_bytes: int, window: int = 4096
+    ) -> None:
+        self.now = 0.0
+        addresses = tuple(f"reducer-{index}:1" for index in range(reducers))
+        self.engines = [
+            Engine(kernels.select(), memory_limit=MEMORY_LIMIT, incarnation="1", address=address)
+            for address in addresses
+        ]
+        self.workers = [
+            Worker(Session(Settings("job", 0, rank, world_size, addresses, window, chunk_bytes)))
+            for rank in range(world_size)
+        ]
+        pairs = [(rank, index) for rank in range(world_size) for index in range(reducers)]
+        self.up: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
+        self.down: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
+
+    def connect(self) -> None:
+        for rank, index in self.up:
+            self.do(rank, self.workers[rank].session.connected(index))
+
+    def submit(self, rank: int, operation: Operation) -> None:
+        worker = self.workers[rank]
+        worker.started.append(operation)
+        self.do(rank, worker.session.submit(operation, self.now))
+
+    def leave(self, rank: int) -> None:
+        """GOODBYE: whatever was said before it still arrives."""
+        worker = self.workers[rank]
+        worker.present = False
+        self.do(rank, worker.session.close(LocalProtocolError("left")))
+
+    def lose(self, rank: int) -> None:
+        """The process dies: what it had not yet delivered is gone, and the reducers notice."""
+        worker = self.workers[rank]
+        worker.present = False
+        for index, engine in enumerate(self.engines):
+            self.up[rank, index].clear()
+            self.down[rank, index].clear()
+            self.pass_on(index, engine.unreachable(peer(rank, index)))
+        for sequence in range(len(worker.started)):
+            worker.ended.setdefault(sequence, LocalProtocolError("died"))
+
+    def waiting(self) -> list[deque]:
+        """Queues that hold a message, in a fixed order."""
+        return [queue for side in (self.up, self.down) for queue in side.values() if queue]
+
+    def deliver(self, queue: deque) -> None:
+        """Deliver the first message of a queue."""
+        header, payload = queue.popleft()
+        for pair, candidate in self.up.items():
+            if candidate is queue:
+                rank, index = pair
+                self.pass_on(index, self.engines[index].receive(peer(rank, index), header, payload))
+                return
+        rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
+        self.do(rank, self.workers[rank].session.receive(index, header, payload))
+
+    def deliver_all(self) -> None:
+        while queues := self.waiting():
+            for queue in queues:
+                while queue:
+                    self.deliver(queue)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for rank, worker in enumerate(self.workers):
+            if worker.present:
+                self.do(rank, worker.session.tick(self.now))
+        for index, engine in enumerate(self.engines):
+            self.pass_on(index, engine.tick(self.now))
+
+    def do(self, rank: int, actions: list) -> None:
+        worker = self.workers[rank]
+        for action in actions:
+            if isinstance(action, Finish):
+                assert action.operation.sequence not in worker.ended, "ended twice"
+                worker.ended[action.operation.sequence] = action.error
+            else:
+                # What is on the wire no longer changes with the buffer.
+                payload = b"" if action.payload is None else bytes(action.payload)
+                self.up[rank, action.link].append((action.header, payload))
+
+    def pass_on(self, index: int, sends: list[EngineSend]) -> None:
+        for send in sends:
+            rank = int(send.peer.split(b"/")[0])
+            assert send.peer == peer(rank, index)
+            payload = b"" if send.payload is None else bytes(send.payload)
+            self.down[rank, index].append((send.header, payload))
+
+
+def peer(rank: int, index: int) -> bytes:
+    """How a reducer's transport calls a connection."""
+    return f"{rank}/{index}".encode()
