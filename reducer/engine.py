@@ -327,15 +327,17 @@ class Engine:
         if header.sequence == NO_SEQUENCE:
             raise RemoteProtocolError("ABORT needs a sequence number")
         error = decode_error(payload, header.sequence)
-        sends = self._advance(job, member, header.watermark)
         if header.sequence < member.watermark:
-            return sends
+            return []
         round_ = self._round(job, member, header)
         if round_.error is not None:
-            return sends + self._tell(job, header.sequence, round_, [member])
-        if isinstance(error, ReductionTimeout) and not error.missing:
-            error = self._explain_timeout(job, round_, error)
-        return sends + self._fail(job, header.sequence, round_, error)
+            sends = self._tell(job, header.sequence, round_, [member])
+        else:
+            if isinstance(error, ReductionTimeout) and not error.missing:
+                error = self._explain_timeout(job, round_, error)
+            sends = self._fail(job, header.sequence, round_, error)
+        # Afterwards: the sender is done with this all-reduce, so its watermark may have passed it.
+        return sends + self._advance(job, member, header.watermark)
 
     def _explain_timeout(
         self, job: Job, round_: Round, error: ReductionTimeout
