@@ -1,0 +1,48 @@
+"""Fixtures that several layers use: real pools, and jobs of real clients in this process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reducer import local_pool
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.client import Client
+
+
+@contextmanager
+def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
+    """All ranks of one job as clients in this process, each with its own thread and sockets."""
+    with ExitStack() as stack, ThreadPoolExecutor(world_size) as pool:
+        clients = pool.map(
+            lambda rank: connect(rank=rank, world_size=world_size, **arguments), range(world_size)
+        )
+        yield [stack.enter_context(client) for client in clients]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[str]]:
+    """Two real reducer processes."""
+    with local_pool(2) as addresses:
+        yield addresses
+
+
+@pytest.fixture
+def job(
+    servers: list[str], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., list[Client]]]:
+    """Make jobs of real clients that share the module's pool."""
+    with ExitStack() as stack:
+
+        def make(world_size: int, **arguments: Any) -> list[Client]:
+            arguments = {"servers": servers, "job": request.node.name[:100], **arguments}
+            return stack.enter_context(joined(world_size, **arguments))
+
+        yield make
