@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reducer.config import ReducerConfig
 
 TICK_S = 0.1
-DRAIN_S = 0.5  # for open rounds, once told to stop: a Ctrl-C must end everything within 2 s
+DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Server:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish open rounds (for at most half a second), say goodbye, and free everything.
+        """Say goodbye, finish open rounds until the workers leave or half a second is over.
 
         Raises:
             BaseException: whatever ended the thread before it was told to stop.
@@ -85,7 +85,7 @@ class Server:
                 self._step(TICK_S)
             self._send(self._engine.drain())
             give_up = time.monotonic() + DRAIN_S
-            while not self._engine.idle and time.monotonic() < give_up:
+            while self._engine.jobs and time.monotonic() < give_up:
                 self._step(TICK_S)
         except BaseException as error:
             self._failure = error

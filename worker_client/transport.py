@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
@@ -85,10 +86,10 @@ class Transport:
                 while True:
                     self._wakened.recv(zmq.NOBLOCK)
         for link, (socket, monitor) in enumerate(self._links):
-            if socket in ready:  # before the monitor: what was said before a connection broke
-                yield from self._messages(link, socket)
+            if socket in ready:
+                yield from self._messages(link, socket, _RECEIVES_PER_POLL)
             if monitor in ready:
-                yield from self._changes(link, monitor)
+                yield from self._changes(link, socket, monitor)
 
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
         """Hand a message to libzmq, which reads the payload's memory until it is sent.
@@ -132,8 +133,10 @@ class Transport:
         self._poller.register(monitor, zmq.POLLIN)
         return socket, monitor
 
-    def _messages(self, link: int, socket: zmq.Socket[bytes]) -> Iterator[Event]:
-        for _ in range(_RECEIVES_PER_POLL):
+    def _messages(
+        self, link: int, socket: zmq.Socket[bytes], limit: int = sys.maxsize
+    ) -> Iterator[Event]:
+        for _ in range(limit):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -141,12 +144,16 @@ class Transport:
             header = frames[0].buffer if len(frames) <= 2 else b""
             yield Message(link, header, frames[1].buffer if len(frames) == 2 else b"")
 
-    def _changes(self, link: int, monitor: zmq.Socket[bytes]) -> Iterator[Event]:
+    def _changes(
+        self, link: int, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]
+    ) -> Iterator[Event]:
         while monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 yield Connected(link)
             elif event == zmq.EVENT_DISCONNECTED:
+                # What was said before the connection ended still counts: the last results.
+                yield from self._messages(link, socket)
                 yield Disconnected(link, "closed the connection, died or cannot be reached")
             else:
                 yield Disconnected(link, "is not a reducer, or demands keys")
