@@ -97,13 +97,6 @@ class Engine:
         }
 
     @property
-    def idle(self) -> bool:
-        """Whether no all-reduce waits for anything."""
-        return not any(
-            round_.slots for job in self._members.jobs.values() for round_ in job.rounds.values()
-        )
-
-    @property
     def jobs(self) -> list[Job]:
         """The jobs that are here."""
         return list(self._members.jobs.values())

@@ -205,7 +205,8 @@ class Training(RuleBasedStateMachine):
             assert worker.session.active == 0
             assert all(link.in_flight == 0 and not link.sent for link in worker.session.links)
         for engine in network.engines:
-            assert engine.idle
+            rounds = [round_ for job in engine.jobs for round_ in job.rounds.values()]
+            assert not any(round_.slots for round_ in rounds)
             assert engine.held() == 0
         for rank in self.present():
             network.leave(rank)

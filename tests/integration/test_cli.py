@@ -1,0 +1,140 @@
+"""The `reducer` command: what it says, how it ends, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from reducer import config, local_pool
+from reducer.errors import ConfigError, ReducerLostError, ReductionError
+from worker_client.startup import connect
+
+REDUCER = str(Path(sys.executable).with_name("reducer"))
+
+
+def fails(*arguments: str) -> str:
+    """Run `reducer serve` with arguments that it must refuse, and return what it says."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [REDUCER, "serve", *arguments], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 5
+    return done.stderr
+
+
+@contextmanager
+def serving(*arguments: str, command: tuple[str, ...] = (REDUCER,)):
+    """A running reducer and the address that it told."""
+    with subprocess.Popen(
+        [*command, "serve", "--bind", "tcp://127.0.0.1:0", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("reducer ready on 127.0.0.1:")
+            yield process, line.split()[-1]
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--bind", "127.0.0.1:5555"), "tcp://HOST:PORT"),
+        (("--bind", "tcp://127.0.0.1:99999"), "tcp://HOST:PORT"),
+        (("--bind", "tcp://192.0.2.1:5555", "--insecure"), "no such address"),
+        (("--bind", "tcp://0.0.0.0:0"), "--insecure"),
+        (("--memory-limit", "plenty"), "memory_limit"),
+        (("--kernel", "mmx"), "avx2"),
+        (("--no-such-flag",), "No such option"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: tuple[str, ...], says: str) -> None:
+    assert says in fails(*arguments)
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "the port is taken" in fails("--bind", f"tcp://127.0.0.1:{port}")
+
+
+def test_the_default_is_this_machine_alone() -> None:
+    assert config.load().bind == "tcp://127.0.0.1:5555"  # not started: somebody may use the port
+
+
+def test_the_module_is_the_command() -> None:
+    with serving(command=(sys.executable, "-m", "reducer")) as (process, _):
+        process.terminate()
+        assert process.wait(2) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
+    with serving() as (process, address):
+        common = {"servers": address, "world_size": 2, "job": "signalled"}
+        with connect(rank=0, **common) as zero, connect(rank=1, **common) as one:
+            error: ReductionError | None = None
+            for step in range(1_000_000):
+                works = [client.all_reduce(np.ones(50_000)) for client in (zero, one)]
+                if step == 100:
+                    start = time.monotonic()
+                    process.send_signal(number)
+                try:
+                    for work in works:
+                        work.wait(10)
+                except ReductionError as failure:
+                    error = failure
+                    break
+            assert isinstance(error, ReducerLostError)
+            assert address in str(error)
+            assert process.wait(5) == 0
+            assert time.monotonic() - start < 2
+
+
+def test_it_stops_when_standard_input_ends() -> None:
+    with serving("--stop-at-eof") as (process, _):
+        process.stdin.close()
+        assert process.wait(3) == 0
+
+
+def test_a_pool_leaves_nothing_behind() -> None:
+    with local_pool(3) as servers:
+        assert len(set(servers)) == 3
+        processes = psutil.Process().children()
+        assert len(processes) >= 3
+    assert not any(process.is_running() for process in processes)
+    with pytest.raises(ConfigError, match="at least 1"), local_pool(0):
+        pass
+
+
+def test_a_pool_ends_with_its_killed_parent() -> None:
+    code = "import time; from reducer import local_pool\nwith local_pool(2):\n"
+    code += " print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        parent.stdout.readline()
+        children = psutil.Process(parent.pid).children()
+        os.kill(parent.pid, signal.SIGKILL)
+    assert len(children) == 2
+    assert psutil.wait_procs(children, timeout=3)[1] == []
+
+
+def test_a_pool_that_cannot_start_says_so() -> None:
+    with pytest.raises(ReducerLostError, match="did not start"), local_pool(1, kernel="mmx"):
+        pass

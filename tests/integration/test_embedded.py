@@ -1,0 +1,100 @@
+"""No pool: every rank hosts a reducer, and they find each other through the process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+START = """
+import os, time, numpy, torch, torch.distributed as dist, worker_client
+from reducer import kernels
+from reducer.wire.constants import DType, ReduceOp
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+client = worker_client.init()
+"""
+EXACT = """
+assert len(client.settings.reducers) == n
+for step in range(20):
+    rows = [numpy.random.default_rng([step, r]).standard_normal(100_003) for r in range(n)]
+    rows = [row.astype(numpy.float32) for row in rows]
+    expected = numpy.empty_like(rows[0])
+    kernels.select("numpy").reduce(rows, expected, DType.FLOAT32, ReduceOp.MEAN)
+    mine = torch.from_numpy(rows[rank].copy())
+    client.all_reduce(mine).wait(20)
+    assert mine.numpy().tobytes() == expected.tobytes()
+"""
+# Ranks leave at different times and in different order: nobody may miss its last result.
+LEAVE = """
+print("exact", flush=True)
+time.sleep(0.3 * ((rank + {turn}) % n))
+"""
+ENDLESS = """
+data = torch.ones(1_000_000)
+client.all_reduce(data).wait()
+print("started", flush=True)
+while True:
+    client.all_reduce(data).wait()
+"""
+
+
+@contextmanager
+def ranks(world_size: int, code: str):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", START + code],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_bits_and_leaving_in_any_order(turn: int) -> None:
+    with ranks(3, EXACT + LEAVE.format(turn=turn)) as started:
+        for process in started:
+            out, err = process.communicate(timeout=50)
+            assert (process.returncode, out) == (0, "exact\n"), err
+
+
+def test_ctrl_c_in_the_middle_ends_every_rank() -> None:
+    with ranks(3, ENDLESS) as started:
+        for process in started:
+            assert process.stdout.readline() == "started\n"
+        time.sleep(0.5)
+        start = time.monotonic()
+        for process in started:
+            process.send_signal(signal.SIGINT)
+        _, alive = psutil.wait_procs([psutil.Process(p.pid) for p in started], timeout=5)
+        assert not alive
+        assert time.monotonic() - start < 2
+        assert all("KeyboardInterrupt" in process.stderr.read() for process in started)
