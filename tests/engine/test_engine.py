@@ -1,0 +1,314 @@
+"""The reducer's rules one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from reducer import kernels
+from reducer.engine import PING_INTERVAL_S, Engine
+from reducer.errors import (
+    CapacityError,
+    DuplicateRankError,
+    MembershipError,
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+    ReductionTimeout,
+    RemoteProtocolError,
+    StaleGenerationError,
+)
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, decode_error, encode, encode_error
+
+M = MessageType
+WINDOW = 1 << 16
+
+
+class Reducer:
+    """An engine, and the words of its workers."""
+
+    def __init__(self, memory_limit: int = 1 << 30) -> None:
+        self.engine = Engine(
+            kernels.select(), memory_limit=memory_limit, incarnation="1", address="here:1"
+        )
+
+    def hello(self, rank: int, world_size: int = 2, peer: bytes | None = None, **change) -> list:
+        fields = {"generation": 0, "watermark": 0, "window": WINDOW}
+        fields |= {name: change.pop(name) for name in list(change) if name in fields}
+        settings = {"job": "job", "reducers": 1, "reducer_index": 0} | change
+        header = Header(M.HELLO, job=fingerprint(settings["job"]), rank=rank, **fields)
+        body = encode(Hello(world_size=world_size, **settings))
+        return self.engine.receive(peer or b"%d" % rank, header.pack(), body)
+
+    def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
+        payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
+        header = Header(
+            M.CONTRIBUTION,
+            job=fingerprint("job"),
+            sequence=sequence,
+            total_bytes=len(payload),
+            nbytes=len(payload),
+            rank=rank,
+            dtype=DType.FLOAT32,
+            op=ReduceOp.SUM,
+            wire_dtype=DType.FLOAT32,
+        )._replace(**change)
+        return self.engine.receive(b"%d" % rank, header.pack(), payload)
+
+    def say(self, rank: int, kind: MessageType, sequence: int, body: bytes = b"", **change) -> list:
+        header = Header(kind, job=fingerprint("job"), rank=rank, sequence=sequence, **change)
+        return self.engine.receive(b"%d" % rank, header.pack(), body)
+
+    def rounds(self) -> set[int]:
+        return {sequence for job in self.engine.jobs for sequence in job.rounds}
+
+
+@pytest.fixture
+def reducer() -> Reducer:
+    """Two ranks of one job, both welcome."""
+    reducer = Reducer()
+    for rank in range(2):
+        (send,) = reducer.hello(rank)
+        assert Header.unpack(send.header).type is M.WELCOME
+    return reducer
+
+
+def told(sends: list) -> dict[bytes, Exception]:
+    """Errors by peer."""
+    found = {}
+    for send in sends:
+        header = Header.unpack(send.header)
+        if header.type is M.ERROR:
+            assert send.peer not in found
+            found[send.peer] = decode_error(send.payload, header.sequence)
+    return found
+
+
+def kinds(sends: list) -> list[MessageType]:
+    return [Header.unpack(send.header).type for send in sends]
+
+
+def test_the_last_contribution_sends_the_result_to_all(reducer: Reducer) -> None:
+    assert reducer.contribute(1, value=2.0) == []
+    sends = reducer.contribute(0, value=0.5)
+    assert {send.peer for send in sends} == {b"0", b"1"}
+    assert sends[0].payload is sends[1].payload  # shared, not copied
+    assert (sends[0].payload.view(np.float32) == 2.5).all()
+    assert kinds(sends) == [M.RESULT, M.RESULT]
+    assert reducer.engine.held() == 0
+
+
+def test_the_fold_is_in_rank_order() -> None:
+    values = [1e8, 1.0, -1e8, 1.0]
+    expected = np.float32(0)
+    for value in values:
+        expected = np.float32(expected + np.float32(value))
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
+        reducer = Reducer()
+        for rank in range(4):
+            reducer.hello(rank, world_size=4)
+        sends = [reducer.contribute(rank, value=values[rank]) for rank in order][-1]
+        assert (sends[0].payload.view(np.float32) == expected).all()
+
+
+def test_repeated_and_late_contributions_are_counted_and_dropped(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    assert reducer.contribute(0) == []
+    reducer.contribute(1)
+    assert reducer.contribute(1) == []  # of a chunk that is done
+    assert reducer.engine.counters.duplicates == 2
+    reducer.contribute(0, sequence=1, watermark=1)
+    assert reducer.contribute(0, sequence=0, watermark=0) == []
+    assert reducer.engine.counters.late == 1
+    assert reducer.engine.held() == 1024
+
+
+def test_rounds_are_forgotten_when_every_rank_has_passed_them(reducer: Reducer) -> None:
+    for sequence in range(100):
+        for rank in range(2):
+            reducer.contribute(rank, sequence, watermark=sequence)
+        assert reducer.rounds() <= {sequence - 1, sequence}
+    assert reducer.engine.counters.results == 200
+
+
+def test_a_mismatch_is_told_once_to_those_who_take_part() -> None:
+    reducer = Reducer()
+    for rank in range(3):
+        reducer.hello(rank, world_size=3)
+    reducer.contribute(0)
+    errors = told(reducer.contribute(1, payload=bytes(68)))
+    assert errors.keys() == {b"0", b"1"}
+    for error in errors.values():
+        assert isinstance(error, MismatchError)
+        assert (error.rank, error.expected, error.other_rank, error.got) == (0, 64, 1, 68)
+    assert reducer.contribute(0, offset=0) == []
+    late = told(reducer.contribute(2))  # does not know yet, and is told now
+    assert isinstance(late[b"2"], MismatchError)
+    assert reducer.engine.held() == 0
+    for rank in range(3):  # the next round is a new one
+        sends = reducer.contribute(rank, sequence=1, watermark=1)
+    assert kinds(sends) == [M.RESULT] * 3
+
+
+def test_chunks_of_another_size_are_a_mismatch(reducer: Reducer) -> None:
+    reducer.contribute(0, total_bytes=4096)
+    errors = told(reducer.contribute(1, total_bytes=4096, payload=bytes(128)))
+    assert {error.field for error in errors.values()} == {"chunk_bytes"}
+
+
+def test_an_abort_counts_although_its_watermark_has_passed_the_round(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    body = encode_error(RankLostError("gone", rank=7))
+    sends = reducer.say(0, M.ABORT, 0, body, watermark=1)
+    assert isinstance(told(sends)[b"0"], RankLostError)
+    assert reducer.engine.held() == 0
+    error = told(reducer.contribute(1))[b"1"]
+    assert isinstance(error, RankLostError)
+    assert error.rank == 7
+
+
+def test_a_timeout_names_who_is_missing() -> None:
+    reducer = Reducer()
+    for rank in (0, 1):
+        reducer.hello(rank, world_size=4)
+    reducer.contribute(0)
+    body = encode_error(ReductionTimeout("not done after 1 s"))
+    error = told(reducer.say(0, M.ABORT, 0, body))[b"0"]
+    assert isinstance(error, ReductionTimeout)
+    assert error.missing == (1, 2, 3)
+    assert "rank 1, 2 (never joined), 3 (never joined)" in str(error)
+
+
+@pytest.mark.parametrize("politely", [True, False])
+def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer: Reducer, politely: bool) -> None:
+    reducer.contribute(0, sequence=0)  # lacks rank 1
+    reducer.contribute(1, sequence=1)  # does not
+    if politely:
+        sends = reducer.say(1, M.GOODBYE, (1 << 64) - 1)
+    else:
+        sends = reducer.engine.unreachable(b"1")
+    errors = told(sends)
+    assert errors.keys() == {b"0"}
+    assert errors[b"0"].rank == 1
+    assert errors[b"0"].sequence == 0
+    (result,) = reducer.contribute(0, sequence=1)  # one contribution of each rank is there
+    assert Header.unpack(result.header).type is M.RESULT
+    assert isinstance(told(reducer.contribute(0, sequence=2))[b"0"], RankLostError)
+    assert reducer.engine.unreachable(b"0") == []
+    assert reducer.engine.jobs == []
+
+
+def test_a_rank_may_come_back_but_not_start_anew(reducer: Reducer) -> None:
+    for rank in range(2):
+        reducer.contribute(rank, sequence=5, watermark=5)
+    reducer.engine.unreachable(b"1")
+    refusal = told(reducer.hello(1, peer=b"new"))[b"new"]
+    assert isinstance(refusal, StaleGenerationError)
+    assert "ranks 0 of an earlier run" in str(refusal)
+    assert kinds(reducer.hello(1, peer=b"1", watermark=6)) == [M.WELCOME]
+    reducer.contribute(0, sequence=6, watermark=6)
+    assert kinds(reducer.contribute(1, sequence=6, watermark=6)) == [M.RESULT] * 2
+
+
+def test_a_round_that_a_rank_has_passed_cannot_open_again(reducer: Reducer) -> None:
+    reducer.contribute(0, sequence=3, watermark=3)
+    error = told(reducer.contribute(1, sequence=2))[b"1"]
+    assert isinstance(error, RankLostError)
+    assert error.rank == 0
+
+
+def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> None:
+    (ping,) = reducer.hello(1, peer=b"new")
+    assert (ping.peer, Header.unpack(ping.header).type) == (b"1", M.PING)
+    reducer.engine.tick(0.0)  # pings again, and the holder has been reached
+    sends = reducer.engine.tick(PING_INTERVAL_S)
+    assert M.ERROR not in kinds(sends)
+    assert kinds(reducer.hello(1, peer=b"newer")) == [M.PING]
+    refusals = told(reducer.engine.tick(2 * PING_INTERVAL_S))
+    assert isinstance(refusals[b"newer"], DuplicateRankError)
+
+    reducer.hello(1, peer=b"newest")
+    sends = reducer.engine.unreachable(b"1")
+    assert [(s.peer, Header.unpack(s.header).type) for s in sends] == [(b"newest", M.WELCOME)]
+
+
+def test_settings_must_agree(reducer: Reducer) -> None:
+    reducer.engine.unreachable(b"1")
+    for change in ({"reducers": 2}, {"chunk_bytes": 64}, {"world_size": 3}):
+        error = told(reducer.hello(1, peer=b"x", **change))[b"x"]
+        assert isinstance(error, MismatchError)
+        assert error.field == next(iter(change))
+        assert (error.rank, error.other_rank) == (0, 1)
+
+
+def test_a_later_generation_ends_the_earlier(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    sends = reducer.hello(0, peer=b"new", generation=1)
+    errors = told(sends)
+    assert errors.keys() == {b"0", b"1"}
+    assert all(isinstance(error, StaleGenerationError) for error in errors.values())
+    assert isinstance(told(reducer.contribute(1))[b"1"], MembershipError)
+    refusal = told(reducer.hello(1, peer=b"old", generation=0))[b"old"]
+    assert (refusal.generation, refusal.current) == (0, 1)
+
+
+def test_memory_is_refused_before_it_is_taken() -> None:
+    reducer = Reducer(memory_limit=3 * WINDOW)
+    assert kinds(reducer.hello(0)) == [M.WELCOME]
+    error = told(reducer.hello(0, peer=b"other", job="other job"))[b"other"]
+    assert isinstance(error, CapacityError)
+    assert kinds(reducer.hello(1)) == [M.WELCOME]  # its part was set aside with rank 0's
+
+
+def test_who_exceeds_the_window_is_refused(reducer: Reducer) -> None:
+    for sequence in range(WINDOW // 1024):
+        assert reducer.contribute(0, sequence) == []
+    assert reducer.engine.held() == WINDOW
+    error = told(reducer.contribute(0, sequence=WINDOW // 1024))[b"0"]
+    assert isinstance(error, CapacityError)
+    error = told(reducer.contribute(1, sequence=1 << 14))[b"1"]
+    assert isinstance(error, CapacityError)
+
+
+def test_a_shutdown_finishes_open_rounds_and_refuses_new_ones(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    assert kinds(reducer.engine.drain()) == [M.GOODBYE] * 2
+    assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
+    error = told(reducer.contribute(0, sequence=1))[b"0"]
+    assert isinstance(error, ReducerLostError)
+    assert error.reducer == "here:1"
+    refusal = told(reducer.hello(0, peer=b"new", job="new"))[b"new"]
+    assert isinstance(refusal, ReducerLostError)
+
+
+@pytest.mark.parametrize(
+    ("frame", "payload"),
+    [
+        (b"", b""),
+        (b"x" * 96, b""),
+        (Header(M.RESULT).pack(), b""),
+        (Header(M.CONTRIBUTION, job=1).pack(), b""),
+        (Header(M.CONTRIBUTION, job=fingerprint("job"), rank=1).pack(), b""),
+        (Header(M.CONTRIBUTION, job=fingerprint("job"), epoch=1).pack(), b""),
+        (Header(M.ABORT, job=fingerprint("job")).pack(), b""),
+        (Header(M.ABORT, job=fingerprint("job"), sequence=1).pack(), b"{}"),
+        (Header(M.HELLO).pack(), b"{}"),
+    ],
+)
+def test_what_breaks_the_protocol_concerns_its_sender_alone(
+    reducer: Reducer, frame: bytes, payload: bytes
+) -> None:
+    (send,) = reducer.engine.receive(b"0", frame, payload)
+    assert send.peer == b"0"
+    assert isinstance(told([send])[b"0"], RemoteProtocolError)
+    assert reducer.engine.counters.refused == 1
+    reducer.contribute(0)
+    assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
+
+
+def test_a_stranger_is_told_to_say_hello(reducer: Reducer) -> None:
+    frame = Header(M.CONTRIBUTION, job=fingerprint("job")).pack()
+    (send,) = reducer.engine.receive(b"stranger", frame, b"")
+    assert type(told([send])[b"stranger"]) is MembershipError
