@@ -1,0 +1,75 @@
+"""`Work`: waiting, asking, and what comes out when the all-reduce failed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+
+import pytest
+
+from reducer.errors import RankLostError, ReductionError, ReductionTimeout
+from worker_client.work import Work
+
+
+@pytest.fixture
+def work() -> Work:
+    return Work("all-reduce 'grad' of 12 bytes")
+
+
+def test_the_result_is_what_was_given(work: Work) -> None:
+    data = object()
+    assert not work.done()
+    work.finish(data, None)
+    assert work.done()
+    assert work.wait() is data
+    assert work.wait(timeout=0) is data  # as often as one likes
+    assert work.future().result() is data
+
+
+def test_wait_blocks_until_the_end(work: Work) -> None:
+    timer = threading.Timer(0.05, work.finish, ["result", None])
+    timer.start()
+    assert work.wait(timeout=30) == "result"
+    timer.join()
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01])
+def test_a_wait_that_is_too_short_ends_nothing(work: Work, timeout: float) -> None:
+    with pytest.raises(
+        ReductionTimeout, match=f"^all-reduce 'grad' of 12 bytes .* progress after {timeout:g} s$"
+    ) as caught:
+        work.wait(timeout)
+    assert isinstance(caught.value, TimeoutError)
+    assert not work.done()
+    work.finish("result", None)
+    assert work.wait() == "result"
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 1])
+@pytest.mark.parametrize(
+    "error", [RankLostError("rank 3 is gone", rank=3), ReductionTimeout("late", missing=(1,))]
+)
+def test_the_error_of_the_all_reduce(
+    work: Work, error: ReductionError, timeout: float | None
+) -> None:
+    work.finish(None, error)
+    assert work.done()
+    with pytest.raises(type(error)) as caught:
+        work.wait(timeout)
+    assert caught.value is error  # above all: not the timeout of this wait
+    assert work.future().exception() is error
+
+
+def test_the_future_calls_back(work: Work) -> None:
+    called: list[concurrent.futures.Future[object]] = []
+    work.future().add_done_callback(called.append)
+    assert not called
+    work.finish("result", None)
+    assert called == [work.future()]
+    assert list(concurrent.futures.as_completed([work.future()], timeout=1)) == called
+
+
+def test_what_is_on_the_wire_cannot_be_cancelled(work: Work) -> None:
+    assert not work.future().cancel()
+    work.finish("result", None)
+    assert work.wait() == "result"
