@@ -28,21 +28,26 @@ TEST_IMAGES = 360  # of 1797
 
 
 class Digits(nn.Module):
-    """Two convolutions and two linear layers for 8x8 grey images of ten digits."""
+    """Two convolutions and two linear layers for 8x8 grey images of ten digits.
+
+    All layers are smooth. Gloo adds in another order than reducers do, so gradients differ in their
+    last bits, which ReLU and max pooling amplify wherever one turns the other way: after 8 epochs
+    of 4 workers weights differ by 1e-2 with those, and by 1e-7 with these.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.GroupNorm(8, 32),  # unlike BatchNorm it keeps no state of each rank's own images
-            nn.ReLU(),
+            nn.GELU(),
             nn.Conv2d(32, 64, 3, padding=1),
             nn.GroupNorm(8, 64),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
+            nn.GELU(),
+            nn.AvgPool2d(2),
             nn.Flatten(),
         )
-        self.classify = nn.Sequential(nn.Linear(64 * 16, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.classify = nn.Sequential(nn.Linear(64 * 16, 128), nn.GELU(), nn.Linear(128, 10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return ten scores per image; `images` has shape (n, 1, 8, 8)."""
