@@ -1,0 +1,92 @@
+"""What the README shows is run, as it stands there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reducer import config as reducer_config
+from worker_client import config as worker_config
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def block(language: str) -> str:
+    """Return the first code block of a language in the quick start."""
+    section = README.partition("\n## Quick start\n")[2].partition("\n## ")[0]
+    found = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert found, f"the quick start has no {language} block"
+    return found[1]
+
+
+def free_ports(number: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(number)]
+    for free in sockets:
+        free.bind(("127.0.0.1", 0))
+    ports = [str(free.getsockname()[1]) for free in sockets]
+    for free in sockets:
+        free.close()
+    return ports
+
+
+def test_the_quick_start_is_the_example() -> None:
+    assert block("python") == (ROOT / "examples" / "quickstart.py").read_text()
+
+
+@pytest.mark.timeout(180)
+def test_the_quick_start_runs_as_shown() -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    # Only the port numbers are changed, because another program may have those of the README.
+    script, (first, second, master) = block("sh"), free_ports(3)
+    assert script.count("5555") == script.count("5556") == 2
+    script = script.replace("5555", first).replace("5556", second)
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
+    shell = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", f"{script}\nwait"],
+        cwd=ROOT,
+        env={
+            **inherited,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PET_MASTER_PORT": master,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = shell.communicate(timeout=150)
+    finally:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+    assert shell.returncode == 0, said
+    ends = re.findall(r"rank (\d): loss (\S+), weights (\w{16}), (\d) reducers", said)
+    assert sorted((int(reducers), int(rank)) for rank, _, _, reducers in ends) == [
+        (reducers, rank) for reducers in (2, 3) for rank in (0, 1, 2)
+    ]
+    assert len({weights for _, _, weights, _ in ends}) == 1
+    assert all(float(loss) < 1e-3 for _, loss, _, _ in ends)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(shell.pid, 0)  # the reducers have stopped, too
+
+
+def test_the_settings_tables_are_complete() -> None:
+    section = README.partition("\n## Settings\n")[2].partition("\n## ")[0]
+    written = set(re.findall(r"^\| `(REDUCTION_\w+)`", section, re.MULTILINE))
+    fields = {*worker_config.WorkerConfig.model_fields, *reducer_config.ReducerConfig.model_fields}
+    assert written == {f"REDUCTION_{name.upper()}" for name in fields}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
+        if "://" not in target:
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
