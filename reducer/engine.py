@@ -24,7 +24,6 @@ from reducer.errors import (
 from reducer.membership import Job, Member, Membership
 from reducer.slots import Round, Slot
 from reducer.wire.constants import (
-    MAX_CHUNK_BYTES,
     MAX_ROUNDS_AHEAD,
     NO_SEQUENCE,
     DType,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from reducer.kernels import Kernels
 
 PING_INTERVAL_S = 0.5
+CLAIM_PATIENCE_S = 1.5  # by then the transport's heartbeats have shown that a peer is gone
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,15 @@ class Send(NamedTuple):
     peer: bytes
     header: bytes
     payload: Buffer | np.ndarray | None
+
+
+class Claim(NamedTuple):
+    """A HELLO for the rank of a member that may be dead; PINGs to it show by `due` whether."""
+
+    peer: bytes
+    header: Header
+    hello: Hello
+    due: float
 
 
 @dataclass(slots=True)
@@ -87,9 +96,9 @@ class Engine:
         self._members = Membership(memory_limit)
         self._incarnation = incarnation
         self._address = address
+        self._now = 0.0
         self._next_ping = 0.0
-        # HELLOs that claim the rank of a member which may be dead: it was sent a PING to find out.
-        self._claims: list[tuple[bytes, Header, Hello]] = []
+        self._claims: list[Claim] = []
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._contribution,
             MessageType.ABORT: self._abort,
@@ -141,7 +150,7 @@ class Engine:
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
         found = self._members.find(peer)
-        self._claims = [claim for claim in self._claims if claim[0] != peer]
+        self._claims = [claim for claim in self._claims if claim.peer != peer]
         if found is None:
             return []
         job, member = found
@@ -150,12 +159,12 @@ class Engine:
 
     def tick(self, now: float) -> list[Send]:
         """Do what is due at `now`, seconds of a monotonic clock; call it several times a second."""
+        self._now = now
         if now < self._next_ping:
             return []
         self._next_ping = now + PING_INTERVAL_S
-        # A PING found every holder reachable since the last tick, so these claims are refused.
-        sends = [self._join(*claim) for claim in self._claims]
-        self._claims.clear()
+        # Every PING found these holders reachable, unless they have left: most are refused.
+        sends = self._decide(lambda claim: claim.due <= now)
         ping = Header(MessageType.PING).pack()
         sends += [Send(member.peer, ping, None) for member in self._members.members()]
         return sends
@@ -173,26 +182,22 @@ class Engine:
 
     def _hello(self, peer: bytes, header: Header, payload: Buffer) -> list[Send]:
         hello = decode(Hello, payload)
-        if self._members.find(peer) is not None or any(peer == claim[0] for claim in self._claims):
+        if self._members.find(peer) is not None or any(peer == c.peer for c in self._claims):
             raise RemoteProtocolError("HELLO was said already")
-        if self.draining:
-            raise self._shutting_down()
-        sends: list[Send] = []
-        superseded = self._members.superseded_by(header)
-        if superseded is not None:
-            sends += self._supersede(superseded, header)
         holder = self._members.holder(header)
         if holder is not None:
-            self._claims.append((peer, header, hello))
+            self._claims.append(Claim(peer, header, hello, self._now + CLAIM_PATIENCE_S))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
-        return [*sends, self._join(peer, header, hello)]
+        return self._join(peer, header, hello)
 
-    def _join(self, peer: bytes, header: Header, hello: Hello) -> Send:
+    def _join(self, peer: bytes, header: Header, hello: Hello) -> list[Send]:
         try:
-            member = self._members.join(peer, header, hello)
+            if self.draining:
+                raise self._shutting_down()
+            job, member, earlier = self._members.join(peer, header, hello)
         except ReductionError as error:
             self.counters.refused += 1
-            return Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))
+            return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
         welcome = Header(
             MessageType.WELCOME,
             job=header.job,
@@ -200,15 +205,25 @@ class Engine:
             rank=member.rank,
             window=member.window,
         )
-        body = Welcome(incarnation=self._incarnation, max_chunk_bytes=MAX_CHUNK_BYTES)
-        return Send(peer, welcome.pack(), encode(body))
+        body = Welcome(incarnation=self._incarnation, max_chunk_bytes=job.max_chunk_bytes)
+        sends = [Send(peer, welcome.pack(), encode(body))]
+        if earlier is not None:
+            sends += self._supersede(earlier, header)
+        for sequence, round_ in list(job.rounds.items()):
+            if round_.error is None and round_.slots and member.rank in round_.departed:
+                sends += self._fail(job, sequence, round_, round_.departed[member.rank])
+        return sends + self._give_up(job, member)
 
     def _settle_claims(self, job: Job, lost: Member) -> list[Send]:
-        due = [
-            claim for claim in self._claims if (claim[1].job, claim[1].rank) == (job.key, lost.rank)
-        ]
-        self._claims = [claim for claim in self._claims if claim not in due]
-        return [self._join(*claim) for claim in due]
+        return self._decide(lambda c: (c.header.job, c.header.rank) == (job.key, lost.rank))
+
+    def _decide(self, due: Callable[[Claim], bool]) -> list[Send]:
+        decided = [claim for claim in self._claims if due(claim)]
+        self._claims = [claim for claim in self._claims if not due(claim)]
+        sends: list[Send] = []
+        for claim in decided:
+            sends += self._join(claim.peer, claim.header, claim.hello)
+        return sends
 
     def _supersede(self, job: Job, header: Header) -> list[Send]:
         error = StaleGenerationError(
@@ -216,7 +231,6 @@ class Engine:
             generation=job.generation,
             current=header.generation,
         )
-        self._members.drop(job)
         body = encode_error(error)
         frame = Header(MessageType.ERROR, job=job.key, generation=job.generation).pack()
         return [Send(member.peer, frame, body) for member in job.members.values()]
@@ -233,6 +247,7 @@ class Engine:
         job, member = found
         sends: list[Send] = []
         for sequence, round_ in list(job.rounds.items()):
+            round_.depart(member.rank, reason)
             if round_.error is None and round_.lacks(member.rank):
                 sends += self._fail(job, sequence, round_, reason)
         return sends
@@ -242,7 +257,8 @@ class Engine:
     def _contribution(
         self, job: Job, member: Member, header: Header, payload: Buffer
     ) -> list[Send]:
-        check_chunk(header, len(payload), MAX_CHUNK_BYTES)
+        check_chunk(header, len(payload), job.max_chunk_bytes)
+        _check_sequence(header, member)
         sends = self._advance(job, member, header.watermark)
         if header.sequence < member.watermark:
             self.counters.late += 1
@@ -251,6 +267,9 @@ class Engine:
         if round_.error is not None:
             self.counters.late += 1
             return sends + self._tell(job, header.sequence, round_, [member])
+        if member.rank in round_.departed:
+            reason = round_.departed[member.rank]
+            return sends + self._fail(job, header.sequence, round_, reason)
         if round_.holds(header.offset, member.rank):
             self.counters.duplicates += 1
             return sends
@@ -265,32 +284,18 @@ class Engine:
     def _round(self, job: Job, member: Member, header: Header) -> Round:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
-            if header.sequence >= member.watermark + MAX_ROUNDS_AHEAD:
-                raise CapacityError(
-                    f"at most {MAX_ROUNDS_AHEAD} all-reduces may be in flight", limit="rounds"
-                )
             first = header if header.type is MessageType.CONTRIBUTION else None
             round_ = job.rounds[header.sequence] = Round(first)
-            round_.error = self._doomed(job, header.sequence)
+            if self.draining:
+                round_.error = self._shutting_down()
         round_.ranks.add(member.rank)
         return round_
-
-    def _doomed(self, job: Job, sequence: int) -> ReductionError | None:
-        """Return why a round that opens now can never be finished, if so."""
-        if self.draining:
-            return self._shutting_down()
-        for member in job.members.values():
-            if member.watermark > sequence:
-                return _gave_up(sequence, member.rank)
-        return None
 
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer
     ) -> Slot:
-        for rank, (_, reason) in job.gone.items():
-            open_slot = round_.slots.get(header.offset)
-            if open_slot is None or open_slot.payloads[rank] is None:
-                raise reason
+        if header.offset not in round_.slots:
+            _check_presence(job, round_, header.sequence)
         if member.held and member.held + charge(header.nbytes) > member.window:
             raise CapacityError(
                 f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
@@ -322,6 +327,7 @@ class Engine:
         error = decode_error(payload, header.sequence)
         if header.sequence < member.watermark:
             return []
+        _check_sequence(header, member)
         round_ = self._round(job, member, header)
         if round_.error is not None:
             sends = self._tell(job, header.sequence, round_, [member])
@@ -349,9 +355,13 @@ class Engine:
         if watermark <= member.watermark:
             return []
         member.watermark = watermark
+        return self._give_up(job, member)
+
+    def _give_up(self, job: Job, member: Member) -> list[Send]:
+        """Fail the rounds that a worker's watermark has passed without it; forget old ones."""
         sends: list[Send] = []
         for sequence, round_ in list(job.rounds.items()):
-            if sequence < watermark and round_.error is None and round_.lacks(member.rank):
+            if sequence < member.watermark and round_.error is None and round_.lacks(member.rank):
                 sends += self._fail(job, sequence, round_, _gave_up(sequence, member.rank))
         for sequence in job.forgettable():
             del job.rounds[sequence]
@@ -383,6 +393,28 @@ class Engine:
 
     def _shutting_down(self) -> ReducerLostError:
         return ReducerLostError(f"reducer {self._address} is shutting down", reducer=self._address)
+
+
+def _check_sequence(header: Header, member: Member) -> None:
+    if header.sequence >= max(header.watermark, member.watermark) + MAX_ROUNDS_AHEAD:
+        raise CapacityError(
+            f"at most {MAX_ROUNDS_AHEAD} all-reduces may be in flight", limit="rounds"
+        )
+
+
+def _check_presence(job: Job, round_: Round, sequence: int) -> None:
+    """Refuse to open a slot that could never be completed.
+
+    Raises:
+        RankLostError: a rank is gone, or will not contribute to this round any more.
+    """
+    for reason in round_.departed.values():
+        raise reason
+    for _, reason in job.gone.values():
+        raise reason
+    for member in job.members.values():
+        if member.watermark > sequence:
+            raise _gave_up(sequence, member.rank)
 
 
 def _gave_up(sequence: int, rank: int) -> RankLostError:

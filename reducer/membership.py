@@ -12,7 +12,9 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
+from reducer.wire.constants import MAX_ROUNDS_AHEAD
 from reducer.wire.header import Header, fingerprint
+from reducer.wire.layout import auto_chunk_limit, charge
 from reducer.wire.states import LinkState
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Job:
         hello: settings of the first rank that joined; every other rank must give the same.
         members: live ranks.
         gone: ranks that left or were lost, with the watermark they had reached and the reason.
+        max_chunk_bytes: the largest chunk that the job's settings lead to.
         rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
         reserved: bytes of the reducer's memory set aside for this job.
     """
@@ -62,6 +65,7 @@ class Job:
         self.hello = hello
         self.first_rank = header.rank
         self.world_size = hello.world_size
+        self.max_chunk_bytes = hello.chunk_bytes or auto_chunk_limit(hello.reducers)
         self.members: dict[int, Member] = {}
         self.gone: dict[int, tuple[int, RankLostError]] = {}
         self.rounds: dict[int, Round] = {}
@@ -72,8 +76,13 @@ class Job:
         return tuple(rank for rank in range(self.world_size) if rank not in self.members)
 
     def forgettable(self) -> list[int]:
-        """Sequence numbers that the watermark of every live rank has passed."""
+        """Sequence numbers that the watermark of every live rank has passed.
+
+        While a rank has yet to join, the latest ones stay: it is to learn why they failed.
+        """
         reached = min(member.watermark for member in self.members.values())
+        if len(self.members) + len(self.gone) < self.world_size:
+            reached -= MAX_ROUNDS_AHEAD
         return [sequence for sequence in self.rounds if sequence < reached]
 
 
@@ -97,11 +106,6 @@ class Membership:
         """Every live member of every job."""
         return [member for _, member in self._by_peer.values()]
 
-    def superseded_by(self, header: Header) -> Job | None:
-        """Return the job that this HELLO ends because it opens a later generation of it."""
-        job = self.jobs.get(header.job)
-        return job if job is not None and job.generation < header.generation else None
-
     def holder(self, header: Header) -> Member | None:
         """Return the live member that already has the rank which this HELLO claims."""
         job = self.jobs.get(header.job)
@@ -109,8 +113,11 @@ class Membership:
             return None
         return job.members.get(header.rank)
 
-    def join(self, peer: bytes, header: Header, hello: Hello) -> Member:
+    def join(self, peer: bytes, header: Header, hello: Hello) -> tuple[Job, Member, Job | None]:
         """Make a peer the member that its HELLO asks to be.
+
+        Returns:
+            Its job, itself, and the job that ended because this is a later generation of it.
 
         Raises:
             RemoteProtocolError: the HELLO contradicts itself.
@@ -124,18 +131,21 @@ class Membership:
             raise RemoteProtocolError("the header's job is not the fingerprint of the job's name")
         if header.rank >= hello.world_size:
             raise RemoteProtocolError(f"rank {header.rank} of a world of {hello.world_size}")
-        job = self.jobs.get(header.job)
-        if job is None:
+        earlier = self.jobs.get(header.job)
+        if earlier is None or earlier.generation < header.generation:
             job = Job(header, hello)
         else:
+            job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
-        self._reserve(job, header.window)
+        self._reserve(job, header.window, 0 if earlier is None else earlier.reserved)
+        if earlier is not None:
+            self._drop(earlier)
         self.jobs[job.key] = job
         member = Member(peer, header)
         job.members[member.rank] = member
         job.gone.pop(member.rank, None)
         self._by_peer[peer] = (job, member)
-        return member
+        return job, member, earlier
 
     def leave(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
         """Take a peer out of its job; the job is dropped with its last member."""
@@ -148,8 +158,7 @@ class Membership:
                 del self.jobs[job.key]
         return found
 
-    def drop(self, job: Job) -> None:
-        """Forget a whole job."""
+    def _drop(self, job: Job) -> None:
         for member in job.members.values():
             del self._by_peer[member.peer]
         del self.jobs[job.key]
@@ -193,10 +202,12 @@ class Membership:
                 current=job.generation,
             )
 
-    def _reserve(self, job: Job, window: int) -> None:
+    def _reserve(self, job: Job, window: int, freed: int) -> None:
         # n windows of contributions, and results that the slowest rank has not taken: one more.
-        needed = max(job.reserved, (job.world_size + 1) * window)
-        free = self.memory_limit - self.reserved()
+        # One chunk may always be in flight, however small the window.
+        most = max(window, charge(job.max_chunk_bytes))
+        needed = max(job.reserved, (job.world_size + 1) * most)
+        free = self.memory_limit - self.reserved() + freed
         if needed - job.reserved > free:
             raise CapacityError(
                 f"job {job.name!r} needs {needed} bytes of a reducer ({job.world_size} ranks with "

@@ -15,7 +15,7 @@ from reducer.wire.layout import charge
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reducer.errors import ReductionError
+    from reducer.errors import RankLostError, ReductionError
     from reducer.wire.header import Buffer, Header
 
 
@@ -45,9 +45,11 @@ class Round:
         error: why the round failed, or None.
         ranks: ranks that have said something about it.
         told: ranks that were sent `error`.
+        departed: ranks that went while it was in progress, and why; what they gave stays, but
+            nothing more is taken from them, not even when they come back.
     """
 
-    __slots__ = ("done", "error", "first", "ranks", "slots", "told")
+    __slots__ = ("departed", "done", "error", "first", "ranks", "slots", "told")
 
     def __init__(self, first: Header | None) -> None:
         self.first = first
@@ -56,6 +58,7 @@ class Round:
         self.error: ReductionError | None = None
         self.ranks: set[int] = set()
         self.told: set[int] = set()
+        self.departed: dict[int, RankLostError] = {}
 
     def place(self, header: Header, payload: Buffer, world_size: int) -> Slot:
         """Put a contribution, the first of its rank to this chunk, into its slot.
@@ -90,6 +93,7 @@ class Round:
             ``(rank, bytes)`` that each dropped contribution took of its rank's window.
         """
         self.error = error
+        error.__traceback__ = None  # its frames would keep the payloads
         slots, self.slots = self.slots, {}
         for slot in slots.values():
             for rank in slot.ranks():
@@ -106,9 +110,15 @@ class Round:
         """Whether an open slot waits for this rank."""
         return any(slot.payloads[rank] is None for slot in self.slots.values())
 
+    def depart(self, rank: int, reason: RankLostError) -> None:
+        """Take note that a rank has gone; should it come back, it is told the error anew."""
+        self.departed[rank] = reason
+        self.ranks.discard(rank)
+        self.told.discard(rank)
+
     def _check_agreement(self, header: Header) -> None:
         first = self.first
-        if first is None or first.rank == header.rank:
+        if first is None:
             return
         if header.total_bytes != first.total_bytes:
             raise _mismatch(

@@ -197,11 +197,15 @@ class Client:
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         with self._lock:
             work, data, buffer = self._works.pop(operation)
+        failure: Exception | None = error
         if error is None:
             self.bytes_reduced += buffer.view.nbytes
-            if buffer.write_back is not None:
-                buffer.write_back()
-        work.finish(data, error)
+            try:
+                if buffer.write_back is not None:
+                    buffer.write_back()
+            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
+                failure = refused
+        work.finish(data, failure)
 
     def _close(self, error: ReductionError) -> None:
         with self._lock:

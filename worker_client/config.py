@@ -20,7 +20,7 @@ REDUCER_SETTINGS = ("bind", "memory_limit", "insecure", "kernel")
 
 _DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):\d{1,5}")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 def _duration(value: object) -> object:
@@ -36,7 +36,7 @@ def _auto(value: object) -> object:
     return 0 if value == "auto" else value
 
 
-Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
 AutoBytes = Annotated[ByteSize, BeforeValidator(_auto)]
 
 
@@ -51,7 +51,7 @@ class WorkerConfig(BaseSettings):
     """Addresses of the reducers, ``host:port,host:port``, the same at every rank. Empty: every rank
     hosts a reducer for its share (embedded)."""
 
-    job: str | None = Field(default=None, min_length=1, max_length=MAX_JOB_NAME_BYTES)
+    job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default one that no other run has, agreed on through the
     process group; without a process group ``default``."""
 
@@ -81,11 +81,19 @@ class WorkerConfig(BaseSettings):
             return addresses
         cleaned = tuple(str(address).strip() for address in addresses if str(address).strip())
         for address in cleaned:
-            if not _ADDRESS.fullmatch(address):
+            match = _ADDRESS.fullmatch(address)
+            if match is None or not 0 < int(match["port"]) < 65536:
                 raise ValueError(f"{address!r} is not host:port")
         if len(set(cleaned)) != len(cleaned):
             raise ValueError(f"an address appears twice in {','.join(cleaned)}")
         return cleaned
+
+    @field_validator("job")
+    @classmethod
+    def _check_job(cls, value: str | None) -> str | None:
+        if value is not None and len(value.encode()) > MAX_JOB_NAME_BYTES:
+            raise ValueError(f"at most {MAX_JOB_NAME_BYTES} bytes of UTF-8")
+        return value
 
     @field_validator("chunk_bytes")
     @classmethod
@@ -109,7 +117,7 @@ class Launch(BaseSettings):
     world_size: int | None = None
     master_addr: str = "127.0.0.1"
     torchelastic_run_id: str | None = None
-    torchelastic_restart_count: int = 0
+    torchelastic_restart_count: int = Field(default=0, ge=0)
 
 
 def load(**arguments: Any) -> WorkerConfig:
@@ -122,7 +130,9 @@ def load(**arguments: Any) -> WorkerConfig:
         f"REDUCTION_{name.upper()}" for name in (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
     }
     unknown = sorted(
-        name for name in os.environ if name.startswith("REDUCTION_") and name not in known
+        name
+        for name in os.environ
+        if name.upper().startswith("REDUCTION_") and name.upper() not in known
     )
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]}: known are {', '.join(sorted(known))}")

@@ -67,6 +67,9 @@ def find_dtype(name: str) -> DType:
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> HostBuffer:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ConfigError("a masked array cannot be reduced: use array.filled(0)")
+    array = np.asarray(array)  # a matrix, for one, would stay two-dimensional
     dtype = find_dtype(array.dtype.name)
     if not array.dtype.isnative:
         raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")

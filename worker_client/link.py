@@ -27,12 +27,15 @@ class Link:
         queue: chunks not yet sent, in order.
         sent: chunks in flight, by (sequence, offset).
         refusal: why the reducer refused the HELLO, if it did.
+        owed: all-reduces that failed while this link was away, by sequence number: the reducer is
+            told when it is back.
     """
 
     __slots__ = (
         "address",
         "in_flight",
         "index",
+        "owed",
         "queue",
         "refusal",
         "sent",
@@ -51,6 +54,7 @@ class Link:
         self.queue: deque[tuple[Operation, Chunk]] = deque()
         self.sent: dict[tuple[int, int], Chunk] = {}
         self.refusal: ReductionError | None = None
+        self.owed: dict[int, ReductionError] = {}
 
     @property
     def member(self) -> bool:

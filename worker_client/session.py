@@ -137,6 +137,11 @@ class Session:
         """Every all-reduce below this number is finished here."""
         return next(iter(self._active), self._next_sequence)
 
+    @property
+    def _limit(self) -> int:
+        """Sequence number from which on nothing may be said yet."""
+        return self.watermark + MAX_ROUNDS_AHEAD
+
     def next_deadline(self) -> float | None:
         """Time of the next `tick` that matters, in seconds of the caller's clock."""
         return min((operation.deadline for operation in self._active.values()), default=None)
@@ -146,7 +151,7 @@ class Session:
     def connected(self, index: int) -> list[Action]:
         """Introduce ourselves to a reducer that the transport has reached."""
         link, s = self.links[index], self.settings
-        link.reset()
+        actions = self.disconnected(index, "was connected anew") if link.up else []
         link.up = True
         link.refusal = None
         link.state = LinkState.JOINING
@@ -158,7 +163,7 @@ class Session:
             chunk_bytes=s.chunk_bytes,
         )
         header = self._identity._replace(watermark=self.watermark, window=s.window_per_reducer())
-        return [Send(index, header.pack(), encode(body))]
+        return [*actions, Send(index, header.pack(), encode(body))]
 
     def disconnected(self, index: int, reason: str) -> list[Action]:
         """Fail every all-reduce that needs a reducer which the transport has lost."""
@@ -217,7 +222,7 @@ class Session:
         for operation in list(self._active.values()):
             if now >= operation.deadline:
                 actions += self._expire(operation, now)
-        return actions
+        return actions + self._pump()
 
     def close(self, error: ReductionError) -> list[Action]:
         """Leave the job; whatever is in progress fails with `error`."""
@@ -235,7 +240,8 @@ class Session:
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         decode(Welcome, payload)
         link.window = header.window
-        return []
+        owed, link.owed = link.owed, {}
+        return [self._abort(link, sequence, error) for sequence, error in owed.items()]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         check_chunk(header, len(payload), MAX_CHUNK_BYTES)
@@ -287,7 +293,7 @@ class Session:
             return self._fail(operation, error)
         operation.overdue = True
         operation.deadline = now + GRACE_S
-        return [self._abort(link, operation, error) for link in waiting]
+        return [self._abort(link, operation.sequence, error) for link in waiting]
 
     def _fail_all(self, error: ReductionError) -> list[Action]:
         actions: list[Action] = []
@@ -300,10 +306,16 @@ class Session:
     ) -> list[Action]:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
         actions: list[Action] = [self._finish(operation, error)]
+        sequence = operation.sequence
+        if sequence >= self._limit:
+            return actions  # too far ahead for a reducer to know; our watermark tells it in time
         for link in self.links:
-            link.forget(operation.sequence)
-            if link.member and link is not told_by:
-                actions.append(self._abort(link, operation, error))
+            link.forget(sequence)
+            if not link.member:
+                link.owed = {s: e for s, e in link.owed.items() if s >= self.watermark}
+                link.owed[sequence] = error
+            elif link is not told_by:
+                actions.append(self._abort(link, sequence, error))
         return actions
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> Finish:
@@ -318,9 +330,8 @@ class Session:
     def _pump(self) -> list[Action]:
         """Send what the windows have room for."""
         actions: list[Action] = []
-        limit = self.watermark + MAX_ROUNDS_AHEAD
         for link in self._rotated:
-            while (item := link.next_chunk(limit)) is not None:
+            while (item := link.next_chunk(self._limit)) is not None:
                 actions.append(self._contribution(link, *item))
         return actions
 
@@ -338,8 +349,8 @@ class Session:
         view = operation.view[chunk.offset : chunk.offset + chunk.nbytes]
         return Send(link.index, header.pack(), view)
 
-    def _abort(self, link: Link, operation: Operation, error: ReductionError) -> Send:
-        header = self._header(MessageType.ABORT)._replace(sequence=operation.sequence)
+    def _abort(self, link: Link, sequence: int, error: ReductionError) -> Send:
+        header = self._header(MessageType.ABORT)._replace(sequence=sequence)
         return Send(link.index, header.pack(), encode_error(error))
 
     def _header(self, kind: MessageType) -> Header:

@@ -28,10 +28,18 @@ def of_tensor(tensor: torch.Tensor) -> HostBuffer:
     target = tensor.detach()
     if target.is_contiguous():
         return HostBuffer(_bytes(target), dtype, None)
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)
+    ):
+        raise ConfigError(
+            "elements of the tensor share memory (it was expanded), and the result would overwrite "
+            "them all: use tensor.clone()"
+        )
     copy = target.contiguous()
     return HostBuffer(_bytes(copy), dtype, lambda: target.copy_(copy))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     # Through uint8, which every dtype can be viewed as and NumPy knows, unlike bfloat16.
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    # as_strided, because a tensor of one element is contiguous whatever its stride says.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

@@ -135,7 +135,7 @@ def _job_name(settings: WorkerConfig, group: ProcessGroup | None) -> str:
         return base if base != "job" else "default"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
-        group.share("job", f"{base[:64]}-{secrets.token_hex(4)}")
+        group.share("job", f"{base[:24]}-{secrets.token_hex(4)}")
     return group.read("job", 0)
 
 

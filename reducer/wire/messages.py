@@ -145,6 +145,14 @@ _LEAVES: dict[ErrorCode, tuple[type[ReductionError], tuple[str, ...]]] = {
     ErrorCode.CAPACITY: (errors.CapacityError, ("limit",)),
     ErrorCode.AUTH: (errors.AuthError, ()),
 }
+_KINDS: dict[str, tuple[type, ...]] = {
+    "generation": (int,),
+    "current": (int,),
+    "rank": (int,),
+    "other_rank": (int,),
+    "expected": (int, str),
+    "got": (int, str),
+}  # of attributes that are not just text
 _CODES = {leaf: code for code, (leaf, _) in _LEAVES.items()}
 # At the receiver it is the local side that broke the protocol's rules, not a remote one.
 _CODES[errors.LocalProtocolError] = ErrorCode.PROTOCOL
@@ -154,9 +162,10 @@ def encode_error(error: ReductionError) -> bytes:
     """Return the body of an ERROR or ABORT that reports `error`."""
     code = _CODES[type(error)]
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
-    if isinstance(detail.get("missing"), tuple):
+    if "missing" in detail:
         detail["missing"] = detail["missing"][:128]  # of thousands of ranks these tell enough
-    for length in (1024, 256, 0):  # what is longer would be refused, and nothing be told
+    for length in (1024, 256, 32):  # what is longer would be refused, and nothing be told
+        detail = {name: v[:length] if isinstance(v, str) else v for name, v in detail.items()}
         values = {"code": int(code), "message": str(error)[:length], "detail": detail}
         body = _dump(values)
         if len(body) <= MAX_BODY_BYTES:
@@ -183,17 +192,26 @@ def decode_error(data: Buffer, sequence: int = NO_SEQUENCE) -> ReductionError:
         attributes = {name: detail[name] for name in names}
     except (KeyError, ValueError, TypeError):
         raise RemoteProtocolError(f"malformed error body for: {message:.200}") from None
-    if "missing" in attributes:
-        attributes["missing"] = _ranks(attributes["missing"])
+    attributes = {name: _attribute(name, value) for name, value in attributes.items()}
     error = leaf(message, **attributes)
     error.sequence = None if sequence == NO_SEQUENCE else sequence
     return error
 
 
-def _ranks(value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(isinstance(rank, int) for rank in value):
-        raise RemoteProtocolError("`missing` must be a list of ranks")
-    return tuple(value)
+def _attribute(name: str, value: Any) -> Any:
+    # Strict, because a reducer passes on what one worker says to all the others.
+    if name == "missing":
+        if not isinstance(value, list) or not all(map(_is_number, value)):
+            raise RemoteProtocolError("`missing` must be a list of ranks")
+        return tuple(value)
+    kinds = _KINDS.get(name, (str,))
+    if not (int in kinds and _is_number(value)) and not (str in kinds and isinstance(value, str)):
+        raise RemoteProtocolError(f"`{name}` cannot be {value!r:.80}")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < 1 << 64
 
 
 def _dump(values: dict[str, Any]) -> bytes:

@@ -188,7 +188,6 @@ def test_mistakes_that_are_no_text(name: str, value: Any) -> None:
         config.load(**{name: value})
 
 
-@pytest.mark.xfail(reason="characters are counted, the protocol counts bytes")
 def test_a_job_name_is_as_short_as_the_protocol_needs() -> None:
     with pytest.raises(ConfigError, match=r"^REDUCTION_JOB: "):
         config.load(job="é" * 65)  # 130 bytes

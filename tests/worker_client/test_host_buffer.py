@@ -174,13 +174,7 @@ def test_a_tensor_in_channels_last_order() -> None:
     "kind",
     [
         np,
-        pytest.param(
-            torch,
-            marks=pytest.mark.xfail(
-                reason="_bytes in staging.py cannot view what is left of a column",
-                raises=RuntimeError,
-            ),
-        ),
+        torch,
     ],
     ids=["array", "tensor"],
 )
@@ -242,7 +236,6 @@ def test_a_tensor_on_another_device() -> None:
         host_buffer(torch.ones(3, device="meta"))
 
 
-@pytest.mark.xfail(reason="the client's thread dies of it when it writes the result back")
 def test_elements_that_share_memory_cannot_all_be_overwritten() -> None:
     with pytest.raises(ConfigError):
         host_buffer(torch.ones(1).expand(3))
