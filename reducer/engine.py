@@ -370,7 +370,7 @@ class Engine:
     def _fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> list[Send]:
         self.counters.rounds_failed += 1
         for rank, nbytes in round_.fail(error):
-            if rank in job.members:
+            if rank in job.members and rank not in round_.departed:
                 job.members[rank].held -= nbytes
         return self._tell(job, sequence, round_, job.members.values())
 

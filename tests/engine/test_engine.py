@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reducer import kernels
-from reducer.engine import PING_INTERVAL_S, Engine
+from reducer.engine import CLAIM_PATIENCE_S, PING_INTERVAL_S, Engine
 from reducer.errors import (
     CapacityError,
     DuplicateRankError,
@@ -225,9 +225,8 @@ def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> 
     reducer.engine.tick(0.0)  # pings again, and the holder has been reached
     sends = reducer.engine.tick(PING_INTERVAL_S)
     assert M.ERROR not in kinds(sends)
-    assert kinds(reducer.hello(1, peer=b"newer")) == [M.PING]
-    refusals = told(reducer.engine.tick(2 * PING_INTERVAL_S))
-    assert isinstance(refusals[b"newer"], DuplicateRankError)
+    refusals = told(reducer.engine.tick(CLAIM_PATIENCE_S))
+    assert isinstance(refusals[b"new"], DuplicateRankError)
 
     reducer.hello(1, peer=b"newest")
     sends = reducer.engine.unreachable(b"1")
@@ -255,11 +254,13 @@ def test_a_later_generation_ends_the_earlier(reducer: Reducer) -> None:
 
 
 def test_memory_is_refused_before_it_is_taken() -> None:
-    reducer = Reducer(memory_limit=3 * WINDOW)
-    assert kinds(reducer.hello(0)) == [M.WELCOME]
-    error = told(reducer.hello(0, peer=b"other", job="other job"))[b"other"]
+    reducer = Reducer(memory_limit=3 * (1 << 20))
+    assert kinds(reducer.hello(0, window=0)) == [M.WELCOME]  # one chunk may always be in flight
+    error = told(reducer.hello(0, peer=b"other", job="other job", chunk_bytes=64))[b"other"]
     assert isinstance(error, CapacityError)
-    assert kinds(reducer.hello(1)) == [M.WELCOME]  # its part was set aside with rank 0's
+    assert kinds(reducer.hello(1, window=1 << 20)) == [
+        M.WELCOME
+    ]  # its part was set aside with rank 0's
 
 
 def test_who_exceeds_the_window_is_refused(reducer: Reducer) -> None:
@@ -312,3 +313,133 @@ def test_a_stranger_is_told_to_say_hello(reducer: Reducer) -> None:
     frame = Header(M.CONTRIBUTION, job=fingerprint("job")).pack()
     (send,) = reducer.engine.receive(b"stranger", frame, b"")
     assert type(told([send])[b"stranger"]) is MembershipError
+
+
+# -- ranks that go and come back --------------------------------------------------------------
+
+
+def two_chunks(reducer: Reducer, rank: int, *offsets: int, **change) -> list:
+    """Contribute some chunks of a buffer of two."""
+    sends = []
+    for offset in offsets:
+        sends += reducer.contribute(rank, total_bytes=128, offset=offset, **change)
+    return sends
+
+
+def test_contributions_of_two_lives_are_not_mixed(reducer: Reducer) -> None:
+    two_chunks(reducer, 1, 0)
+    assert reducer.engine.unreachable(b"1") == []  # nobody waits for it yet
+    assert kinds(reducer.hello(1)) == [M.WELCOME]
+    assert reducer.engine.held() == 0
+    errors = told(two_chunks(reducer, 1, 0, 64))
+    assert isinstance(errors[b"1"], RankLostError)
+    errors = told(two_chunks(reducer, 0, 0))
+    assert errors[b"0"].rank == 1
+    assert reducer.engine.held() == 0
+
+
+def test_a_rank_that_comes_back_to_a_round_that_is_done_is_told(reducer: Reducer) -> None:
+    reducer.contribute(1)
+    reducer.contribute(0)
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1)
+    errors = told(reducer.contribute(1))
+    assert errors[b"1"].rank == 1
+
+
+def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer: Reducer) -> None:
+    body = encode_error(RankLostError("gone", rank=7))
+    assert told(reducer.say(1, M.ABORT, 0, body)).keys() == {b"1"}
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1)
+    assert told(reducer.contribute(1))[b"1"].rank == 7
+
+
+def test_nobody_waits_for_a_rank_that_came_back_without_its_rounds(reducer: Reducer) -> None:
+    two_chunks(reducer, 0, 0)
+    assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2  # one chunk is done
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1, watermark=1)
+    errors = told(two_chunks(reducer, 0, 64))
+    assert errors[b"0"].rank == 1
+
+
+def test_nobody_waits_for_a_rank_that_joins_later_than_the_round(reducer: Reducer) -> None:
+    reducer = Reducer()  # it was restarted, and rank 1 gave up what rank 0 has just begun
+    reducer.hello(0, watermark=3)
+    reducer.contribute(0, sequence=3)
+    errors = told(reducer.hello(1, watermark=4))
+    assert errors[b"0"].rank == 1
+
+
+def test_a_rank_that_joins_late_learns_why_a_round_failed() -> None:
+    reducer = Reducer()
+    for rank in range(2):
+        reducer.hello(rank, world_size=3)
+    reducer.contribute(0)
+    reducer.contribute(1, op=ReduceOp.MAX)
+    for rank in range(2):
+        reducer.contribute(rank, sequence=1, watermark=1)
+    reducer.hello(2, world_size=3)
+    assert isinstance(told(reducer.contribute(2))[b"2"], MismatchError)
+
+
+# -- what a broken or hostile worker may try --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"job": "another"}, RemoteProtocolError),
+        ({"world_size": 1}, RemoteProtocolError),
+        ({"window": 1 << 60}, CapacityError),
+    ],
+)
+def test_a_hello_that_is_refused_ends_no_earlier_generation(
+    reducer: Reducer, change: dict, expected: type
+) -> None:
+    settings = {"job": "job", "world_size": 2} | change
+    window = settings.pop("window", WINDOW)
+    header = Header(M.HELLO, job=fingerprint("job"), generation=9, rank=1, window=window)
+    body = encode(Hello(reducers=1, reducer_index=0, **settings))
+    (refusal,) = reducer.engine.receive(b"x", header.pack(), body)
+    assert isinstance(told([refusal])[b"x"], expected)
+    reducer.contribute(0)
+    assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
+
+
+def test_a_rank_that_contradicts_itself_is_named(reducer: Reducer) -> None:
+    two_chunks(reducer, 0, 0)
+    errors = told(two_chunks(reducer, 0, 64, dtype=DType.INT32, wire_dtype=DType.INT32))
+    assert (errors[b"0"].rank, errors[b"0"].other_rank) == (0, 0)
+
+
+def test_a_refused_contribution_still_gives_up_what_its_watermark_passes(
+    reducer: Reducer,
+) -> None:
+    reducer.contribute(0)
+    refusal = told(reducer.contribute(1, sequence=1 << 20, watermark=1))
+    assert isinstance(refusal[b"1"], CapacityError)
+    errors = told(reducer.contribute(1, sequence=1, watermark=1))
+    assert errors[b"0"].rank == 1
+
+
+def test_a_chunk_larger_than_the_settings_allow_is_refused(reducer: Reducer) -> None:
+    errors = told(reducer.contribute(0, payload=bytes((1 << 20) + 4)))
+    assert isinstance(errors[b"0"], RemoteProtocolError)
+
+
+def test_errors_that_are_kept_hold_no_payload(reducer: Reducer) -> None:
+    reducer.engine.unreachable(b"1")
+    for sequence in range(3):
+        assert told(reducer.contribute(0, sequence))[b"0"].rank == 1
+    (job,) = reducer.engine.jobs
+    assert all(round_.error.__traceback__ is None for round_ in job.rounds.values())
+    assert all(reason.__traceback__ is None for _, reason in job.gone.values())
+
+
+def test_a_claim_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> None:
+    reducer.hello(1, peer=b"new")
+    reducer.engine.drain()
+    sends = reducer.engine.unreachable(b"1")
+    assert isinstance(told(sends)[b"new"], ReducerLostError)

@@ -21,11 +21,11 @@ from worker_client.session import GRACE_S, Finish, Send, Session, Settings
 M = MessageType
 
 
-def join(session: Session, index: int) -> None:
+def join(session: Session, index: int) -> list:
     (hello,) = session.connected(index)
     window = Header.unpack(hello.header).window
     welcome = Header(M.WELCOME, window=window).pack()
-    assert session.receive(index, welcome, encode(Welcome(incarnation="1"))) == []
+    return session.receive(index, welcome, encode(Welcome(incarnation="1")))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def session() -> Session:
     session = Session(Settings("job", 0, 1, 2, ("a:1", "b:2"), 4096, 64))
     assert not session.joined
     for index in range(2):
-        join(session, index)
+        assert join(session, index) == []
     assert session.joined
     return session
 
@@ -152,7 +152,10 @@ def test_a_lost_reducer_fails_what_needs_it(session: Session) -> None:
     assert session.active == 1
     (failure,) = errors(session.submit(operation(), 0.0))
     assert isinstance(failure, ReducerLostError)
-    join(session, 1)  # it is back
+    told = sent(join(session, 1), M.ABORT)  # it is back, and learns what failed meanwhile
+    assert [(link, header.sequence) for link, header in told] == [
+        (1, 2)
+    ]  # 0 is below the watermark
     assert len(sent(session.submit(operation(), 0.0), M.CONTRIBUTION)) >= 2
 
 
@@ -193,3 +196,57 @@ def test_closing_says_goodbye_and_ends_everything(session: Session) -> None:
     assert {link for link, _ in sent(actions, M.GOODBYE)} == {0, 1}
     assert [type(failure) for failure in errors(actions)] == [RankLostError]
     assert session.active == 0
+
+
+def test_a_connection_made_anew_fails_what_the_old_one_carried(session: Session) -> None:
+    session.submit(operation(), 0.0)
+    actions = session.connected(1)
+    (failure,) = errors(actions)
+    assert isinstance(failure, ReducerLostError)
+    assert [link for link, _ in sent(actions, M.ABORT)] == [0]
+    assert [link for link, _ in sent(actions, M.HELLO)] == [1]
+
+
+def test_what_failed_while_a_reducer_was_away_is_told_no_longer_than_needed(
+    session: Session,
+) -> None:
+    session.disconnected(1, "died")
+    for _ in range(5):  # each fails at once, and the watermark passes it
+        assert isinstance(errors(session.submit(operation(), 0.0))[0], ReducerLostError)
+    assert len(session.links[1].owed) <= 1
+
+
+def test_a_window_freed_by_a_deadline_is_used_at_once(session: Session) -> None:
+    session.submit(operation(64 * 12, timeout_s=5.0), 0.0)  # fills both windows
+    assert sent(session.submit(operation(64), 0.0), M.CONTRIBUTION) == []
+    session.tick(5.0)
+    actions = session.tick(5.0 + GRACE_S)
+    assert [header.sequence for _, header in sent(actions, M.CONTRIBUTION)] == [1]
+
+
+def test_a_repeated_result_counts_once(session: Session) -> None:
+    contributions = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
+    for _ in range(4):
+        assert errors(result(session, *contributions[0])) == []
+    assert session.links[1].in_flight == 1024
+    assert session.links[0].in_flight == 2048
+
+
+def test_too_far_ahead_nothing_is_said(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker_client.session.MAX_ROUNDS_AHEAD", 4)
+    for _ in range(4):
+        session.submit(operation(1), 0.0)
+    actions = session.submit(operation(1, timeout_s=1.0), 0.0)
+    assert actions == []
+    (failure, *sends) = session.tick(1.0)
+    assert isinstance(failure.error, ReductionTimeout)
+    assert sends == []
+
+
+def test_a_result_before_the_welcome_refuses_the_reducer() -> None:
+    session = Session(Settings("job", 0, 0, 1, ("a:1",), 4096))
+    session.connected(0)
+    session.receive(0, Header(M.RESULT).pack(), b"")
+    assert isinstance(session.refusal, RemoteProtocolError)
+    (failure,) = errors(session.submit(operation(), 0.0))
+    assert isinstance(failure, RemoteProtocolError)

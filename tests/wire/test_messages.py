@@ -114,6 +114,46 @@ def test_the_largest_error_fits_a_body() -> None:
     assert decode_error(body).missing[:2] == (0, 1)
 
 
+@pytest.mark.parametrize("text", ["x" * 5000, "\N{SNOWMAN}" * 5000, "\N{PILE OF POO}" * 5000])
+def test_errors_with_long_names_fit_a_body(text: str) -> None:
+    error = errors.MismatchError(
+        text, field=text, rank=1, other_rank=2, expected=text, got=text + "!"
+    )
+    body = encode_error(error)
+    assert len(body) <= MAX_BODY_BYTES
+    arrived = decode_error(body)
+    assert (arrived.rank, arrived.other_rank) == (1, 2)
+    assert text.startswith(arrived.expected)
+    assert arrived.expected
+    assert len(encode_error(arrived)) <= MAX_BODY_BYTES  # a reducer passes it on
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=300),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=10,
+)
+NAMES = ("expected", "got", "generation", "current", "rank", "other_rank", "field", "reducer")
+
+
+@given(
+    st.integers(-1, 13),
+    JSON,
+    st.dictionaries(st.sampled_from([*NAMES, "missing", "limit"]), JSON | st.integers(0, 9)),
+)
+def test_what_a_reducer_passes_on_can_be_read_again(
+    code: int, message: object, detail: dict
+) -> None:
+    body = json.dumps({"code": code, "message": message, "detail": detail}).encode()
+    try:
+        error = decode_error(body)
+    except RemoteProtocolError:
+        return
+    passed_on = encode_error(error)
+    assert len(passed_on) <= MAX_BODY_BYTES
+    assert type(decode_error(passed_on)) is type(error)
+
+
 def test_local_misuse_arrives_as_a_remote_error() -> None:
     body = encode_error(errors.LocalProtocolError("shut down"))
     assert isinstance(decode_error(body), RemoteProtocolError)
