@@ -51,6 +51,9 @@ class Network:
         pairs = [(rank, index) for rank in range(world_size) for index in range(reducers)]
         self.up: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
         self.down: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
+        self.lives = dict.fromkeys(pairs, 0)  # connections that each pair has had before
+        self.cut_off: set[tuple[int, int]] = set()
+        self.was_cut: set[int] = set()  # ranks that have lost a connection
 
     def connect(self) -> None:
         for rank, index in self.up:
@@ -74,9 +77,28 @@ class Network:
         for index, engine in enumerate(self.engines):
             self.up[rank, index].clear()
             self.down[rank, index].clear()
-            self.pass_on(index, engine.unreachable(peer(rank, index)))
+            self.pass_on(index, engine.unreachable(self.peer(rank, index)))
+            self.lives[rank, index] += 1
         for sequence in range(len(worker.started)):
             worker.ended.setdefault(sequence, LocalProtocolError("died"))
+
+    def cut(self, rank: int, index: int, noticed: bool) -> None:
+        """A connection breaks; the reducer may notice only when it next sends something."""
+        self.up[rank, index].clear()
+        self.down[rank, index].clear()
+        old = self.peer(rank, index)
+        self.lives[rank, index] += 1
+        self.cut_off.add((rank, index))
+        self.was_cut.add(rank)
+        if noticed:
+            self.pass_on(index, self.engines[index].unreachable(old))
+        self.do(rank, self.workers[rank].session.disconnected(index, "was cut"))
+
+    def mend(self, rank: int, index: int) -> None:
+        """The worker's transport connects again."""
+        self.cut_off.remove((rank, index))
+        if self.workers[rank].present:
+            self.do(rank, self.workers[rank].session.connected(index))
 
     def waiting(self) -> list[deque]:
         """Queues that hold a message, in a fixed order."""
@@ -88,7 +110,7 @@ class Network:
         for pair, candidate in self.up.items():
             if candidate is queue:
                 rank, index = pair
-                self.pass_on(index, self.engines[index].receive(peer(rank, index), header, payload))
+                self.pass_on(index, self.receive(rank, index, header, payload))
                 return
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
         self.do(rank, self.workers[rank].session.receive(index, header, payload))
@@ -121,11 +143,15 @@ class Network:
     def pass_on(self, index: int, sends: list[EngineSend]) -> None:
         for send in sends:
             rank = int(send.peer.split(b"/")[0])
-            assert send.peer == peer(rank, index)
+            if send.peer != self.peer(rank, index) or (rank, index) in self.cut_off:
+                self.pass_on(index, self.engines[index].unreachable(send.peer))
+                continue
             payload = b"" if send.payload is None else bytes(send.payload)
             self.down[rank, index].append((send.header, payload))
 
+    def receive(self, rank: int, index: int, header: bytes, payload: bytes) -> list[EngineSend]:
+        return self.engines[index].receive(self.peer(rank, index), header, payload)
 
-def peer(rank: int, index: int) -> bytes:
-    """How a reducer's transport calls a connection."""
-    return f"{rank}/{index}".encode()
+    def peer(self, rank: int, index: int) -> bytes:
+        """How a reducer's transport calls a connection."""
+        return f"{rank}/{index}/{self.lives[rank, index]}".encode()

@@ -1,6 +1,7 @@
 """Sessions and engines under every order of messages that Hypothesis can think of.
 
-The network loses nothing but delivers between connections in any order, and repeats contributions.
+The network delivers between connections in any order, repeats contributions, and loses messages
+only with their connection.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reducer import kernels
-from reducer.errors import LocalProtocolError, MismatchError, RankLostError
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+)
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.network import Network
@@ -97,7 +103,7 @@ class Training(RuleBasedStateMachine):
     def submit(self, data: st.DataObject, dtype: DType, op: ReduceOp, count: int) -> None:
         rank = data.draw(st.sampled_from(self.present() or [0]), "rank")
         worker = self.network.workers[rank]
-        if not (worker.present and worker.session.joined):
+        if not (worker.present and (worker.session.joined or rank in self.network.was_cut)):
             return
         sequence = len(worker.started)
         if sequence == len(self.calls):
@@ -140,6 +146,19 @@ class Training(RuleBasedStateMachine):
         if often == 0 and self.network.workers[rank].session.joined:
             (self.network.leave if farewell else self.network.lose)(rank)
 
+    @rule(choice=st.randoms(use_true_random=False), noticed=st.booleans(), often=st.integers(0, 9))
+    def cut(self, choice: random.Random, noticed: bool, often: int) -> None:
+        network = self.network
+        rank, index = choice.choice(list(network.up))
+        worker = network.workers[rank]
+        if often == 0 and worker.present and worker.session.links[index].member:
+            network.cut(rank, index, noticed)
+
+    @precondition(lambda self: self.network.cut_off)
+    @rule()
+    def mend(self) -> None:
+        self.network.mend(*min(self.network.cut_off))
+
     # -- what must hold -----------------------------------------------------------------------
 
     @invariant()
@@ -181,27 +200,35 @@ class Training(RuleBasedStateMachine):
             assert error.field == call.odd_field
         elif isinstance(error, LocalProtocolError):
             assert not worker.present
+        elif isinstance(error, ReducerLostError):
+            assert self.network.was_cut
         else:
             assert isinstance(error, RankLostError)
-            assert not self.network.workers[error.rank].present
+            gone = not self.network.workers[error.rank].present
+            assert gone or self.network.was_cut
 
     def teardown(self) -> None:
         if not hasattr(self, "network"):
             return
         network = self.network
         network.deliver_all()
+        for pair in list(network.cut_off):
+            network.mend(*pair)
+        network.deliver_all()
+        network.tick(2.0)  # PINGs show who is gone
         for rank in self.present():
             while len(network.workers[rank].started) < len(self.calls):
                 self.call(rank)
         network.deliver_all()
         self.results_are_exact()
-        everyone = len(self.present()) == len(network.workers)
+        undisturbed = len(self.present()) == len(network.workers) and not network.was_cut
         for rank in self.present():
             worker = network.workers[rank]
             assert worker.ended.keys() == set(range(len(self.calls))), "an all-reduce hangs"
-            if everyone:
+            if undisturbed:
                 for sequence, error in worker.ended.items():
-                    assert (error is None) == (self.calls[sequence].odd_rank is None)
+                    odd = self.calls[sequence].odd_rank is not None
+                    assert isinstance(error, MismatchError) if odd else error is None
             assert worker.session.active == 0
             assert all(link.in_flight == 0 and not link.sent for link in worker.session.links)
         for engine in network.engines:
@@ -211,6 +238,7 @@ class Training(RuleBasedStateMachine):
         for rank in self.present():
             network.leave(rank)
         network.deliver_all()
+        network.tick(2.0)
         for engine in network.engines:
             assert engine.jobs == []
 
