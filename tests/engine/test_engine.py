@@ -355,13 +355,29 @@ def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer: Reducer) -> 
     assert told(reducer.contribute(1))[b"1"].rank == 7
 
 
-def test_nobody_waits_for_a_rank_that_came_back_without_its_rounds(reducer: Reducer) -> None:
+@pytest.mark.parametrize("watermark", [0, 1])
+def test_nobody_waits_for_a_rank_that_came_back_without_its_rounds(
+    reducer: Reducer, watermark: int
+) -> None:
     two_chunks(reducer, 0, 0)
     assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2  # one chunk is done
     reducer.engine.unreachable(b"1")
-    reducer.hello(1, watermark=1)
+    reducer.hello(1, watermark=watermark)
     errors = told(two_chunks(reducer, 0, 64))
     assert errors[b"0"].rank == 1
+
+
+def test_what_a_rank_gave_before_it_came_back_is_dropped() -> None:
+    reducer = Reducer()
+    for rank in range(3):
+        reducer.hello(rank, world_size=3)
+    for rank in range(2):
+        reducer.contribute(rank)
+    assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
+    errors = told(reducer.hello(1, world_size=3))
+    assert errors.keys() == {b"0"}
+    assert errors[b"0"].rank == 1
+    assert reducer.engine.held() == 0
 
 
 def test_nobody_waits_for_a_rank_that_joins_later_than_the_round(reducer: Reducer) -> None:
