@@ -35,6 +35,14 @@ def session(process: psutil.Process) -> int | None:
         return None
 
 
+def alive(process: psutil.Process) -> bool:
+    # An orphan that has ended stays listed until init reaps it, which may take seconds.
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def command(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -67,6 +75,7 @@ class Demo:
             for process in psutil.process_iter()
             if process.pid != self.main.pid
             and session(process) == self.main.pid
+            and alive(process)
             and (module is None or module in command(process))
         ]
 
