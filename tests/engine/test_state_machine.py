@@ -21,17 +21,20 @@ from reducer.errors import (
     MismatchError,
     RankLostError,
     ReducerLostError,
+    ReductionTimeout,
 )
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.network import Network
 from worker_client.operation import Operation
+from worker_client.session import GRACE_S
 
 if TYPE_CHECKING:
     import random
 
 COUNTS = (0, 1, 7, 16, 33, 100, 257)
 CHUNK_BYTES = 64
+TIMEOUT_S = 300.0
 FIELDS = ("total_bytes", "dtype", "op", "name")
 
 
@@ -118,7 +121,7 @@ class Training(RuleBasedStateMachine):
         sequence = len(worker.started)
         call = self.calls[sequence].at(rank)
         view = memoryview(bytearray(self.calls[sequence].values(rank, sequence).tobytes()))
-        self.network.submit(rank, Operation(view, call.dtype, call.op, call.name, 300.0))
+        self.network.submit(rank, Operation(view, call.dtype, call.op, call.name, TIMEOUT_S))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 40))
     def deliver(self, choice: random.Random, count: int) -> None:
@@ -202,14 +205,16 @@ class Training(RuleBasedStateMachine):
             assert not worker.present
         elif isinstance(error, ReducerLostError):
             assert self.network.was_cut
+        elif isinstance(error, ReductionTimeout):
+            assert self.network.was_cut
+            assert not any(self.network.workers[missing].present for missing in error.missing)
         else:
             assert isinstance(error, RankLostError)
             gone = not self.network.workers[error.rank].present
             assert gone or self.network.was_cut
 
-    def teardown(self) -> None:
-        if not hasattr(self, "network"):
-            return
+    def settle(self) -> None:
+        """Bring every connection back, let every rank make every call, deliver everything."""
         network = self.network
         network.deliver_all()
         for pair in list(network.cut_off):
@@ -220,6 +225,17 @@ class Training(RuleBasedStateMachine):
             while len(network.workers[rank].started) < len(self.calls):
                 self.call(rank)
         network.deliver_all()
+        if network.was_cut and len(self.present()) < len(network.workers):
+            # A reducer that nobody was connected to has forgotten who is gone: deadlines tell.
+            for seconds in (TIMEOUT_S, GRACE_S):
+                network.tick(seconds)
+                network.deliver_all()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "network"):
+            return
+        network = self.network
+        self.settle()
         self.results_are_exact()
         undisturbed = len(self.present()) == len(network.workers) and not network.was_cut
         for rank in self.present():
