@@ -72,9 +72,7 @@ class Server:
         Raises:
             BaseException: whatever ended the thread before it was told to stop.
         """
-        if not self._stopping.is_set():
-            self._stopping.set()
-            self._transport.wake()
+        self._stopping.set()  # seen at the next tick
         self._thread.join()
         if self._failure is not None:
             raise self._failure

@@ -32,7 +32,7 @@ def heartbeats(socket: zmq.Socket[bytes]) -> None:
 
 
 class Transport:
-    """A bound ROUTER socket and a way to wake up whoever polls it. One thread uses it.
+    """A bound ROUTER socket. One thread uses it.
 
     Args:
         endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
@@ -56,11 +56,6 @@ class Transport:
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
         self.port = int(port)
-        self._waker = self._context.socket(zmq.PAIR)
-        self._wakened = self._context.socket(zmq.PAIR)
-        wake = f"inproc://wake-{id(self)}"
-        self._wakened.bind(wake)
-        self._waker.connect(wake)
         self._shared: tuple[object, zmq.Frame] | None = None
 
     def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer]]:
@@ -68,10 +63,7 @@ class Transport:
 
         A message of three frames or more is no message of ours: it comes with an empty header.
         """
-        ready = dict(self._poller.poll(int(timeout_s * 1000)))
-        if self._wakened in ready:
-            self._wakened.recv()
-        if self._router not in ready:
+        if not self._router.poll(int(timeout_s * 1000)):
             return
         for _ in range(_RECEIVES_PER_POLL):
             try:
@@ -99,10 +91,6 @@ class Transport:
             raise
         return True
 
-    def wake(self) -> None:
-        """Make `receive` return at once; to be called from one other thread."""
-        self._waker.send(b"")
-
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
         self._context.destroy(linger=LINGER_MS)
@@ -129,8 +117,6 @@ class Transport:
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(_explain_bind(endpoint, error)) from None
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
 
 
 def _explain_bind(endpoint: str, error: zmq.ZMQError) -> str:
