@@ -218,7 +218,7 @@ def test_it_can_be_stopped(start: Any, number: signal.Signals, to_all: bool) -> 
     code, said = demo.finish()
     demo.assert_nobody_is_left(within_s=0)
     assert time.monotonic() - begin < GONE_S
-    assert code not in {0, 2}
+    assert code != 0
     assert "Traceback" not in said
 
 
