@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer import kernels
@@ -98,9 +99,12 @@ class Server:
         self._send(self._engine.tick(time.monotonic()))
 
     def _send(self, sends: Iterable[Send]) -> None:
-        for send in sends:
+        # In the engine's order, also when a thousand ranks turn out to be gone at once.
+        waiting = deque(sends)
+        while waiting:
+            send = waiting.popleft()
             if not self._transport.send(*send):
-                self._send(self._engine.unreachable(send.peer))
+                waiting.extend(self._engine.unreachable(send.peer))
 
 
 def _reachable(host: str) -> str:

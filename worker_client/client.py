@@ -17,6 +17,7 @@ from reducer.errors import (
     ReductionError,
 )
 from reducer.wire.constants import ReduceOp
+from worker_client import config
 from worker_client.host_buffer import HostBuffer, host_buffer
 from worker_client.operation import Operation
 from worker_client.session import Action, Session, Settings
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 IDLE_S = 0.5  # the thread looks at its clock at least this often
+UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class Client:
         self._session = Session(settings)
         self._submitted: deque[Operation] = deque()
         self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
+        self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
         self._lock = threading.Lock()  # keeps the order of calls, and guards the fields above
         self._closing = False
         self._changed = threading.Event()  # the session joined, or was refused
@@ -98,7 +101,7 @@ class Client:
         op: str | ReduceOp = ReduceOp.MEAN,
         *,
         name: str | None = None,
-        timeout: float | None = None,
+        timeout: float | str | None = None,
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -110,13 +113,14 @@ class Client:
                 written to, its own memory.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
             name: compared between ranks, so that a different order of calls shows as an error.
-            timeout: seconds until it fails, this client's default if None.
+            timeout: seconds (or ``"300s"``, ``"5ms"``) until it fails, this client's default if
+                None. Failing may take longer: what is on its way has to leave `data` first.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
 
         Raises:
-            ConfigError: `data` or `op` is not supported.
+            ConfigError: `data` or another argument is not supported.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
         self._check_usable()
@@ -127,7 +131,9 @@ class Client:
                 f"the mean of {buffer.dtype.name.lower()} is not defined: "
                 "use op='sum' and divide, or a floating type"
             )
-        timeout_s = self.timeout_s if timeout is None else timeout
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"name must be a string, got {name!r}")
+        timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
         operation = Operation(buffer.view, buffer.dtype, reduction, name, timeout_s)
         work = Work(f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes")
         with self._lock:
@@ -165,11 +171,15 @@ class Client:
             while not self._closing:
                 deadline = session.next_deadline()
                 patience = IDLE_S if deadline is None else deadline - time.monotonic()
-                for event in transport.poll(min(IDLE_S, max(0.0, patience))):
+                longest = UNSENT_S if self._unsent else IDLE_S
+                for event in transport.poll(min(longest, max(0.0, patience))):
                     self._do(self._take(event))
                 while self._submitted:
                     self._do(session.submit(self._submitted.popleft(), time.monotonic()))
                 self._do(session.tick(time.monotonic()))
+                unsent, self._unsent = self._unsent, []
+                for failed in unsent:
+                    self._finish(*failed)
                 if session.joined or session.refusal is not None:
                     self._changed.set()
             self._close(LocalProtocolError("the client was shut down"))
@@ -179,6 +189,8 @@ class Client:
             raise
         finally:
             transport.close()
+            for failed in self._unsent:
+                self._end(*failed)
 
     def _take(self, event: Event) -> list[Action]:
         if isinstance(event, Connected):
@@ -195,6 +207,13 @@ class Client:
                 self._finish(action.operation, action.error)
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
+        # Whoever hears of an error may write to the buffer, and other ranks must not see that.
+        if error is not None and self._transport.reads(operation.view):
+            self._unsent.append((operation, error))
+        else:
+            self._end(operation, error)
+
+    def _end(self, operation: Operation, error: ReductionError | None) -> None:
         with self._lock:
             work, data, buffer = self._works.pop(operation)
         failure: Exception | None = error
@@ -247,7 +266,7 @@ def _parse_op(op: str | ReduceOp) -> ReduceOp:
         return op
     try:
         return ReduceOp[op.upper()]
-    except KeyError:
+    except (KeyError, AttributeError):
         known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
         raise ConfigError(f"unknown op {op!r}: use one of {known}") from None
 

@@ -9,7 +9,14 @@ import os
 import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer.errors import ConfigError
@@ -38,6 +45,7 @@ def _auto(value: object) -> object:
 
 Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
 AutoBytes = Annotated[ByteSize, BeforeValidator(_auto)]
+_SECONDS_OF = TypeAdapter[float](Seconds)
 
 
 class WorkerConfig(BaseSettings):
@@ -143,6 +151,19 @@ def load(**arguments: Any) -> WorkerConfig:
         return WorkerConfig(**given)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
+
+
+def seconds(name: str, value: object) -> float:
+    """Read a duration that was given as the argument `name`.
+
+    Raises:
+        ConfigError: it is none; the message says what to write.
+    """
+    try:
+        return _SECONDS_OF.validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{name}: {message} (got {value!r})") from None
 
 
 def launch() -> Launch:

@@ -41,7 +41,11 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
         ) from None
     server = Server(settings)
     server.start()
-    addresses = tuple(group.gather("reducer", server.address))
+    try:
+        addresses = tuple(group.gather("reducer", server.address))
+    except BaseException:
+        server.stop()
+        raise
     log.info("embedded: each of %d ranks hosts a reducer", len(addresses))
     return server, addresses
 

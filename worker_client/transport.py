@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
@@ -75,12 +76,15 @@ class Transport:
         self._waker.connect(wake)
         self._poller.register(self._wakened, zmq.POLLIN)
         self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        # Per link, what libzmq sends out of the caller's memory: in the order of sending.
+        self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = [deque() for _ in addresses]
         for address in addresses:
             self._links.append(self._connect(address))
 
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """Wait for something to happen and yield it; at once after `wake`."""
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        self._forget_sent()
         if self._wakened in ready:
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -97,10 +101,19 @@ class Transport:
         A message to a reducer that is not connected is dropped: a `Disconnected` is on its way.
         """
         frames: list[bytes | zmq.Frame] = [header]
-        if payload is not None:
-            frames.append(zmq.Frame(payload, copy=len(payload) < _COPY_BELOW))
+        if payload is not None and len(payload) < _COPY_BELOW:
+            frames.append(zmq.Frame(payload, copy=True))
+        elif payload is not None:
+            frame = zmq.Frame(payload, copy=False, track=True)
+            frames.append(frame)
+            self._unsent[link].append((frame.tracker, memoryview(payload).obj))
         with contextlib.suppress(zmq.Again):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def reads(self, buffer: memoryview) -> bool:
+        """Whether a message that has not left yet lies in this buffer's memory."""
+        self._forget_sent()
+        return any(owner is buffer.obj for unsent in self._unsent for _, owner in unsent)
 
     def wake(self) -> None:
         """Make `poll` return at once. The caller sees to it that one thread calls at a time."""
@@ -115,7 +128,10 @@ class Transport:
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),  # nothing is queued to a reducer that is not there
-            (zmq.SNDHWM, 0),  # the window bounds what waits here, in bytes
+            # The window bounds what waits here, in bytes. A full queue of results would stop libzmq
+            # from reading, and so from seeing heartbeats, while the thread is busy elsewhere.
+            (zmq.SNDHWM, 0),
+            (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, MAX_CHUNK_BYTES + HEADER_BYTES),
             (zmq.RECONNECT_IVL, RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
@@ -132,6 +148,11 @@ class Transport:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return socket, monitor
+
+    def _forget_sent(self) -> None:
+        for unsent in self._unsent:
+            while unsent and unsent[0][0].done:
+                unsent.popleft()
 
     def _messages(
         self, link: int, socket: zmq.Socket[bytes], limit: int = sys.maxsize

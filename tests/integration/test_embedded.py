@@ -48,6 +48,11 @@ while True:
 """
 
 
+def heed_ctrl_c() -> None:
+    """Undo what a shell does to jobs in the background: they, and their children, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def ranks(world_size: int, code: str):
     with socket.socket() as free:
@@ -67,6 +72,7 @@ def ranks(world_size: int, code: str):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=heed_ctrl_c,  # noqa: PLW1509 (no thread of this process holds a lock)
         )
         for rank in range(world_size)
     ]

@@ -362,3 +362,14 @@ def test_every_mistake_at_the_reducer_is_told() -> None:
 def test_an_unknown_argument_of_the_reducer_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^port: Extra inputs"):
         reducer_config.load(port=5555)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("5ms", 0.005), ("2min", 120.0), (3, 3.0)])
+def test_a_duration_given_as_an_argument(value: object, seconds: float) -> None:
+    assert config.seconds("timeout", value) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("value", ["soon", 0, -1, float("nan"), None])
+def test_no_duration(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^timeout: .*got"):
+        config.seconds("timeout", value)

@@ -254,3 +254,17 @@ def test_a_leaf_that_requires_grad(strided: bool) -> None:
     assert leaf.is_leaf
     assert leaf.requires_grad
     assert leaf.grad_fn is None
+
+
+def test_the_lazily_negated_half_of_a_complex_tensor() -> None:
+    tensor = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    assert tensor.is_neg()
+    buffer = host_buffer(tensor)
+    assert np.frombuffer(buffer.view, np.float32).tolist() == [-2.0, -4.0]
+    assert buffer.write_back is not None
+
+
+def test_a_tensor_that_only_wraps_others() -> None:
+    wrapped = torch.func.vmap(host_buffer)
+    with pytest.raises(ConfigError, match="gives no access to its elements"):
+        wrapped(torch.ones(3, 2))
