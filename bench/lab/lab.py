@@ -1,0 +1,256 @@
+"""`Lab` and its hosts: what benchmarks and tests use."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeAlias
+
+from bench.lab import rate
+from bench.lab.claims import Facts
+from bench.lab.keeper import Request, clean, tear_down
+from bench.lab.network import LabUnavailable, Network
+from bench.lab.processes import MARK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+ROOT = Path(__file__).parent.parent.parent
+STOP_S = 60.0
+Stream: TypeAlias = "int | IO[str] | IO[bytes] | None"
+
+
+class Host:
+    """One host of a lab.
+
+    Attributes:
+        index: its place in `Lab.hosts`.
+        name: its namespace, for ``ip netns exec``; every host of the lab resolves it.
+        address: its IPv4 address.
+    """
+
+    def __init__(self, lab: Lab, index: int, name: str, address: str) -> None:
+        self.index = index
+        self.name = name
+        self.address = address
+        self._lab = lab
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdout: Stream = None,
+        stderr: Stream = None,
+        stdin: Stream = subprocess.DEVNULL,
+    ) -> subprocess.Popen[str]:
+        """Start a process in this host, in a session of its own; the end of the lab kills it.
+
+        Args:
+            argv: program and arguments.
+            env: added to this process's environment and the ``LAB_`` names.
+            stdout: as of `subprocess.Popen`, like the other two; read pipes before the lab ends.
+            stderr: see `stdout`.
+            stdin: see `stdout`; empty by default.
+
+        Raises:
+            FileNotFoundError: there is no such program.
+        """
+        return self._lab._start(self, argv, env or {}, (stdin, stdout, stderr))  # noqa: SLF001
+
+
+class Lab:
+    """`hosts` hosts whose links have `mbit` Mbit/s each way (None: unshaped), from enter to exit.
+
+    Needs root, ``ip`` and ``tc``: entering it raises `LabUnavailable` where they are missing. At
+    its end, also that of the process that owns it, all processes in the hosts are killed and the
+    hosts removed.
+
+    Attributes:
+        hosts: the hosts, while the lab exists.
+        mbit: the links' rate at the start, in Mbit/s; None if they are unshaped.
+    """
+
+    def __init__(self, hosts: int, mbit: float | None = None) -> None:
+        if not 1 <= hosts <= 254:
+            raise ValueError(f"a lab has 1 to 254 hosts, got {hosts}")
+        if mbit is not None and not mbit > 0:
+            raise ValueError(f"a link's rate is more than 0 Mbit/s, got {mbit}")
+        self.mbit = mbit
+        self.hosts: list[Host] = []
+        self._size = hosts
+        self._namespaces = True
+        self._mark = ""
+        self._network: Network | None = None
+        self._keeper: subprocess.Popen[str] | None = None
+        self._processes: list[subprocess.Popen[str]] = []
+        self._payload_rate: float | None = None
+
+    @classmethod
+    def loopback(cls, hosts: int) -> Lab:
+        """Make a lab without root and namespaces, whose hosts are all ``127.0.0.1``, unshaped."""
+        lab = cls(hosts)
+        lab._namespaces = False
+        return lab
+
+    def __enter__(self) -> Lab:
+        self._mark = secrets.token_hex(8)
+        self._payload_rate = None
+        try:
+            number = self._start_keeper()
+        except BaseException:
+            self._close()
+            raise
+        if self._namespaces:
+            self._network = Network(number, self._size)
+            places = zip(self._network.names, self._network.addresses, strict=True)
+        else:
+            places = zip(["localhost"] * self._size, ["127.0.0.1"] * self._size, strict=True)
+        self.hosts = [Host(self, index, *place) for index, place in enumerate(places)]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def set_rate(self, host: Host, mbit: float | None) -> None:
+        """Give one host's link this rate in Mbit/s, each way; None removes its shaping."""
+        if mbit is not None and not mbit > 0:
+            raise ValueError(f"a link's rate is more than 0 Mbit/s, got {mbit}")
+        self._links(host).shape(host.index, mbit)
+        self._payload_rate = None
+
+    def link_down(self, host: Host) -> None:
+        """Pull a host's cable: packets are lost, sockets and addresses stay."""
+        self._links(host).connect(host.index, up=False)
+
+    def link_up(self, host: Host) -> None:
+        """Plug a host's cable in again."""
+        self._links(host).connect(host.index, up=True)
+
+    def payload_rate(self) -> float:
+        """Bytes per second of one iperf3 stream from host 0 to host 1, as their links are now.
+
+        Measured at the first call (some seconds) and at the first after a `set_rate`.
+
+        Raises:
+            LabUnavailable: iperf3 is missing, or there is one host only.
+        """
+        if self._payload_rate is None:
+            if len(self.hosts) < 2:
+                raise LabUnavailable("a payload rate is measured between two hosts: make more")
+            self._payload_rate = rate.payload_rate(self.hosts[0], self.hosts[1])
+        return self._payload_rate
+
+    def _start(
+        self,
+        host: Host,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        streams: tuple[Stream, Stream, Stream],
+    ) -> subprocess.Popen[str]:
+        if host not in self.hosts:
+            raise LabUnavailable("the lab has ended: start processes inside its `with` block")
+        environment = {**os.environ, **self._describe(host), **env, MARK: self._mark}
+        if not shutil.which(argv[0], path=environment.get("PATH")):
+            raise FileNotFoundError(
+                f"there is no program {argv[0]!r} to start in host {host.index}"
+            )
+        enter = ["ip", "netns", "exec", host.name] if self._namespaces else []
+        stdin, stdout, stderr = streams
+        process = subprocess.Popen(
+            [*enter, *argv],
+            env=environment,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def _describe(self, host: Host) -> dict[str, str]:
+        return {
+            "LAB_INDEX": str(host.index),
+            "LAB_NAME": host.name,
+            "LAB_ADDRESS": host.address,
+            "LAB_HOSTS": str(len(self.hosts)),
+            "LAB_NAMES": ",".join(other.name for other in self.hosts),
+            "LAB_ADDRESSES": ",".join(other.address for other in self.hosts),
+            "LAB_MBIT": "" if self.mbit is None else f"{self.mbit:g}",
+        }
+
+    def _links(self, host: Host) -> Network:
+        if self._network is None:
+            raise LabUnavailable("hosts on loopback have no links: use Lab() as root")
+        if host not in self.hosts:
+            raise LabUnavailable("the host belongs to another lab, or to one that has ended")
+        return self._network
+
+    def _start_keeper(self) -> int:
+        """Start the process that makes the lab and outlives this one; return the lab's number."""
+        facts = Facts(self._mark, self._size, self.mbit, os.getpid(), " ".join(sys.argv))
+        owner = os.pidfd_open(os.getpid())
+        try:
+            request = Request(facts, self._namespaces, owner)
+            # The keeper needs the standard library alone, and starts at once without the rest.
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-SE", "-m", "bench.lab", "keep", request.to_json()],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                pass_fds=[owner],
+            )
+        finally:
+            os.close(owner)
+        assert self._keeper.stdout
+        answer = json.loads(self._keeper.stdout.readline() or "{}")
+        if "number" not in answer:
+            silent = "the lab's keeper died: what it said is on standard error"
+            raise LabUnavailable(answer.get("unavailable", silent))
+        return int(answer["number"])
+
+    def _close(self) -> None:
+        self.hosts, self._network = [], None
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if self._keeper:
+            self._stop_keeper(self._keeper)
+        for process in self._processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream:
+                    with suppress(BrokenPipeError):  # what was written and never read
+                        stream.close()
+        self._processes, self._keeper = [], None
+
+    def _stop_keeper(self, keeper: subprocess.Popen[str]) -> None:
+        assert keeper.stdin
+        assert keeper.stdout
+        keeper.stdin.close()
+        try:
+            keeper.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
+        keeper.stdout.close()
+        if keeper.returncode < 0:  # killed, and with it the only one who would have removed the lab
+            tear_down(self._mark, None)
+            if self._namespaces:
+                clean()
