@@ -12,7 +12,17 @@ DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
 FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3"]
 FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 
+LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
+
 KERNELS = "reducer/kernels"
+LOOP_HEADERS = [
+    "reducer/libzmq.h",
+    "reducer/loop.h",
+    "reducer/map.h",
+    "reducer/slots.h",
+    "reducer/wire/header.h",
+    f"{KERNELS}/fold.h",
+]
 
 extensions = cythonize(
     [
@@ -28,8 +38,22 @@ extensions = cythonize(
             depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h"],
             libraries=["m"],
             extra_compile_args=FLAGS,
-            extra_link_args=["-fsanitize=address,undefined"] if DEBUG else [],
-        )
+            extra_link_args=LINK_FLAGS,
+        ),
+        *(
+            Extension(
+                f"reducer.{name}",
+                sources=[f"reducer/{name}.pyx", *sources],
+                depends=LOOP_HEADERS,
+                include_dirs=["reducer"],
+                extra_compile_args=FLAGS,
+                extra_link_args=LINK_FLAGS,
+            )
+            for name, sources in (
+                ("_slots", ["reducer/slots.c"]),
+                ("_loop", ["reducer/loop.c", "reducer/slots.c"]),
+            )
+        ),
     ],
     compiler_directives={
         "language_level": "3",
@@ -40,6 +64,6 @@ extensions = cythonize(
     },
 )
 for extension in extensions:
-    extension.optional = True  # the NumPy twin serves instead; cythonize drops this option
+    extension.optional = True  # the plain twins serve instead; cythonize drops this option
 
 setup(ext_modules=extensions)

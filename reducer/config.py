@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -35,6 +35,9 @@ class ReducerConfig(BaseSettings):
     kernel: str | None = None
     """Which kernel variant sums: avx512, avx2, generic or numpy; the CPU's best by default. All
     give the same bits."""
+
+    impl: Literal["compiled", "plain"] | None = None
+    """Which loop serves: the compiled one if it can run, by default. Both do the same."""
 
     @field_validator("bind")
     @classmethod

@@ -21,8 +21,7 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.membership import Job, Member, Membership
-from reducer.slots import Round, Slot
+from reducer.membership import Job, Membership
 from reducer.wire.constants import (
     MAX_ROUNDS_AHEAD,
     NO_SEQUENCE,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from reducer.kernels import Kernels
+    from reducer.slots import Member, Round, Slot, SlotsModule
 
 PING_INTERVAL_S = 0.5
 CLAIM_PATIENCE_S = 1.5  # by then the transport's heartbeats have shown that a peer is gone
@@ -82,18 +82,25 @@ class Engine:
 
     Args:
         kernels: what sums.
+        slots: the implementation of members, rounds and slots.
         memory_limit: bytes that contributions and results may take.
         incarnation: hexadecimal, another one at every start.
         address: how this reducer calls itself in errors, ``host:port``.
     """
 
     def __init__(
-        self, kernels: Kernels, *, memory_limit: int, incarnation: str, address: str
+        self,
+        kernels: Kernels,
+        slots: SlotsModule,
+        *,
+        memory_limit: int,
+        incarnation: str,
+        address: str,
     ) -> None:
         self.counters = Counters()
         self.draining = False
-        self._kernels = kernels
-        self._members = Membership(memory_limit)
+        self.kernels = kernels
+        self._members = Membership(memory_limit, slots)
         self._incarnation = incarnation
         self._address = address
         self._now = 0.0
@@ -104,6 +111,11 @@ class Engine:
             MessageType.ABORT: self._abort,
             MessageType.GOODBYE: self._goodbye,
         }
+
+    @property
+    def changes(self) -> int:
+        """How often a member has come or gone."""
+        return self._members.changes
 
     @property
     def jobs(self) -> list[Job]:
@@ -209,8 +221,8 @@ class Engine:
         sends = [Send(peer, welcome.pack(), encode(body))]
         if earlier is not None:
             sends += self._supersede(earlier, header)
-        for sequence, round_ in list(job.rounds.items()):
-            if round_.error is None and round_.slots and member.rank in round_.departed:
+        for sequence, round_ in job.rounds.items():
+            if round_.error is None and round_.open and member.rank in round_.departed:
                 sends += self._fail(job, sequence, round_, round_.departed[member.rank])
         return sends + self._give_up(job, member)
 
@@ -246,7 +258,7 @@ class Engine:
             return []
         job, member = found
         sends: list[Send] = []
-        for sequence, round_ in list(job.rounds.items()):
+        for sequence, round_ in job.rounds.items():
             round_.depart(member.rank, reason)
             if round_.error is None and round_.lacks(member.rank):
                 sends += self._fail(job, sequence, round_, reason)
@@ -285,22 +297,22 @@ class Engine:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
             first = header if header.type is MessageType.CONTRIBUTION else None
-            round_ = job.rounds[header.sequence] = Round(first)
+            round_ = job.rounds.open(header.sequence, first)
             if self.draining:
-                round_.error = self._shutting_down()
-        round_.ranks.add(member.rank)
+                round_.fail(self._shutting_down())
+        round_.hear(member.rank)
         return round_
 
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer
     ) -> Slot:
-        if header.offset not in round_.slots:
+        if not round_.is_open(header.offset):
             _check_presence(job, round_, header.sequence)
         if member.held and member.held + charge(header.nbytes) > member.window:
             raise CapacityError(
                 f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
             )
-        slot = round_.place(header, payload, job.world_size)
+        slot = round_.place(header, payload)
         member.held += charge(header.nbytes)
         self.counters.contributions += 1
         self.counters.bytes_in += header.nbytes
@@ -309,7 +321,7 @@ class Engine:
     def _reduce(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
         result = np.empty(slot.nbytes, np.uint8)
         contributions = [payload for payload in slot.payloads if payload is not None]
-        self._kernels.reduce(contributions, result, DType(header.dtype), ReduceOp(header.op))
+        self.kernels.reduce(contributions, result, DType(header.dtype), ReduceOp(header.op))
         round_.finish(header.offset)
         members = list(job.members.values())
         for member in members:
@@ -341,7 +353,7 @@ class Engine:
     def _explain_timeout(
         self, job: Job, round_: Round, error: ReductionTimeout
     ) -> ReductionTimeout:
-        missing = round_.missing_ranks(job.world_size)
+        missing = round_.missing_ranks()
         if not missing:
             return error
         absent = set(job.absent())
@@ -360,11 +372,11 @@ class Engine:
     def _give_up(self, job: Job, member: Member) -> list[Send]:
         """Fail the rounds that a worker's watermark has passed without it; forget old ones."""
         sends: list[Send] = []
-        for sequence, round_ in list(job.rounds.items()):
+        for sequence, round_ in job.rounds.items():
             if sequence < member.watermark and round_.error is None and round_.lacks(member.rank):
                 sends += self._fail(job, sequence, round_, _gave_up(sequence, member.rank))
         for sequence in job.forgettable():
-            del job.rounds[sequence]
+            job.rounds.discard(sequence)
         return sends
 
     def _fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> list[Send]:
@@ -386,9 +398,10 @@ class Engine:
             MessageType.ERROR, job=job.key, generation=job.generation, sequence=sequence
         ).pack()
         body = encode_error(round_.error)
-        due = round_.ranks - round_.told
+        due = round_.untold()
         untold = [member for member in members if member.rank in due]
-        round_.told.update(member.rank for member in untold)
+        for member in untold:
+            round_.tell(member.rank)
         return [Send(member.peer, frame, body) for member in untold]
 
     def _shutting_down(self) -> ReducerLostError:

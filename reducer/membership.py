@@ -15,35 +15,12 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import auto_chunk_limit, charge
-from reducer.wire.states import LinkState
 
 if TYPE_CHECKING:
-    from reducer.slots import Round
+    from reducer.slots import Member, Rounds, SlotsModule
     from reducer.wire.messages import Hello
 
 SETTINGS = ("world_size", "reducers", "reducer_index", "chunk_bytes")  # equal at every rank
-
-
-class Member:
-    """One rank of a job, as the peer that speaks for it.
-
-    Attributes:
-        peer: the transport's name for its connection.
-        window: bytes it may have in flight here.
-        held: bytes of its window taken by contributions in open slots.
-        watermark: every all-reduce below this number is finished at the worker.
-        state: state of the link (`reducer.wire.states`).
-    """
-
-    __slots__ = ("held", "peer", "rank", "state", "watermark", "window")
-
-    def __init__(self, peer: bytes, header: Header) -> None:
-        self.peer = peer
-        self.rank = header.rank
-        self.window = header.window
-        self.held = 0
-        self.watermark = header.watermark
-        self.state = LinkState.MEMBER
 
 
 class Job:
@@ -58,7 +35,7 @@ class Job:
         reserved: bytes of the reducer's memory set aside for this job.
     """
 
-    def __init__(self, header: Header, hello: Hello) -> None:
+    def __init__(self, header: Header, hello: Hello, rounds: Rounds) -> None:
         self.key = header.job
         self.name = hello.job
         self.generation = header.generation
@@ -68,7 +45,7 @@ class Job:
         self.max_chunk_bytes = hello.chunk_bytes or auto_chunk_limit(hello.reducers)
         self.members: dict[int, Member] = {}
         self.gone: dict[int, tuple[int, RankLostError]] = {}
-        self.rounds: dict[int, Round] = {}
+        self.rounds = rounds
         self.reserved = 0
 
     def absent(self) -> tuple[int, ...]:
@@ -91,10 +68,16 @@ class Membership:
 
     Args:
         memory_limit: bytes that all jobs together may reserve.
+        slots: the implementation of members, rounds and slots.
+
+    Attributes:
+        changes: how often somebody has come or gone.
     """
 
-    def __init__(self, memory_limit: int) -> None:
+    def __init__(self, memory_limit: int, slots: SlotsModule) -> None:
         self.memory_limit = memory_limit
+        self.changes = 0
+        self._slots = slots
         self.jobs: dict[int, Job] = {}
         self._by_peer: dict[bytes, tuple[Job, Member]] = {}
 
@@ -133,7 +116,7 @@ class Membership:
             raise RemoteProtocolError(f"rank {header.rank} of a world of {hello.world_size}")
         earlier = self.jobs.get(header.job)
         if earlier is None or earlier.generation < header.generation:
-            job = Job(header, hello)
+            job = Job(header, hello, self._slots.Rounds(hello.world_size))
         else:
             job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
@@ -141,7 +124,8 @@ class Membership:
         if earlier is not None:
             self._drop(earlier)
         self.jobs[job.key] = job
-        member = Member(peer, header)
+        member = self._slots.Member(peer, header)
+        self.changes += 1
         job.members[member.rank] = member
         job.gone.pop(member.rank, None)
         self._by_peer[peer] = (job, member)
@@ -151,6 +135,7 @@ class Membership:
         """Take a peer out of its job; the job is dropped with its last member."""
         found = self._by_peer.pop(peer, None)
         if found is not None:
+            self.changes += 1
             job, member = found
             del job.members[member.rank]
             job.gone[member.rank] = (member.watermark, reason)

@@ -7,16 +7,13 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
-from reducer import kernels
-from reducer.engine import Counters, Engine, Send
+from reducer import implementation, kernels
+from reducer.engine import Counters, Engine
 from reducer.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from reducer.config import ReducerConfig
 
 TICK_S = 0.1
@@ -40,18 +37,21 @@ class Server:
 
     def __init__(self, config: ReducerConfig) -> None:
         table = kernels.select(config.kernel)
+        chosen = implementation.select(config.impl, table)
         self._transport = Transport(config.bind)
         self.address = f"{_reachable(self._transport.host)}:{self._transport.port}"
         self._engine = Engine(
             table,
+            chosen.slots,
             memory_limit=int(config.memory_limit),
             incarnation=secrets.token_hex(8),
             address=self.address,
         )
+        self._loop = chosen.loop(self._engine, self._transport)
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="reducer", daemon=True)
-        log.info("sums with the %s kernels", table.name)
+        log.info("serves with the %s loop and the %s kernels", chosen.name, table.name)
 
     @property
     def counters(self) -> Counters:
@@ -81,30 +81,17 @@ class Server:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._step(TICK_S)
-            self._send(self._engine.drain())
+                self._loop.step(TICK_S)
+            self._loop.send(self._engine.drain())
             give_up = time.monotonic() + DRAIN_S
             while self._engine.jobs and time.monotonic() < give_up:
-                self._step(TICK_S)
+                self._loop.step(TICK_S)
         except BaseException as error:
             self._failure = error
             log.exception("the reducer stopped because of an error of its own")
             raise
         finally:
             self._transport.close()
-
-    def _step(self, timeout_s: float) -> None:
-        for peer, header, payload in self._transport.receive(timeout_s):
-            self._send(self._engine.receive(peer, header, payload))
-        self._send(self._engine.tick(time.monotonic()))
-
-    def _send(self, sends: Iterable[Send]) -> None:
-        # In the engine's order, also when a thousand ranks turn out to be gone at once.
-        waiting = deque(sends)
-        while waiting:
-            send = waiting.popleft()
-            if not self._transport.send(*send):
-                waiting.extend(self._engine.unreachable(send.peer))
 
 
 def _reachable(host: str) -> str:

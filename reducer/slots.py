@@ -1,22 +1,55 @@
-"""Rounds and slots: what a reducer holds of the all-reduces in flight (sans I/O).
+"""Members, rounds and slots: what a reducer holds of the all-reduces in flight (sans I/O).
 
 A round is one all-reduce as this reducer sees it; a slot is one of its chunks while contributions
-are still missing.
+are still missing. `_slots.pyx` has the same classes over C structs, for the compiled loop.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from reducer.errors import MismatchError
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.layout import charge
+from reducer.wire.states import LinkState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reducer.errors import RankLostError, ReductionError
     from reducer.wire.header import Buffer, Header
+
+
+class SlotsModule(Protocol):
+    """What this module and its compiled twin both provide."""
+
+    def Member(self, peer: bytes, header: Header) -> Member:  # noqa: N802 (a class)
+        """Return a new member."""
+
+    def Rounds(self, world_size: int) -> Rounds:  # noqa: N802 (a class)
+        """Return the rounds of a new job."""
+
+
+class Member:
+    """One rank of a job, as the peer that speaks for it.
+
+    Attributes:
+        peer: the transport's name for its connection.
+        window: bytes it may have in flight here.
+        held: bytes of its window taken by contributions in open slots.
+        watermark: every all-reduce below this number is finished at the worker.
+        state: state of the link (`reducer.wire.states`).
+    """
+
+    __slots__ = ("held", "peer", "rank", "state", "watermark", "window")
+
+    def __init__(self, peer: bytes, header: Header) -> None:
+        self.peer = peer
+        self.rank = header.rank
+        self.window = header.window
+        self.held = 0
+        self.watermark = header.watermark
+        self.state = LinkState.MEMBER
 
 
 class Slot:
@@ -40,98 +73,158 @@ class Round:
 
     Attributes:
         first: header of the contribution that opened the round, None if an ABORT did.
-        slots: open slots by offset.
-        done: offsets whose result was sent.
         error: why the round failed, or None.
-        ranks: ranks that have said something about it.
-        told: ranks that were sent `error`.
         departed: ranks that went while it was in progress, and why; what they gave stays, but
             nothing more is taken from them, not even when they come back.
     """
 
-    __slots__ = ("departed", "done", "error", "first", "ranks", "slots", "told")
+    __slots__ = ("_done", "_slots", "_spoke", "_told", "_world_size", "departed", "error", "first")
 
-    def __init__(self, first: Header | None) -> None:
+    def __init__(self, first: Header | None, world_size: int) -> None:
         self.first = first
-        self.slots: dict[int, Slot] = {}
-        self.done: set[int] = set()
         self.error: ReductionError | None = None
-        self.ranks: set[int] = set()
-        self.told: set[int] = set()
         self.departed: dict[int, RankLostError] = {}
+        self._world_size = world_size
+        self._slots: dict[int, Slot] = {}
+        self._done: set[int] = set()  # offsets whose result was sent
+        self._spoke: set[int] = set()
+        self._told: set[int] = set()
 
-    def place(self, header: Header, payload: Buffer, world_size: int) -> Slot:
+    @property
+    def open(self) -> int:
+        """Number of slots that wait for contributions."""
+        return len(self._slots)
+
+    def is_open(self, offset: int) -> bool:
+        """Whether the chunk at `offset` waits for contributions."""
+        return offset in self._slots
+
+    def place(self, header: Header, payload: Buffer) -> Slot:
         """Put a contribution, the first of its rank to this chunk, into its slot.
 
         Raises:
             MismatchError: it contradicts what another rank contributed to this all-reduce.
         """
-        self._check_agreement(header)
-        slot = self.slots.get(header.offset)
+        check_agreement(header, self.first)
+        slot = self._slots.get(header.offset)
         if slot is None:
-            slot = self.slots[header.offset] = Slot(header, world_size)
-        if header.nbytes != slot.nbytes:
-            raise _mismatch(header, "chunk_bytes", slot.first_rank, slot.nbytes, header.nbytes)
+            slot = self._slots[header.offset] = Slot(header, self._world_size)
+        check_size(header, slot.first_rank, slot.nbytes)
         slot.payloads[header.rank] = payload
         slot.missing -= 1
         return slot
 
     def holds(self, offset: int, rank: int) -> bool:
         """Whether this rank's contribution to the chunk at `offset` was counted before."""
-        slot = self.slots.get(offset)
-        return offset in self.done or (slot is not None and slot.payloads[rank] is not None)
+        slot = self._slots.get(offset)
+        return offset in self._done or (slot is not None and slot.payloads[rank] is not None)
 
     def finish(self, offset: int) -> None:
         """Forget a slot whose result is on its way."""
-        del self.slots[offset]
-        self.done.add(offset)
+        del self._slots[offset]
+        self._done.add(offset)
 
     def fail(self, error: ReductionError) -> Iterator[tuple[int, int]]:
         """Mark the round as failed and drop its slots.
 
-        Yields:
+        Returns:
             ``(rank, bytes)`` that each dropped contribution took of its rank's window.
         """
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
-        slots, self.slots = self.slots, {}
-        for slot in slots.values():
-            for rank in slot.ranks():
-                yield rank, charge(slot.nbytes)
+        slots, self._slots = self._slots, {}
+        return ((rank, charge(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
 
-    def missing_ranks(self, world_size: int) -> tuple[int, ...]:
+    def missing_ranks(self) -> tuple[int, ...]:
         """Ranks without which an open slot cannot be completed."""
-        missing: set[int] = set()
-        for slot in self.slots.values():
-            missing.update(set(range(world_size)).difference(slot.ranks()))
-        return tuple(sorted(missing))
+        return tuple(rank for rank in range(self._world_size) if self.lacks(rank))
 
     def lacks(self, rank: int) -> bool:
         """Whether an open slot waits for this rank."""
-        return any(slot.payloads[rank] is None for slot in self.slots.values())
+        return any(slot.payloads[rank] is None for slot in self._slots.values())
+
+    def hear(self, rank: int) -> None:
+        """Take note that a rank has said something about this round."""
+        self._spoke.add(rank)
+
+    def untold(self) -> set[int]:
+        """Ranks that know of this round, but not of its error."""
+        return self._spoke - self._told
+
+    def tell(self, rank: int) -> None:
+        """Take note that a rank was sent the error."""
+        self._told.add(rank)
 
     def depart(self, rank: int, reason: RankLostError) -> None:
         """Take note that a rank has gone; should it come back, it is told the error anew."""
         self.departed[rank] = reason
-        self.ranks.discard(rank)
-        self.told.discard(rank)
+        self._spoke.discard(rank)
+        self._told.discard(rank)
 
-    def _check_agreement(self, header: Header) -> None:
-        first = self.first
-        if first is None:
-            return
-        if header.total_bytes != first.total_bytes:
-            raise _mismatch(
-                header, "total_bytes", first.rank, first.total_bytes, header.total_bytes
-            )
-        if header.dtype != first.dtype:
-            names = DType(first.dtype).name.lower(), DType(header.dtype).name.lower()
-            raise _mismatch(header, "dtype", first.rank, *names)
-        if header.op != first.op:
-            names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
-            raise _mismatch(header, "op", first.rank, *names)
-        if header.tag != first.tag:
-            raise _mismatch(header, "name", first.rank, _tag(first), _tag(header))
+
+class Rounds:
+    """The rounds of one job, by sequence number.
+
+    Args:
+        world_size: number of ranks of the job.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._rounds: dict[int, Round] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._rounds))
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def get(self, sequence: int) -> Round | None:
+        """Return the round of an all-reduce, if there is one."""
+        return self._rounds.get(sequence)
+
+    def items(self) -> list[tuple[int, Round]]:
+        """Return all rounds with their sequence numbers, in the order in which they opened."""
+        return list(self._rounds.items())
+
+    def open(self, sequence: int, first: Header | None) -> Round:
+        """Begin a round, with the contribution that opens it if one does."""
+        round_ = self._rounds[sequence] = Round(first, self._world_size)
+        return round_
+
+    def discard(self, sequence: int) -> None:
+        """Forget a round."""
+        del self._rounds[sequence]
+
+
+def check_agreement(header: Header, first: Header | None) -> None:
+    """Compare a contribution with the one that opened its round.
+
+    Raises:
+        MismatchError: they contradict each other.
+    """
+    if first is None:
+        return
+    if header.total_bytes != first.total_bytes:
+        raise _mismatch(header, "total_bytes", first.rank, first.total_bytes, header.total_bytes)
+    if header.dtype != first.dtype:
+        names = DType(first.dtype).name.lower(), DType(header.dtype).name.lower()
+        raise _mismatch(header, "dtype", first.rank, *names)
+    if header.op != first.op:
+        names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
+        raise _mismatch(header, "op", first.rank, *names)
+    if header.tag != first.tag:
+        raise _mismatch(header, "name", first.rank, _tag(first), _tag(header))
+
+
+def check_size(header: Header, first_rank: int, nbytes: int) -> None:
+    """Compare the size of a chunk with that of the first contribution to it.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    if header.nbytes != nbytes:
+        raise _mismatch(header, "chunk_bytes", first_rank, nbytes, header.nbytes)
 
 
 def _tag(header: Header) -> str:

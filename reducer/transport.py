@@ -39,6 +39,7 @@ class Transport:
 
     Attributes:
         host, port: what the socket is bound to.
+        underlying: address of the socket for the compiled loop.
 
     Raises:
         ConfigError: the endpoint cannot be bound; the message says what to change.
@@ -56,6 +57,7 @@ class Transport:
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
         self.port = int(port)
+        self.underlying = int(self._router.underlying)
         self._shared: tuple[object, zmq.Frame] | None = None
 
     def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer]]:

@@ -1,7 +1,5 @@
-/* Which kernels this machine can run, and how one is run. */
+/* Which kernels this machine can run. */
 #include "fold.h"
-
-#include <fenv.h>
 
 size_t fold_usable(const struct fold_table *usable[FOLD_TABLES]) {
     size_t found = 0;
@@ -18,12 +16,4 @@ size_t fold_usable(const struct fold_table *usable[FOLD_TABLES]) {
 #endif
     usable[found++] = &fold_generic;
     return found;
-}
-
-void fold_run(fold_fn fold, void *out, const void *const *in, size_t n, size_t count) {
-    fenv_t callers;
-    fegetenv(&callers);
-    fesetenv(FE_DFL_ENV);
-    fold(out, in, n, count);
-    fesetenv(&callers);
 }

@@ -16,6 +16,7 @@
 #ifndef REDUCER_KERNELS_FOLD_H
 #define REDUCER_KERNELS_FOLD_H
 
+#include <fenv.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -65,6 +66,13 @@ size_t fold_usable(const struct fold_table *usable[FOLD_TABLES]);
 
 /* Runs one fold under the default floating-point environment, whatever this thread's is: a library
  * may have made it flush subnormal numbers to zero, or round in another direction. */
-void fold_run(fold_fn fold, void *out, const void *const *in, size_t n, size_t count);
+static inline void fold_run(fold_fn fold, void *out, const void *const *in, size_t n, size_t count)
+{
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    fold(out, in, n, count);
+    fesetenv(&callers);
+}
 
 #endif

@@ -10,13 +10,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reducer import kernels
-from reducer.engine import Engine
-from reducer.engine import Send as EngineSend
 from reducer.errors import LocalProtocolError, ReductionError
+from tests.engine.twins import Served
 from worker_client.session import Finish, Session, Settings
 
 if TYPE_CHECKING:
+    from reducer.engine import Send as EngineSend
     from worker_client.operation import Operation
 
 MEMORY_LIMIT = 1 << 30
@@ -36,14 +35,20 @@ class Network:
     """`world_size` workers of one job and their reducers."""
 
     def __init__(
-        self, world_size: int, reducers: int, chunk_bytes: int, window: int = 4096
+        self,
+        world_size: int,
+        reducers: int,
+        chunk_bytes: int,
+        window: int = 4096,
+        implementation: str = "compiled",
     ) -> None:
         self.now = 0.0
         addresses = tuple(f"reducer-{index}:1" for index in range(reducers))
-        self.engines = [
-            Engine(kernels.select(), memory_limit=MEMORY_LIMIT, incarnation="1", address=address)
+        self.served = [
+            Served(implementation, memory_limit=MEMORY_LIMIT, address=address)
             for address in addresses
         ]
+        self.engines = [served.engine for served in self.served]
         self.workers = [
             Worker(Session(Settings("job", 0, rank, world_size, addresses, window, chunk_bytes)))
             for rank in range(world_size)
@@ -150,7 +155,7 @@ class Network:
             self.down[rank, index].append((send.header, payload))
 
     def receive(self, rank: int, index: int, header: bytes, payload: bytes) -> list[EngineSend]:
-        return self.engines[index].receive(self.peer(rank, index), header, payload)
+        return self.served[index].receive(self.peer(rank, index), header, payload)
 
     def peer(self, rank: int, index: int) -> bytes:
         """How a reducer's transport calls a connection."""

@@ -83,11 +83,13 @@ def _other_op(op: ReduceOp) -> ReduceOp:
 class Training(RuleBasedStateMachine):
     """Ranks call all-reduces, messages travel, ranks go; the guarantee must hold."""
 
+    implementation = "compiled"
+
     @initialize(
         world_size=st.integers(2, 4), reducers=st.integers(1, 3), window=st.sampled_from([1, 8192])
     )
     def start(self, world_size: int, reducers: int, window: int) -> None:
-        self.network = Network(world_size, reducers, CHUNK_BYTES, window)
+        self.network = Network(world_size, reducers, CHUNK_BYTES, window, self.implementation)
         self.calls: list[Call] = []
         self.checked: list[set[int]] = [set() for _ in range(world_size)]
         self.network.connect()
@@ -248,8 +250,8 @@ class Training(RuleBasedStateMachine):
             assert worker.session.active == 0
             assert all(link.in_flight == 0 and not link.sent for link in worker.session.links)
         for engine in network.engines:
-            rounds = [round_ for job in engine.jobs for round_ in job.rounds.values()]
-            assert not any(round_.slots for round_ in rounds)
+            rounds = [round_ for job in engine.jobs for _, round_ in job.rounds.items()]
+            assert not any(round_.open for round_ in rounds)
             assert engine.held() == 0
         for rank in self.present():
             network.leave(rank)
@@ -259,8 +261,7 @@ class Training(RuleBasedStateMachine):
             assert engine.jobs == []
 
 
-TestTraining = Training.TestCase
-TestTraining.settings = settings(
+SETTINGS = settings(
     max_examples=int(os.environ.get("STATE_MACHINE_EXAMPLES", "500")),
     stateful_step_count=60,
     deadline=None,
@@ -268,3 +269,15 @@ TestTraining.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     derandomize="STATE_MACHINE_EXAMPLES" not in os.environ,
 )
+
+
+class PlainTraining(Training):
+    """The same with the plain rounds."""
+
+    implementation = "plain"
+
+
+TestTraining = Training.TestCase
+TestTraining.settings = SETTINGS
+TestPlainTraining = PlainTraining.TestCase
+TestPlainTraining.settings = SETTINGS

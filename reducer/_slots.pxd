@@ -1,0 +1,108 @@
+"""The compiled members, rounds and slots, for the compiled loop: `slots.h` declared once."""
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+
+
+cdef extern from "map.h" nogil:
+    struct map_entry:
+        uint64_t key
+        void *value
+
+    struct map:
+        map_entry *entries
+        size_t mask
+        size_t count
+
+    void *map_get(const map *self, uint64_t key)
+    bint map_put(map *self, uint64_t key, void *value)
+    void map_free(map *self)
+
+
+cdef extern from "libzmq.h" nogil:
+    ctypedef struct zmq_msg_t:
+        pass
+
+    struct libzmq:
+        int (*msg_init_size)(zmq_msg_t *message, size_t nbytes) noexcept nogil
+        int (*msg_close)(zmq_msg_t *message) noexcept nogil
+        void *(*msg_data)(zmq_msg_t *message) noexcept nogil
+        size_t (*msg_size)(const zmq_msg_t *message) noexcept nogil
+        int (*last_errno)() noexcept nogil
+
+
+cdef extern from "wire/header.h" nogil:
+    const int HEADER_BYTES
+
+    ctypedef struct header_t "struct header":
+        uint32_t nbytes
+        uint32_t rank
+
+
+cdef extern from "slots.h" nogil:
+    ctypedef struct member_t "struct member":
+        uint64_t peer
+        uint64_t window
+        uint64_t held
+        uint64_t watermark
+        uint32_t rank
+        bint regular
+
+    struct payloads:
+        zmq_msg_t *messages
+        uint8_t *present
+
+    struct slot:
+        uint64_t offset
+        uint32_t nbytes
+        uint32_t missing
+        uint32_t first_rank
+        bint done
+        payloads *payloads
+
+    struct round:
+        uint64_t sequence
+        header_t first
+        bint has_first
+        bint viewed
+        uint32_t open
+        map slots
+        uint8_t *spoke
+
+    struct rounds:
+        const libzmq *zmq
+        uint32_t world_size
+        map by_sequence
+        uint32_t viewed
+        member_t **members
+        uint64_t job
+        uint64_t max_chunk_bytes
+        uint32_t generation
+
+    round *rounds_open(rounds *self, uint64_t sequence, const header_t *first) noexcept
+    slot *round_place(rounds *self, round *at, const header_t *header, zmq_msg_t *payload) noexcept
+    void round_finish(rounds *self, round *at, slot *finished) noexcept
+    void round_drop(rounds *self, round *at, slot *dropped) noexcept
+    void rounds_discard(rounds *self, round *discarded) noexcept
+    void rounds_free(rounds *self) noexcept
+    uint64_t peer_key(const void *id, size_t nbytes) noexcept
+
+
+# The table of the one libzmq of this process.
+cdef const libzmq *functions() except NULL
+
+
+cdef class Member:
+    cdef member_t its
+    cdef readonly bytes peer
+    cdef object _state
+
+
+cdef class Rounds:
+    cdef rounds its
+    cdef dict _views
+
+    cdef admit(self, list members, job)
+    cdef dismiss(self)
+    cdef rest(self)
+    cdef _view(self, round *found)
+    cdef _release(self, view)

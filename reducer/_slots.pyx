@@ -1,0 +1,346 @@
+"""Members, rounds and slots over the structs of `slots.h`; see `slots.py`, their plain twin.
+
+The compiled loop works on the structs. What it leaves to the engine, the engine does through these
+classes: a `Round` is a view that is made when somebody asks for one.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.memoryview cimport PyMemoryView_FromMemory
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from reducer.libzmq import addresses
+from reducer.slots import check_agreement, check_size
+from reducer.wire.header import Header
+from reducer.wire.layout import charge
+from reducer.wire.states import LinkState
+
+
+cdef extern from "Python.h":
+    const int PyBUF_READ
+
+cdef libzmq _functions
+cdef bint _loaded = False
+
+
+cdef const libzmq *functions() except NULL:
+    global _loaded
+    cdef void **places = <void **>&_functions
+    if not _loaded:
+        for index, address in enumerate(addresses()):
+            places[index] = <void *><uintptr_t>address
+        _loaded = True
+    return &_functions
+
+
+def check():
+    """Find out whether the libzmq that pyzmq loaded can be called.
+
+    Raises:
+        ConfigError: it cannot; the message says why.
+    """
+    functions()
+
+
+cdef class Member:
+    """One rank of a job; see `reducer.slots.Member`."""
+
+    def __cinit__(self, bytes peer, header):
+        self.peer = peer
+        self.its.peer = peer_key(PyBytes_AS_STRING(peer), len(peer))
+        self.its.rank = header.rank
+        self.its.window = header.window
+        self.its.watermark = header.watermark
+        self.state = LinkState.MEMBER
+
+    @property
+    def rank(self):
+        """Its rank."""
+        return self.its.rank
+
+    @property
+    def window(self):
+        """Bytes it may have in flight here."""
+        return self.its.window
+
+    @property
+    def held(self):
+        """Bytes of its window taken by contributions in open slots."""
+        return self.its.held
+
+    @held.setter
+    def held(self, value):
+        self.its.held = value
+
+    @property
+    def watermark(self):
+        """Every all-reduce below this number is finished at the worker."""
+        return self.its.watermark
+
+    @watermark.setter
+    def watermark(self, value):
+        self.its.watermark = value
+
+    @property
+    def state(self):
+        """State of the link."""
+        return self._state
+
+    @state.setter
+    def state(self, value):
+        self._state = value
+        self.its.regular = value is LinkState.MEMBER
+
+
+cdef class Slot:
+    """An open slot, for as long as its round keeps it; see `reducer.slots.Slot`."""
+
+    cdef slot *its
+    cdef rounds *within
+
+    @property
+    def nbytes(self):
+        """Size of the chunk."""
+        return self.its.nbytes
+
+    @property
+    def missing(self):
+        """Number of contributions that are not here yet."""
+        return self.its.missing
+
+    @property
+    def payloads(self):
+        """Contributions by rank, None for those that are missing. Gone when the slot is."""
+        cdef const libzmq *zmq = self.within.zmq
+        cdef zmq_msg_t *message
+        found = []
+        for rank in range(self.within.world_size):
+            if not self.its.payloads.present[rank]:
+                found.append(None)
+                continue
+            message = &self.its.payloads.messages[rank]
+            found.append(PyMemoryView_FromMemory(
+                <char *>zmq.msg_data(message), zmq.msg_size(message), PyBUF_READ
+            ))
+        return found
+
+
+cdef class Round:
+    """A view of one all-reduce; see `reducer.slots.Round`."""
+
+    cdef Rounds _of  # keeps the structs alive
+    cdef round *its
+    cdef readonly object error
+    cdef readonly dict departed
+    cdef set _told
+
+    cdef round *it(self) except NULL:
+        if self.its == NULL:
+            raise ReferenceError("the loop has this round again: ask the rounds for a new view")
+        return self.its
+
+    @property
+    def first(self):
+        """Header of the contribution that opened the round, None if an ABORT did."""
+        if not self.it().has_first:
+            return None
+        return Header.unpack((<char *>&self.it().first)[:HEADER_BYTES])
+
+    @property
+    def open(self):
+        """Number of slots that wait for contributions."""
+        return self.it().open
+
+    def is_open(self, offset):
+        """Whether the chunk at `offset` waits for contributions."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        return at != NULL and not at.done
+
+    def holds(self, offset, uint32_t rank):
+        """Whether this rank's contribution to the chunk at `offset` was counted before."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        return at != NULL and (at.done or at.payloads.present[rank])
+
+    def place(self, header, payload):
+        """Put a contribution, the first of its rank to this chunk, into its slot."""
+        check_agreement(header, self.first)
+        cdef slot *at = <slot *>map_get(&self.it().slots, header.offset)
+        if at != NULL:
+            check_size(header, at.first_rank, at.nbytes)
+        cdef const unsigned char[::1] source = payload
+        cdef const libzmq *zmq = self._of.its.zmq
+        cdef zmq_msg_t message
+        if zmq.msg_init_size(&message, header.nbytes) != 0:
+            raise MemoryError
+        if header.nbytes:
+            memcpy(zmq.msg_data(&message), &source[0], header.nbytes)
+        cdef bytes frame = header.pack()
+        at = round_place(
+            &self._of.its, self.it(), <const header_t *>PyBytes_AS_STRING(frame), &message
+        )
+        zmq.msg_close(&message)
+        if at == NULL:
+            raise MemoryError
+        return self._slot(at)
+
+    def finish(self, offset):
+        """Forget a slot whose result is on its way."""
+        round_finish(&self._of.its, self.it(), <slot *>map_get(&self.it().slots, offset))
+
+    def fail(self, error):
+        """Mark the round as failed and drop its slots; return what they took of the windows."""
+        self.error = error
+        error.__traceback__ = None  # its frames would keep the payloads
+        taken = []
+        cdef Slot at
+        for at in self._open_slots():
+            for rank in range(self._of.its.world_size):
+                if at.its.payloads.present[rank]:
+                    taken.append((rank, charge(at.its.nbytes)))
+            round_drop(&self._of.its, self.it(), at.its)
+        return taken
+
+    def missing_ranks(self):
+        """Ranks without which an open slot cannot be completed."""
+        return tuple(rank for rank in range(self._of.its.world_size) if self.lacks(rank))
+
+    def lacks(self, uint32_t rank):
+        """Whether an open slot waits for this rank."""
+        cdef Slot at
+        for at in self._open_slots():
+            if not at.its.payloads.present[rank]:
+                return True
+        return False
+
+    def hear(self, uint32_t rank):
+        """Take note that a rank has said something about this round."""
+        self.it().spoke[rank] = 1
+
+    def untold(self):
+        """Ranks that know of this round, but not of its error."""
+        spoke = {rank for rank in range(self._of.its.world_size) if self.it().spoke[rank]}
+        return spoke - self._told
+
+    def tell(self, rank):
+        """Take note that a rank was sent the error."""
+        self._told.add(rank)
+
+    def depart(self, uint32_t rank, reason):
+        """Take note that a rank has gone; should it come back, it is told the error anew."""
+        self.departed[rank] = reason
+        self.it().spoke[rank] = 0
+        self._told.discard(rank)
+
+    cdef Slot _slot(self, slot *at):
+        cdef Slot found = Slot.__new__(Slot)
+        found.its = at
+        found.within = &self._of.its
+        return found
+
+    cdef list _open_slots(self):
+        cdef map *slots = &self.it().slots
+        cdef slot *at
+        found = []
+        if slots.count and self.it().open:
+            for place in range(slots.mask + 1):
+                at = <slot *>slots.entries[place].value
+                if at != NULL and not at.done:
+                    found.append(self._slot(at))
+        return found
+
+
+cdef class Rounds:
+    """The rounds of one job, by sequence number; see `reducer.slots.Rounds`."""
+
+    def __cinit__(self, uint32_t world_size):
+        self.its.zmq = functions()
+        self.its.world_size = world_size
+        self._views = {}
+
+    def __dealloc__(self):
+        rounds_free(&self.its)
+
+    def __len__(self):
+        return self.its.by_sequence.count
+
+    def __iter__(self):
+        cdef map *found = &self.its.by_sequence
+        sequences = []
+        if found.count:
+            for place in range(found.mask + 1):
+                if found.entries[place].value != NULL:
+                    sequences.append(found.entries[place].key)
+        return iter(sorted(sequences))
+
+    def get(self, sequence):
+        """Return the round of an all-reduce, if there is one."""
+        cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
+        return None if found == NULL else self._view(found)
+
+    def items(self):
+        """Return all rounds with their sequence numbers."""
+        return [(sequence, self.get(sequence)) for sequence in self]
+
+    def open(self, sequence, first):
+        """Begin a round, with the contribution that opens it if one does."""
+        cdef bytes frame = b"" if first is None else first.pack()
+        cdef const header_t *header = <const header_t *>PyBytes_AS_STRING(frame) if frame else NULL
+        cdef round *opened = rounds_open(&self.its, sequence, header)
+        if opened == NULL:
+            raise MemoryError
+        return self._view(opened)
+
+    def discard(self, sequence):
+        """Forget a round."""
+        cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
+        if found == NULL:
+            raise KeyError(sequence)
+        if found.viewed:
+            self._release(self._views.pop(sequence))
+        rounds_discard(&self.its, found)
+
+    cdef _view(self, round *found):
+        cdef Round view = self._views.get(found.sequence)
+        if view is None:
+            view = Round.__new__(Round)
+            view._of = self
+            view.its = found
+            view.departed = {}
+            view._told = set()
+            self._views[found.sequence] = view
+            found.viewed = True
+            self.its.viewed += 1
+        return view
+
+    cdef _release(self, view):
+        cdef Round released = view
+        released.its.viewed = False
+        released.its = NULL
+        self.its.viewed -= 1
+
+    cdef rest(self):
+        """Let go of the views of healthy rounds, so that the loop may have those rounds again."""
+        cdef Round view
+        for sequence, view in tuple(self._views.items()):
+            if view.error is None and not view.departed:
+                self._release(self._views.pop(sequence))
+
+    cdef admit(self, list members, job):
+        """Let the loop serve these members, one per rank."""
+        cdef Member member
+        if self.its.members == NULL:
+            self.its.members = <member_t **>calloc(self.its.world_size, sizeof(member_t *))
+            if self.its.members == NULL:
+                raise MemoryError
+        for member in members:
+            self.its.members[member.its.rank] = &member.its
+        self.its.job = job.key
+        self.its.generation = job.generation
+        self.its.max_chunk_bytes = job.max_chunk_bytes
+
+    cdef dismiss(self):
+        """Leave every contribution to the engine."""
+        free(self.its.members)
+        self.its.members = NULL

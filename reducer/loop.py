@@ -1,0 +1,39 @@
+"""The loop of a reducer's thread: what arrives goes to the engine, what it answers is sent.
+
+`_loop.pyx` is the compiled twin, which takes healthy contributions by itself and without the GIL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reducer.engine import Engine, Send
+    from reducer.transport import Transport
+
+
+class Loop:
+    """Joins one engine and one transport. One thread uses it."""
+
+    def __init__(self, engine: Engine, transport: Transport) -> None:
+        self._engine = engine
+        self._transport = transport
+
+    def step(self, timeout_s: float) -> None:
+        """Serve for `timeout_s` seconds at most, and let the engine see the clock."""
+        for peer, header, payload in self._transport.receive(timeout_s):
+            self.send(self._engine.receive(peer, header, payload))
+        self.send(self._engine.tick(time.monotonic()))
+
+    def send(self, sends: Iterable[Send]) -> None:
+        """Send what the engine asks for; it hears of peers that turn out to be gone."""
+        # In the engine's order, also when a thousand ranks turn out to be gone at once.
+        waiting = deque(sends)
+        while waiting:
+            send = waiting.popleft()
+            if not self._transport.send(*send):
+                waiting.extend(self._engine.unreachable(send.peer))

@@ -1,0 +1,93 @@
+/* Rounds and slots as the compiled loop keeps them: the twin of slots.py, without Python objects.
+ *
+ * Everything belongs to one thread. The rules are those of wire/README.md, section 5; here are only
+ * those of healthy rounds. Whatever is out of the ordinary is left to the engine, which sees the
+ * same structs through _slots.pyx.
+ */
+#ifndef REDUCER_SLOTS_H
+#define REDUCER_SLOTS_H
+
+#include "libzmq.h"
+#include "map.h"
+#include "wire/header.h"
+
+/* One rank of a job. */
+struct member {
+    uint64_t peer; /* the connection's routing id as a number, see peer_key */
+    uint64_t window;
+    uint64_t held;      /* bytes of the window taken by contributions in open slots */
+    uint64_t watermark; /* every all-reduce below is finished at the worker */
+    uint32_t rank;
+    bool regular; /* the link's state is MEMBER */
+};
+
+/* One chunk. Its payloads live until the result is on its way; then only `done` is left. */
+struct slot {
+    uint64_t offset;
+    uint32_t nbytes;
+    uint32_t missing;
+    uint32_t first_rank;
+    bool done;
+    struct payloads *payloads;
+};
+
+/* Contributions by rank. */
+struct payloads {
+    struct payloads *next; /* in the list of spare ones */
+    zmq_msg_t *messages;
+    uint8_t *present;
+};
+
+/* One all-reduce. */
+struct round {
+    uint64_t sequence;
+    struct header first; /* what its first contribution settled, if has_first */
+    bool has_first;
+    bool viewed;   /* the engine holds a view of it: it may have failed, or lack a rank for good */
+    uint32_t open; /* slots that wait for contributions */
+    struct map slots;
+    uint8_t *spoke; /* per rank: whether it has said something about it */
+};
+
+/* The all-reduces in flight of one generation of a job. */
+struct rounds {
+    const struct libzmq *zmq;
+    uint32_t world_size;
+    struct map by_sequence;
+    uint64_t oldest; /* no round is below */
+    uint32_t viewed;
+    struct payloads *spare;
+    /* Set while every rank is here and has been since the start; else `members` is NULL. */
+    struct member **members; /* by rank */
+    uint64_t job;
+    uint64_t max_chunk_bytes;
+    uint32_t generation;
+};
+
+enum verdict {
+    IRREGULAR, /* nothing was changed: this one is for the engine */
+    PLACED,
+    COMPLETE, /* its slot has every contribution */
+    OUT_OF_MEMORY
+};
+
+/* Takes a healthy contribution, and with it the payload. Sets where it was put. */
+enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
+                          zmq_msg_t *payload, struct round **round, struct slot **slot);
+
+/* For the engine, which has checked everything. NULL or false: out of memory. */
+struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct header *first);
+struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
+                         zmq_msg_t *payload);
+
+/* Frees a slot's payloads and remembers that its result is on its way. */
+void round_finish(struct rounds *rounds, struct round *round, struct slot *slot);
+/* Forgets an open slot. */
+void round_drop(struct rounds *rounds, struct round *round, struct slot *slot);
+void rounds_discard(struct rounds *rounds, struct round *round);
+void rounds_free(struct rounds *rounds);
+
+/* Turns a routing id into a key; 0, which no id gives, if it is too long. */
+uint64_t peer_key(const void *id, size_t nbytes);
+
+#endif

@@ -1,0 +1,35 @@
+"""An engine as its loop uses it, with either implementation of the rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reducer import implementation, kernels
+from reducer.engine import Engine, Send
+
+IMPLEMENTATIONS = implementation.NAMES
+
+
+class Served:
+    """An engine and, with the compiled implementation, what the loop takes before it."""
+
+    def __init__(self, name: str, *, memory_limit: int, address: str) -> None:
+        table = kernels.select()
+        chosen = implementation.select(name, table)
+        assert chosen.name == name
+        self.engine = Engine(
+            table, chosen.slots, memory_limit=memory_limit, incarnation="1", address=address
+        )
+        self.taken = 0  # messages that never reached the engine
+        self._core: Any = None
+        if name == "compiled":
+            from reducer._loop import Core  # noqa: PLC0415
+
+            self._core = Core(self.engine)
+
+    def receive(self, peer: bytes, header: bytes, payload: bytes) -> list[Send]:
+        sends = self._core and self._core.offer(peer, header, payload)
+        if sends is None:
+            return self.engine.receive(peer, header, payload)
+        self.taken += 1
+        return sends
