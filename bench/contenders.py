@@ -1,0 +1,251 @@
+"""What is compared: our all-reduce in its topologies, and others', behind one small interface.
+
+A contender lives in one process per rank. Its life is `offer`, `join`, then `bind` for every
+buffer, then `close`. Nothing here is timed or counted; `bench.worker` does that.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bench.oracle import Array
+
+Kind: TypeAlias = Literal["pool", "embedded", "mixed", "gloo", "mpi", "ring"]
+OURS = ("pool", "embedded", "mixed")
+JOIN_S = 120.0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One column of the comparison.
+
+    Attributes:
+        kind: which implementation, and for ours which topology.
+        reducers: those on hosts of their own.
+    """
+
+    kind: Kind
+    reducers: int = 0
+
+    @property
+    def name(self) -> str:
+        """A short name, such as ``pool-8``, ``embedded`` or ``gloo``."""
+        return f"{self.kind}-{self.reducers}" if self.reducers else self.kind
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is our product, and not a baseline."""
+        return self.kind in OURS
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, and who else takes part.
+
+    Attributes:
+        rank: from 0.
+        world_size: number of ranks.
+        address: of this rank's host.
+        leader: address of rank 0's host.
+        servers: the reducers as ``host:port``, in the same order at every rank.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    leader: str
+    servers: tuple[str, ...] = ()
+
+
+class AllReduce(Protocol):
+    """One way to all-reduce."""
+
+    def offer(self) -> str:
+        """Open what others connect to and return how, in this implementation's own words."""
+
+    def join(self, offers: Sequence[str]) -> None:
+        """Connect, given the offers of all ranks in rank order."""
+
+    def bind(self, array: Array) -> Callable[[], object]:
+        """Return a call that sums `array` over all ranks, in place, and waits for the end."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class Pool:
+    """Ours, with reducers that run already."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._client: Any = None
+
+    def offer(self) -> str:
+        """Nothing: everybody connects to the reducers."""
+        return ""
+
+    def join(self, offers: Sequence[str]) -> None:
+        """Connect to the reducers."""
+        del offers
+        import worker_client  # noqa: PLC0415 (baselines do not load it)
+
+        place = self._place
+        self._client = worker_client.init(
+            servers=place.servers,
+            rank=place.rank,
+            world_size=place.world_size,
+            job=f"bench-{len(place.servers)}",
+        )
+
+    def bind(self, array: Array) -> Callable[[], object]:
+        """As `AllReduce.bind`."""
+        client = self._client
+        return lambda: client.all_reduce(array, op="sum").wait()
+
+    def close(self) -> None:
+        """Say goodbye to the reducers."""
+        if self._client is not None:
+            self._client.shutdown()
+
+
+class Gloo:
+    """PyTorch's ``all_reduce`` over Gloo."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        # Gloo would listen on whatever the machine's name resolves to.
+        os.environ["GLOO_SOCKET_IFNAME"] = _interface(place.address)
+        self._torch = import_module("torch")
+        self._dist = import_module("torch.distributed")
+        self._torch.set_num_threads(1)
+        self._store: Any = None
+
+    def offer(self) -> str:
+        """Rank 0 opens the store in which the others will find each other, at a free port."""
+        if self._place.rank:
+            return ""
+        self._store = self._open_store(0, leads=True)
+        return str(self._store.port)
+
+    def join(self, offers: Sequence[str]) -> None:
+        """Make the process group."""
+        place = self._place
+        self._dist.init_process_group(
+            "gloo",
+            store=self._store or self._open_store(int(offers[0]), leads=False),
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+
+    def bind(self, array: Array) -> Callable[[], object]:
+        """As `AllReduce.bind`."""
+        tensor, all_reduce = self._torch.from_numpy(array), self._dist.all_reduce
+        return lambda: all_reduce(tensor)
+
+    def close(self) -> None:
+        """End the process group."""
+        self._dist.destroy_process_group()
+
+    def _open_store(self, port: int, *, leads: bool) -> Any:
+        return self._dist.TCPStore(
+            self._place.leader,
+            port,
+            self._place.world_size,
+            is_master=leads,
+            timeout=timedelta(seconds=JOIN_S),
+            wait_for_workers=False,
+        )
+
+
+class Embedded(Gloo):
+    """Ours, without reducers: the ranks find each other through a process group."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        # How an embedded rank learns its own address, and that the network may be used.
+        os.environ["MASTER_ADDR"] = place.leader
+        os.environ["REDUCTION_INSECURE"] = "1"
+        self._client: Any = None
+
+    def join(self, offers: Sequence[str]) -> None:
+        """Make the process group, and a client on top of it."""
+        super().join(offers)
+        import worker_client  # noqa: PLC0415 (baselines do not load it)
+
+        self._client = worker_client.init()
+
+    def bind(self, array: Array) -> Callable[[], object]:
+        """As `AllReduce.bind`."""
+        client = self._client
+        return lambda: client.all_reduce(array, op="sum").wait()
+
+    def close(self) -> None:
+        """Leave when all have their last result, as a rank that hosts a reducer should."""
+        self._dist.barrier()
+        if self._client is not None:
+            self._client.shutdown()
+        super().close()
+
+
+class Mpi:
+    """Open MPI through mpi4py; `mpirun` has told the process who it is."""
+
+    def __init__(self, place: Place) -> None:
+        del place
+        self._mpi = import_module("mpi4py.MPI")
+
+    @property
+    def rank(self) -> int:
+        """The rank that MPI gave this process."""
+        return int(self._mpi.COMM_WORLD.Get_rank())
+
+    def offer(self) -> str:
+        """Nothing: mpirun has connected the ranks."""
+        return ""
+
+    def join(self, offers: Sequence[str]) -> None:
+        """Nothing to do."""
+
+    def bind(self, array: Array) -> Callable[[], object]:
+        """As `AllReduce.bind`."""
+        world, in_place, op = self._mpi.COMM_WORLD, self._mpi.IN_PLACE, self._mpi.SUM
+        return lambda: world.Allreduce(in_place, array, op=op)
+
+    def close(self) -> None:
+        """End MPI."""
+        self._mpi.Finalize()
+
+
+def create(kind: Kind, place: Place) -> AllReduce:
+    """Make this process's part of a contender.
+
+    Raises:
+        ImportError: what the contender needs is not installed.
+    """
+    if kind == "ring":
+        ring: AllReduce = import_module("bench.ring").Ring(place)
+        return ring
+    classes: dict[Kind, Callable[[Place], AllReduce]] = {
+        "pool": Pool,
+        "mixed": Pool,
+        "embedded": Embedded,
+        "gloo": Gloo,
+        "mpi": Mpi,
+    }
+    return classes[kind](place)
+
+
+def _interface(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            return name
+    raise OSError(f"no network interface of this host has the address {address}")

@@ -1,0 +1,221 @@
+"""All contenders alive side by side, measured in turn, round after round."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bench import pool, theory
+from bench.crew import Control, Crew, CrewError, unavailable
+from bench.results import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from bench.contenders import Contender
+    from bench.lab import Lab
+
+BLOCK_S = 0.5  # a round's share of one contender, unless one all-reduce takes longer
+MOST = 2000  # iterations in a block
+ITEM = 4  # bytes of an fp32 element
+
+
+def hosts_needed(workers: int, contenders: Sequence[Contender]) -> int:
+    """Return how many hosts a lab must have: dedicated reducers have hosts of their own."""
+    return workers + max((contender.reducers for contender in contenders), default=0)
+
+
+@dataclass
+class Tally:
+    """What was measured of one contender at one size.
+
+    Attributes:
+        rounds: by round and iteration, the seconds of the slowest rank.
+        worker_cpu: processor seconds of all ranks in the timed iterations.
+        reducer_cpu: the same of all reducers that it uses.
+        wrong: elements that were not what they must be.
+        checked: elements that were compared.
+    """
+
+    rounds: list[list[float]] = field(default_factory=list)
+    worker_cpu: float = 0.0
+    reducer_cpu: float = 0.0
+    wrong: int = 0
+    checked: int = 0
+
+    @property
+    def time_s(self) -> float:
+        """Median over the rounds of their medians."""
+        return statistics.median(statistics.median(times) for times in self.rounds)
+
+    @property
+    def mean_s(self) -> float:
+        """Median over the rounds of their means."""
+        return statistics.median(statistics.fmean(times) for times in self.rounds)
+
+    @property
+    def iterations(self) -> int:
+        """Timed all-reduces in all rounds."""
+        return sum(len(times) for times in self.rounds)
+
+
+class Contest:
+    """The processes of all contenders in a lab, from enter to exit.
+
+    Attributes:
+        skipped: contenders that cannot be measured (any more), and why.
+        payload_rate: of a link, in bytes/s; None if links are not shaped.
+    """
+
+    def __init__(self, lab: Lab, workers: int, contenders: Sequence[Contender]) -> None:
+        self.skipped: dict[str, str] = {}
+        self.payload_rate: float | None = None
+        self._lab = lab
+        self._workers = workers
+        self._contenders = contenders
+        self._crews: list[Crew] = []
+        self._reducers: dict[str, list[pool.Reducer]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Contest:
+        with ExitStack() as stack:
+            if self._lab.mbit is not None:
+                self.payload_rate = self._lab.payload_rate()
+            self._start_reducers(stack)
+            control = Control()
+            stack.callback(control.close)
+            for contender in self._contenders:
+                if reason := unavailable(contender):
+                    self.skipped[contender.name] = reason
+                    continue
+                servers = tuple(reducer.address for reducer in self._reducers[contender.name])
+                crew = Crew(contender, self._lab, self._workers, servers)
+                stack.callback(crew.stop)
+                crew.start(control)
+                self._crews.append(crew)
+            control.gather(self._crews)
+            for crew in self._crews:
+                self._attempt(crew, crew.join)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def measure(self, nbytes: int, *, rounds: int, iterations: int | None = None) -> list[Row]:
+        """Measure all contenders at one size, in turn, `rounds` times.
+
+        Args:
+            nbytes: of the buffer at each rank.
+            rounds: how often each has its turn.
+            iterations: all-reduces per turn; None for as many as take about `BLOCK_S`.
+
+        Returns:
+            One row per contender that is still there.
+        """
+        tallies = {crew.name: Tally() for crew in self._crews}
+        for _ in range(rounds):
+            for crew in self._crews:
+                self._attempt(crew, self._block, crew, tallies[crew.name], nbytes, iterations)
+        alive = [crew.contender for crew in self._crews if not crew.failure]
+        rows = [self._row(each, tallies[each.name], nbytes) for each in alive]
+        baselines = [row for row in rows if not row.ours]
+        for row in rows:
+            for other in baselines if row.ours else ():
+                ratio = row.algbw / other.algbw
+                row.ratios[other.contender] = ratio
+                row.card_ratios[other.contender] = ratio * other.cards / row.cards
+        return rows
+
+    def _start_reducers(self, stack: ExitStack) -> None:
+        n, hosts = self._workers, self._lab.hosts
+        dedicated = pool.start(hosts[n : hosts_needed(n, self._contenders)])
+        mixed = any(contender.kind == "mixed" for contender in self._contenders)
+        beside = pool.start(hosts[:n]) if mixed else []
+        for reducer in (*dedicated, *beside):
+            stack.callback(reducer.stop)
+        for contender in self._contenders:
+            used = dedicated[: contender.reducers]
+            self._reducers[contender.name] = used + (beside if contender.kind == "mixed" else [])
+
+    def _attempt(self, crew: Crew, action: Any, *arguments: Any) -> None:
+        """Do something with a crew; one that fails is out, and the others go on."""
+        if crew.failure:
+            self.skipped[crew.name] = crew.failure
+            return
+        try:
+            action(*arguments)
+        except CrewError as error:
+            self.skipped[crew.name] = str(error)
+
+    def _block(self, crew: Crew, tally: Tally, nbytes: int, iterations: int | None) -> None:
+        count = nbytes // ITEM
+        estimate = tally.time_s if tally.rounds else 0.0
+        # Comparing costs a further all-reduce: where that takes long, the first round's must do.
+        check = estimate < BLOCK_S
+        replies = crew.ask("prepare", count=count, check=check)
+        if check:
+            tally.wrong += sum(reply["wrong"] for reply in replies)
+            tally.checked += count * self._workers
+        estimate = estimate or _slowest(replies)[0]
+        if estimate < BLOCK_S:
+            estimate = min(_slowest(crew.ask("run", iterations=2)))
+        length = iterations or max(1, min(MOST, round(BLOCK_S / estimate)))
+        before = self._reducer_cpu(crew)
+        replies = crew.ask("run", iterations=length)
+        tally.reducer_cpu += self._reducer_cpu(crew) - before
+        tally.worker_cpu += sum(reply["cpu_seconds"] for reply in replies)
+        tally.rounds.append(_slowest(replies))
+        crew.ask("release")
+
+    def _reducer_cpu(self, crew: Crew) -> float:
+        return sum(pool.cpu_seconds(reducer.pid) for reducer in self._reducers[crew.name])
+
+    def _row(self, contender: Contender, tally: Tally, nbytes: int) -> Row:
+        n, rate = self._workers, self.payload_rate
+        gigabytes = nbytes * tally.iterations / 1e9
+        algbw = nbytes / tally.time_s
+        return Row(
+            contender=contender.name,
+            ours=contender.ours,
+            workers=n,
+            reducers=contender.reducers,
+            cards=n + contender.reducers,
+            nbytes=nbytes,
+            count=nbytes // ITEM,
+            dtype="float32",
+            op="sum",
+            iterations=tally.iterations,
+            rounds_us=[1e6 * statistics.median(times) for times in tally.rounds],
+            time_us=1e6 * tally.time_s,
+            mean_us=1e6 * tally.mean_s,
+            p99_us=1e6 * float(np.percentile([t for times in tally.rounds for t in times], 99)),
+            algbw=algbw,
+            busbw=algbw * theory.bus_factor(n),
+            wrong=tally.wrong,
+            checked=tally.checked,
+            exact=contender.ours,
+            payload_share=algbw / rate if rate else None,
+            limit=theory.limit(contender, n, rate) if rate else None,
+            worker_cpu_s_per_gb=tally.worker_cpu / n / gigabytes,
+            reducer_cpu_s_per_gb=(
+                tally.reducer_cpu / gigabytes if self._reducers[contender.name] else None
+            ),
+            ratios={},
+            card_ratios={},
+        )
+
+
+def _slowest(replies: list[dict[str, Any]]) -> list[float]:
+    """Return, by iteration, the seconds of the slowest rank."""
+    return [max(times) for times in zip(*(reply["seconds"] for reply in replies), strict=True)]

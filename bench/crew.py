@@ -1,0 +1,205 @@
+"""The parent's side of `bench.worker`: the processes of a contender, and their commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from bench import mpi
+from bench.contenders import Place
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from bench.contenders import Contender
+    from bench.lab import Lab
+
+ROOT = Path(__file__).parent.parent
+START_S = 180.0  # importing torch in 16 processes at once takes its time on few cores
+REPLY_S = 900.0
+
+
+class CrewError(RuntimeError):
+    """A contender's processes cannot go on; the message says what they said."""
+
+
+class Control:
+    """Where workers report: a Unix socket with a path, which every network namespace can reach."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-")
+        self.path = str(Path(self._folder.name, "control"))
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self.path)
+        self._socket.listen(256)
+        self._socket.settimeout(0.5)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+        self._folder.cleanup()
+
+    def gather(self, crews: list[Crew]) -> None:
+        """Wait until all workers of all crews have reported; a crew that cannot is failed."""
+        waiting = {crew.name: crew for crew in crews}
+        deadline = time.monotonic() + START_S
+        while waiting:
+            with suppress(TimeoutError):
+                connection, _ = self._socket.accept()
+                member = Member(connection)
+                hello = member.receive(START_S)
+                if crew := waiting.get(hello.get("name", "")):
+                    crew.members[hello["rank"]] = member
+            for crew in list(waiting.values()):
+                if crew.died or time.monotonic() > deadline:
+                    crew.fail("a worker did not start")
+                if crew.failure or crew.complete:
+                    del waiting[crew.name]
+
+
+class Member:
+    """The connection to one worker."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._stream = connection.makefile("r")
+
+    def send(self, line: bytes) -> None:
+        """Send a command."""
+        self._connection.sendall(line)
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for a reply; it has an ``error`` if there is none."""
+        self._connection.settimeout(timeout_s)
+        try:
+            line = self._stream.readline()
+        except TimeoutError:
+            return {"error": f"no reply within {timeout_s:g} s"}
+        except OSError as error:
+            return {"error": str(error)}
+        reply: dict[str, Any] = json.loads(line) if line else {"error": "the process ended"}
+        return reply
+
+    def close(self) -> None:
+        """Hang up, which ends the worker."""
+        self._stream.close()
+        self._connection.close()
+
+
+class Crew:
+    """All ranks of one contender.
+
+    Attributes:
+        failure: why it cannot be measured; empty as long as it can.
+    """
+
+    def __init__(
+        self, contender: Contender, lab: Lab, workers: int, servers: tuple[str, ...]
+    ) -> None:
+        self.contender = contender
+        self.name = contender.name
+        self.failure = ""
+        self.members: dict[int, Member] = {}
+        self._lab = lab
+        self._size = workers
+        self._servers = servers
+        self._said: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives with the crew)
+        self._processes: list[subprocess.Popen[str]] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have reported."""
+        return len(self.members) == self._size
+
+    @property
+    def died(self) -> bool:
+        """Whether a process has ended."""
+        return any(process.poll() is not None for process in self._processes)
+
+    def start(self, control: Control) -> None:
+        """Start the processes; `Control.gather` waits for them."""
+        hosts = self._lab.hosts[: self._size]
+        python = [sys.executable, "-m", "bench.worker", control.path]
+        python += [self.name, self.contender.kind]
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        places = [
+            Place(host.index, self._size, host.address, hosts[0].address, self._servers)
+            for host in hosts
+        ]
+        if self.contender.kind == "mpi":
+            commands = [(hosts[0], mpi.command(hosts, [*python, json.dumps(asdict(places[0]))]))]
+        else:
+            commands = [
+                (host, [*python, json.dumps(asdict(place))])
+                for host, place in zip(hosts, places, strict=True)
+            ]
+        for host, argv in commands:
+            self._processes.append(
+                host.start(argv, env=environment, stdout=self._said, stderr=self._said)
+            )
+
+    def join(self) -> None:
+        """Connect the ranks to each other."""
+        offers = [reply["offer"] for reply in self.ask("offer")]
+        self.ask("join", offers=offers)
+
+    def ask(self, action: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Give all ranks one command and return their replies, in rank order.
+
+        Raises:
+            CrewError: a rank failed or has failed before.
+        """
+        if self.failure:
+            raise CrewError(self.failure)
+        line = json.dumps({"do": action, **arguments}).encode() + b"\n"
+        members = [self.members[rank] for rank in sorted(self.members)]
+        with suppress(OSError):  # a worker that is gone is found when it does not reply
+            for member in members:
+                member.send(line)
+        replies: list[dict[str, Any]] = []
+        for rank, member in enumerate(members):
+            replies.append(member.receive(REPLY_S))
+            if "error" in replies[-1]:
+                self.fail(f"rank {rank}: {replies[-1]['error']}")
+                raise CrewError(self.failure)
+        return replies
+
+    def fail(self, why: str) -> None:
+        """End all processes, and remember why with the last lines that they said."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        self._said.seek(0)
+        lines = [line for line in self._said.read().splitlines() if line.strip()]
+        self.failure = "; ".join([why, *lines[-3:]])
+
+    def stop(self) -> None:
+        """Let the ranks leave; the lab ends those that do not."""
+        if not self.failure:
+            with suppress(CrewError):
+                self.ask("close")
+        for member in self.members.values():
+            member.close()
+        self._said.close()
+
+
+def unavailable(contender: Contender) -> str:
+    """Say why a contender cannot run on this machine; empty if it can."""
+    if contender.kind == "mpi":
+        if not shutil.which("mpirun"):
+            return "mpirun is missing: install Open MPI (openmpi-bin)"
+        if not find_spec("mpi4py"):
+            return "mpi4py is missing: pip install mpi4py"
+    if contender.kind in {"gloo", "embedded"} and not find_spec("torch"):
+        return "torch is missing: pip install torch"
+    return ""

@@ -1,0 +1,84 @@
+"""What every rank contributes, and what the sum of all must be, element for element.
+
+The values repeat with a period that is a prime number of elements, so that no chunk, shard or
+segment is like another one: a result in the wrong place is a wrong result.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+
+PERIOD = 1_048_573  # elements, 4 MiB: small enough to compare with from the cache
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+def contribution(rank: int, count: int) -> Array:
+    """Return the `count` fp32 values that a rank brings to every checked all-reduce."""
+    return np.resize(_tile(rank), count)
+
+
+def wrong(result: Array, world_size: int, *, exact: bool) -> int:
+    """Count the elements of a sum over all ranks that are not what they must be.
+
+    Args:
+        result: what a rank ended with.
+        world_size: number of ranks.
+        exact: whether every bit counts: the sum is then the left fold in rank order, in fp32.
+            Otherwise an element may be off by ``world_size * eps * sum(|contributions|)`` (eps =
+            2^-23), which covers every order of additions.
+    """
+    count = wrong_bits if exact else wrong_values
+    return count(result, world_size)
+
+
+def wrong_bits(result: Array, world_size: int) -> int:
+    """Count the elements that differ in any bit from the left fold in rank order."""
+    expected = _left_fold(world_size).view(np.uint32)
+    return sum(
+        int(np.count_nonzero(part.view(np.uint32) != expected[: part.size]))
+        for part in _parts(result)
+    )
+
+
+def wrong_values(result: Array, world_size: int) -> int:
+    """Count the elements that no order of additions can explain."""
+    total, bound = _total(world_size)
+    # A NaN compares false, and so counts.
+    return sum(
+        part.size - int(np.count_nonzero(abs(part - total[: part.size]) <= bound[: part.size]))
+        for part in _parts(result)
+    )
+
+
+def _parts(result: Array) -> Iterator[Array]:
+    return (result[start : start + PERIOD] for start in range(0, result.size, PERIOD))
+
+
+def _tile(rank: int) -> Array:
+    return np.random.default_rng(rank).standard_normal(PERIOD, dtype=np.float32)
+
+
+@lru_cache(maxsize=1)
+def _left_fold(world_size: int) -> Array:
+    total = _tile(0)
+    for rank in range(1, world_size):
+        total += _tile(rank)
+    return total
+
+
+@lru_cache(maxsize=1)
+def _total(world_size: int) -> tuple[np.ndarray[Any, np.dtype[np.float64]], Array]:
+    total = np.zeros(PERIOD)
+    magnitude = np.zeros(PERIOD)
+    for rank in range(world_size):
+        total += _tile(rank)
+        magnitude += abs(_tile(rank))
+    return total, (world_size * EPSILON * magnitude).astype(np.float32)

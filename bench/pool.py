@@ -1,0 +1,70 @@
+"""Reducers on hosts of a lab, and the processor time that processes use."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from subprocess import PIPE
+from typing import TYPE_CHECKING
+
+import psutil
+
+from bench.crew import ROOT, CrewError
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Iterable
+
+    from bench.lab.lab import Host
+
+READY = "reducer ready on "
+
+
+class Reducer:
+    """One `reducer serve` on a host.
+
+    Attributes:
+        address: where it listens, ``host:port``.
+        pid: its process.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid  # `ip netns exec` becomes what it executes
+        assert process.stdout
+        line = process.stdout.readline()
+        if not line.startswith(READY):
+            raise CrewError("a reducer did not start: what it said is on standard error")
+        self.address = line.removeprefix(READY).strip()
+
+    def stop(self) -> None:
+        """Let it end; the lab kills it if it does not."""
+        self._process.terminate()
+
+
+def start(hosts: Iterable[Host]) -> list[Reducer]:
+    """Start a reducer on every host and wait until all listen.
+
+    Raises:
+        CrewError: one did not start.
+    """
+    serve = [sys.executable, "-m", "reducer", "serve", "--insecure", "--log-level", "warning"]
+    processes = [
+        host.start(
+            [*serve, "--bind", f"tcp://{host.address}:0"],
+            env={"PYTHONPATH": str(ROOT)},
+            stdout=PIPE,
+        )
+        for host in hosts
+    ]
+    return [Reducer(process) for process in processes]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time that a process has used, all threads, user space and kernel."""
+    # In nanoseconds where the kernel keeps them; the other source counts hundredths of a second.
+    threads = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    if threads:
+        return sum(int(text.split()[0]) for text in threads) / 1e9
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)

@@ -1,0 +1,93 @@
+"""Rows as text: columns like those of nccl-tests, one line per contender and size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.results import Row
+
+# Title and width; README.md defines the columns.
+COLUMNS = (
+    ("contender", 10),
+    ("n", 3),
+    ("k", 3),
+    ("size", 8),
+    ("count", 9),
+    ("type", 7),
+    ("redop", 5),
+    ("iters", 6),
+    ("time", 10),
+    ("mean", 10),
+    ("p99", 10),
+    ("algbw", 8),
+    ("busbw", 8),
+    ("#wrong", 6),
+    ("/payload", 8),
+    ("/limit", 7),
+    ("cpu/GB", 7),
+    ("red/GB", 7),
+)
+UNITS = {"size": "B", "time": "us", "mean": "us", "p99": "us", "algbw": "MB/s", "busbw": "MB/s"}
+UNITS |= {"cpu/GB": "s", "red/GB": "s"}
+
+
+def heading(baselines: list[str]) -> str:
+    """Return the two lines above the rows."""
+    columns = [*COLUMNS, *((f"x {name}", 8) for name in baselines)]
+    lines = (
+        " ".join(f"{title:>{width}}" for title, width in columns),
+        " ".join(f"{UNITS.get(title, ''):>{width}}" for title, width in columns),
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def line(row: Row, baselines: list[str]) -> str:
+    """Return one row, with its ratio to each baseline."""
+    columns = [*COLUMNS, *((f"x {name}", 8) for name in baselines)]
+    values = [*cells(row), *(ratio(row.ratios.get(name)) for name in baselines)]
+    pairs = zip(values, columns, strict=True)
+    return " ".join(f"{value:>{width}}" for value, (_, width) in pairs)
+
+
+def cells(row: Row) -> list[str]:
+    """Return the values of `COLUMNS` as text; ``-`` is for what was not measured."""
+    limit = row.algbw / row.limit if row.limit else None
+    return [
+        row.contender,
+        str(row.workers),
+        str(row.reducers),
+        size(row.nbytes),
+        str(row.count),
+        row.dtype,
+        row.op,
+        str(row.iterations),
+        f"{row.time_us:.1f}",
+        f"{row.mean_us:.1f}",
+        f"{row.p99_us:.1f}",
+        f"{row.algbw / 1e6:.2f}",
+        f"{row.busbw / 1e6:.2f}",
+        str(row.wrong),
+        share(row.payload_share),
+        share(limit),
+        f"{row.worker_cpu_s_per_gb:.2f}",
+        "-" if row.reducer_cpu_s_per_gb is None else f"{row.reducer_cpu_s_per_gb:.2f}",
+    ]
+
+
+def size(nbytes: int) -> str:
+    """Return a size with the largest binary unit that leaves a whole number."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift}{unit}"
+    return f"{nbytes}B"
+
+
+def share(value: float | None) -> str:
+    """Return a share such as ``0.972``."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def ratio(value: float | None) -> str:
+    """Return a ratio such as ``1.72x``."""
+    return "-" if value is None else f"{value:.2f}x"

@@ -1,0 +1,29 @@
+"""What the links allow: the best algbw of a topology, with processors that cost nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bench.contenders import Contender
+
+
+def limit(contender: Contender, workers: int, rate: float) -> float:
+    """Return the highest algbw in bytes/s if every link carries `rate` bytes/s each way.
+
+    A pool of k reducers takes ``max(S/B, n S/(k B))``. A ring, an MPI of unknown algorithm (which
+    no algorithm without further machines can beat) and embedded reducers take ``2(n-1)/n S/B``. k
+    reducers beside the workers' own take ``2n(n-1)/(n^2+kn-2k) S/B`` with the best split of the
+    bytes (BytePS, OSDI 2020); with k >= n that is a pool.
+    """
+    k = contender.reducers
+    if contender.kind == "pool" or k >= workers:
+        return rate * min(1.0, k / workers)
+    if workers == 1:
+        return rate
+    return rate * (workers**2 + k * workers - 2 * k) / (2 * workers * (workers - 1))
+
+
+def bus_factor(workers: int) -> float:
+    """Return busbw / algbw, ``2(n-1)/n``: nccl-tests' definition."""
+    return 2 * (workers - 1) / workers

@@ -1,0 +1,121 @@
+"""One rank of one contender: does what its parent says, and times it.
+
+``python -m bench.worker CONTROL NAME KIND PLACE`` connects to the parent's Unix socket (which works
+across network namespaces, and leaves the links that are measured alone). Commands and replies are
+lines of JSON. Between commands the process sleeps in `readline`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from bench import oracle
+from bench.contenders import Mpi, Place, create
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bench.contenders import AllReduce
+
+
+class Worker:
+    """Carries out commands; each method of a command's name returns its reply."""
+
+    def __init__(self, contender: AllReduce, place: Place, *, exact: bool) -> None:
+        self._contender = contender
+        self._place = place
+        self._exact = exact
+        self._array: oracle.Array | None = None
+        self._call: Callable[[], object] = lambda: None
+
+    def offer(self) -> dict[str, Any]:
+        """Open what others connect to."""
+        return {"offer": self._contender.offer()}
+
+    def join(self, offers: list[str]) -> dict[str, Any]:
+        """Connect to the others."""
+        self._contender.join(offers)
+        return {}
+
+    def prepare(self, count: int, check: bool) -> dict[str, Any]:
+        """Make a buffer of `count` elements and all-reduce it once.
+
+        With `check` every element of the result is compared. The time of this first all-reduce is
+        a hint for how many make a good block; memory and connections are cold.
+        """
+        self._array = oracle.contribution(self._place.rank, count)
+        self._call = self._contender.bind(self._array)
+        reply = self.run(1)
+        if check:
+            size = self._place.world_size
+            reply["wrong"] = oracle.wrong(self._array, size, exact=self._exact)
+        return reply
+
+    def run(self, iterations: int) -> dict[str, Any]:
+        """All-reduce the buffer `iterations` times, and time each.
+
+        The sums grow to infinity if there are many; that costs no time.
+        """
+        call, clock = self._call, time.perf_counter
+        seconds = [0.0] * iterations
+        cpu = _cpu_seconds()
+        for iteration in range(iterations):
+            start = clock()
+            call()
+            seconds[iteration] = clock() - start
+        return {"seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu}
+
+    def release(self) -> dict[str, Any]:
+        """Give the buffer back."""
+        self._array, self._call = None, lambda: None
+        return {}
+
+    def close(self) -> dict[str, Any]:
+        """Leave the others."""
+        self._contender.close()
+        return {}
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)  # all threads, in user space and the kernel
+    return used.ru_utime + used.ru_stime
+
+
+def main(control: str, name: str, kind: Any, place_text: str) -> None:
+    """Serve the parent until it says ``close`` or is gone."""
+    place = Place(**json.loads(place_text))
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(control)
+        with connection.makefile("rw") as stream:
+            # Commands that were sent meanwhile wait in the socket.
+            contender = create(kind, place)
+            if isinstance(contender, Mpi):
+                place = Place(contender.rank, place.world_size, place.address, place.leader)
+            exact = kind in {"pool", "embedded", "mixed"}
+            worker = Worker(contender, place, exact=exact)
+            _say(stream, {"name": name, "rank": place.rank, "pid": os.getpid()})
+            for line in stream:
+                command = json.loads(line)
+                action = command.pop("do")
+                try:
+                    reply = getattr(worker, action)(**command)
+                except Exception as error:  # noqa: BLE001 (the parent prints it, whatever it is)
+                    reply = {"error": f"{type(error).__name__}: {error}"}
+                _say(stream, reply)
+                if action == "close":
+                    return
+
+
+def _say(stream: Any, message: dict[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
