@@ -58,6 +58,16 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     kernel: Annotated[
         str | None, typer.Option(help="avx512, avx2, generic or numpy; the CPU's best by default.")
     ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that serve, each at a port of its own from PORT on.")
+    ] = None,
+    io_threads: Annotated[
+        int | None, typer.Option(help="libzmq's threads that move bytes, per serving thread.")
+    ] = None,
+    cpus: Annotated[str | None, typer.Option(help="CPUs to run on, such as 0-3,8.")] = None,
+    impl: Annotated[
+        str | None, typer.Option(help="compiled or plain; compiled if it can run, by default.")
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -69,7 +79,14 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     _log_to_stderr(log_level)
     log: structlog.stdlib.BoundLogger = structlog.get_logger("reducer")
     settings = config.load(
-        bind=bind, memory_limit=memory_limit, insecure=insecure or None, kernel=kernel
+        bind=bind,
+        memory_limit=memory_limit,
+        insecure=insecure or None,
+        kernel=kernel,
+        threads=threads,
+        io_threads=io_threads,
+        cpus=cpus,
+        impl=impl,
     )
     log.info("settings", version=__version__, **settings.model_dump())
     stop = threading.Event()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer.errors import ConfigError
+from reducer.wire.constants import MAX_LANES
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 
@@ -36,8 +38,23 @@ class ReducerConfig(BaseSettings):
     """Which kernel variant sums: avx512, avx2, generic or numpy; the CPU's best by default. All
     give the same bits."""
 
+    threads: int = Field(default=1, ge=1, le=MAX_LANES)
+    """Threads that serve, each with a port and a share of the memory of its own: PORT, PORT + 1 and
+    so on, or free ones if the port is 0. One moves about 15 Gbit/s."""
+
+    io_threads: int = Field(default=1, ge=1, le=64)
+    """libzmq's threads that move bytes, for each thread that serves."""
+
+    cpus: Annotated[tuple[int, ...] | None, NoDecode] = None
+    """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; all by default."""
+
     impl: Literal["compiled", "plain"] | None = None
     """Which loop serves: the compiled one if it can run, by default. Both do the same."""
+
+    @field_validator("cpus", mode="before")
+    @classmethod
+    def _split_cpus(cls, value: object) -> object:
+        return parse_cpus(value) if isinstance(value, str) else value
 
     @field_validator("bind")
     @classmethod
@@ -55,6 +72,25 @@ class ReducerConfig(BaseSettings):
                 "connects: pass --insecure if the network is private, or bind 127.0.0.1"
             )
         return self
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """Read a list of CPUs such as ``0-3,8``.
+
+    Raises:
+        ValueError: it is none, or this process may not run on one of them.
+    """
+    match = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text.replace(" ", ""))
+    if match is None:
+        raise ValueError("write CPUs such as 0-3,8")
+    cpus: set[int] = set()
+    for part in match[0].split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    allowed = os.sched_getaffinity(0)
+    if not cpus or not cpus <= allowed:
+        raise ValueError(f"this process may run on CPUs {sorted(allowed)}, got {text!r}")
+    return tuple(sorted(cpus))
 
 
 def is_loopback(endpoint: str) -> bool:

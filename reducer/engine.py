@@ -76,6 +76,11 @@ class Counters:
     refused: int = 0
     rounds_failed: int = 0
 
+    def __add__(self, other: Counters) -> Counters:
+        """Return the sum of both, counter by counter."""
+        sums = (getattr(self, name) + getattr(other, name) for name in self.__slots__)
+        return Counters(*sums)
+
 
 class Engine:
     """One reducer (or one thread of it).
@@ -86,6 +91,7 @@ class Engine:
         memory_limit: bytes that contributions and results may take.
         incarnation: hexadecimal, another one at every start.
         address: how this reducer calls itself in errors, ``host:port``.
+        lanes: ports of the reducer's other threads, told to every worker.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Engine:
         memory_limit: int,
         incarnation: str,
         address: str,
+        lanes: tuple[int, ...] = (),
     ) -> None:
         self.counters = Counters()
         self.draining = False
@@ -103,6 +110,7 @@ class Engine:
         self._members = Membership(memory_limit, slots)
         self._incarnation = incarnation
         self._address = address
+        self._lanes = lanes
         self._now = 0.0
         self._next_ping = 0.0
         self._claims: list[Claim] = []
@@ -217,7 +225,11 @@ class Engine:
             rank=member.rank,
             window=member.window,
         )
-        body = Welcome(incarnation=self._incarnation, max_chunk_bytes=job.max_chunk_bytes)
+        body = Welcome(
+            incarnation=self._incarnation,
+            max_chunk_bytes=job.max_chunk_bytes,
+            lanes=self._lanes if hello.lane == 0 else (),
+        )
         sends = [Send(peer, welcome.pack(), encode(body))]
         if earlier is not None:
             sends += self._supersede(earlier, header)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reducer.slots import Member, Rounds, SlotsModule
     from reducer.wire.messages import Hello
 
-SETTINGS = ("world_size", "reducers", "reducer_index", "chunk_bytes")  # equal at every rank
+SETTINGS = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes")  # equal at every rank
 
 
 class Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -15,6 +16,7 @@ from reducer.transport import Transport
 
 if TYPE_CHECKING:
     from reducer.config import ReducerConfig
+    from reducer.implementation import MakeLoop
 
 TICK_S = 0.1
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
@@ -23,75 +25,137 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """One reducer in a thread of its own.
+    """One reducer: threads with a port, an engine and slots each, and nothing shared between them.
 
     Args:
         config: where to listen and what to spend.
 
     Attributes:
-        address: ``host:port`` under which workers reach it (the port is known once it is built).
+        address: ``host:port`` under which workers reach it (the port is known once it is built);
+            they learn of its other threads' ports there.
 
     Raises:
-        ConfigError: the endpoint cannot be bound, or the kernel variant does not exist here.
+        ConfigError: an endpoint cannot be bound, or the kernel variant or loop does not exist here.
     """
 
     def __init__(self, config: ReducerConfig) -> None:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
-        self._transport = Transport(config.bind)
-        self.address = f"{_reachable(self._transport.host)}:{self._transport.port}"
-        self._engine = Engine(
-            table,
-            chosen.slots,
-            memory_limit=int(config.memory_limit),
-            incarnation=secrets.token_hex(8),
-            address=self.address,
-        )
-        self._loop = chosen.loop(self._engine, self._transport)
+        self._transports: list[Transport] = []
+        try:
+            for lane in range(config.threads):
+                endpoint = _endpoint(config.bind, lane)
+                self._transports.append(Transport(endpoint, config.io_threads, config.cpus))
+        except BaseException:
+            for transport in self._transports:
+                transport.close()
+            raise
+        first, *others = self._transports
+        host = _reachable(first.host)
+        self.address = f"{host}:{first.port}"
         self._stopping = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="reducer", daemon=True)
+        incarnation = secrets.token_hex(8)
+        self._lanes = [
+            _Lane(
+                Engine(
+                    table,
+                    chosen.slots,
+                    memory_limit=int(config.memory_limit) // config.threads,
+                    incarnation=incarnation,
+                    address=f"{host}:{transport.port}",
+                    lanes=tuple(other.port for other in others),
+                ),
+                transport,
+                chosen.loop,
+                self._stopping,
+                config.cpus,
+            )
+            for transport in self._transports
+        ]
         log.info("serves with the %s loop and the %s kernels", chosen.name, table.name)
 
     @property
     def counters(self) -> Counters:
-        """What it has done since it started."""
-        return self._engine.counters
+        """What it has done since it started, over all threads."""
+        return sum((lane.engine.counters for lane in self._lanes), Counters())
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
+        """Whether all its threads run."""
+        return all(lane.is_alive() for lane in self._lanes)
+
+    @property
+    def context(self) -> object:
+        """The context of libzmq in which workers of this process reach `inproc`."""
+        return self._transports[0].context
+
+    @property
+    def inproc(self) -> str:
+        """Where workers of this process reach the first thread, without a socket in between."""
+        return self._transports[0].inproc
 
     def start(self) -> None:
         """Begin to serve."""
-        self._thread.start()
+        for lane in self._lanes:
+            lane.start()
 
     def stop(self) -> None:
         """Say goodbye, finish open rounds until the workers leave or half a second is over.
 
         Raises:
-            BaseException: whatever ended the thread before it was told to stop.
+            BaseException: whatever ended a thread before it was told to stop.
         """
         self._stopping.set()  # seen at the next tick
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        for lane in self._lanes:
+            lane.join()
+        for lane in self._lanes:
+            if lane.failure is not None:
+                raise lane.failure
 
-    def _run(self) -> None:
+
+class _Lane(threading.Thread):
+    """One thread of a reducer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        make_loop: MakeLoop,
+        stopping: threading.Event,
+        cpus: tuple[int, ...] | None,
+    ) -> None:
+        super().__init__(name=f"reducer-{transport.port}", daemon=True)
+        self.engine = engine
+        self.failure: BaseException | None = None
+        self._transport = transport
+        self._make_loop = make_loop
+        self._stopping = stopping
+        self._cpus = cpus
+
+    def run(self) -> None:
+        """Serve until the reducer is to stop."""
         try:
+            if self._cpus is not None:
+                os.sched_setaffinity(0, self._cpus)  # of this thread
+            loop = self._make_loop(self.engine, self._transport)
             while not self._stopping.is_set():
-                self._loop.step(TICK_S)
-            self._loop.send(self._engine.drain())
+                loop.step(TICK_S)
+            loop.send(self.engine.drain())
             give_up = time.monotonic() + DRAIN_S
-            while self._engine.jobs and time.monotonic() < give_up:
-                self._loop.step(TICK_S)
+            while self.engine.jobs and time.monotonic() < give_up:
+                loop.step(TICK_S)
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             log.exception("the reducer stopped because of an error of its own")
             raise
         finally:
             self._transport.close()
+
+
+def _endpoint(bind: str, lane: int) -> str:
+    """Return where a thread listens: at the port itself, at the one after it, and so on."""
+    host, _, port = bind.rpartition(":")
+    return bind if port == "0" else f"{host}:{int(port) + lane}"
 
 
 def _reachable(host: str) -> str:

@@ -36,8 +36,12 @@ class Transport:
 
     Args:
         endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
+        io_threads: libzmq's threads that move bytes.
+        cpus: where these may run; anywhere if None.
 
     Attributes:
+        context: libzmq's context, for sockets of this process that reach `inproc`.
+        inproc: where workers of this process connect, without a socket in between.
         host, port: what the socket is bound to.
         underlying: address of the socket for the compiled loop.
 
@@ -45,18 +49,24 @@ class Transport:
         ConfigError: the endpoint cannot be bound; the message says what to change.
     """
 
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
+    def __init__(
+        self, endpoint: str, io_threads: int = 1, cpus: tuple[int, ...] | None = None
+    ) -> None:
+        self.context = zmq.Context(io_threads)
+        for cpu in cpus or ():
+            self.context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
+        self._router = self.context.socket(zmq.ROUTER)
         try:
             self._configure(ipv6="[" in endpoint)
             self._bind(endpoint)
         except BaseException:
-            self._context.destroy(linger=0)
+            self.context.destroy(linger=0)
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
         self.port = int(port)
+        self.inproc = f"inproc://reducer-{id(self)}"
+        self._router.bind(self.inproc)
         self.underlying = int(self._router.underlying)
         self._shared: tuple[object, zmq.Frame] | None = None
 
@@ -95,7 +105,7 @@ class Transport:
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
-        self._context.destroy(linger=LINGER_MS)
+        self.context.destroy(linger=LINGER_MS)
 
     def _frame(self, payload: Buffer | np.ndarray) -> zmq.Frame:
         # The n sends of one result come one after the other and share one frame.

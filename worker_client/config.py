@@ -23,7 +23,16 @@ from reducer.errors import ConfigError
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT
 
 # Settings of the reducer that each rank hosts when there are no REDUCTION_SERVERS.
-REDUCER_SETTINGS = ("bind", "memory_limit", "insecure", "kernel")
+REDUCER_SETTINGS = (
+    "bind",
+    "memory_limit",
+    "insecure",
+    "kernel",
+    "threads",
+    "io_threads",
+    "cpus",
+    "impl",
+)
 
 _DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}

@@ -17,6 +17,7 @@ MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame
 MAX_BODY_BYTES = 4096  # of a control message's JSON
 MAX_JOB_NAME_BYTES = 128
 MAX_WORLD_SIZE = 1 << 16
+MAX_LANES = 64  # threads of one reducer
 MAX_ROUNDS_AHEAD = 1 << 14  # a worker's sequence numbers stay this close to its watermark
 MIN_CHARGE = 1024  # bytes that even the smallest contribution takes of a window
 NO_SEQUENCE = (1 << 64) - 1  # the message concerns the connection, not one all-reduce

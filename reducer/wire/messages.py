@@ -15,6 +15,7 @@ from reducer.wire.constants import (
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
     MAX_JOB_NAME_BYTES,
+    MAX_LANES,
     MAX_WORLD_SIZE,
     NO_SEQUENCE,
     SHARD_ALIGNMENT,
@@ -51,6 +52,7 @@ class Hello:
         reducers: how many reducers the job uses.
         reducer_index: which of them this message is meant for.
         chunk_bytes: forced chunk size, 0 for the rule.
+        lane: which of that reducer's threads it is meant for; 0 is the one at its address.
         version, features: what the sender speaks.
     """
 
@@ -59,6 +61,7 @@ class Hello:
     reducers: int
     reducer_index: int
     chunk_bytes: int = 0
+    lane: int = 0
     version: str = VERSION
     features: int = 0
 
@@ -70,6 +73,7 @@ class Hello:
         _check(self.chunk_bytes, int, 0, MAX_CHUNK_BYTES, "chunk_bytes")
         if self.chunk_bytes % SHARD_ALIGNMENT:
             raise RemoteProtocolError(f"chunk_bytes must be a multiple of {SHARD_ALIGNMENT}")
+        _check(self.lane, int, 0, MAX_LANES - 1, "lane")
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
 
@@ -81,18 +85,25 @@ class Welcome:
     Attributes:
         incarnation: hexadecimal, new at every start of the reducer.
         max_chunk_bytes: the largest chunk that it accepts.
+        lanes: ports of its other threads, on the same host; lane i is at ``lanes[i - 1]``.
         version: what it speaks.
         features: those that both sides announced.
     """
 
     incarnation: str
     max_chunk_bytes: int = MAX_CHUNK_BYTES
+    lanes: tuple[int, ...] = ()
     version: str = VERSION
     features: int = 0
 
     def __post_init__(self) -> None:
         _check(self.incarnation, str, 1, 32, "incarnation")
         _check(self.max_chunk_bytes, int, SHARD_ALIGNMENT, MAX_CHUNK_BYTES, "max_chunk_bytes")
+        if not isinstance(self.lanes, (list, tuple)) or len(self.lanes) >= MAX_LANES:
+            raise RemoteProtocolError(f"lanes must be a list of fewer than {MAX_LANES} ports")
+        for port in self.lanes:
+            _check(port, int, 1, 65535, "a lane's port")
+        object.__setattr__(self, "lanes", tuple(self.lanes))  # JSON has lists
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
 

@@ -264,6 +264,10 @@ def test_the_reducers_defaults() -> None:
         "memory_limit": 8 << 30,
         "insecure": False,
         "kernel": None,
+        "threads": 1,
+        "io_threads": 1,
+        "cpus": None,
+        "impl": None,
     }
 
 
@@ -272,12 +276,20 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_INSECURE", "1")
     monkeypatch.setenv("REDUCTION_MEMORY_LIMIT", "2GiB")
     monkeypatch.setenv("REDUCTION_KERNEL", "generic")
+    monkeypatch.setenv("REDUCTION_THREADS", "2")
+    monkeypatch.setenv("REDUCTION_IO_THREADS", "3")
+    monkeypatch.setenv("REDUCTION_CPUS", "0-1")
+    monkeypatch.setenv("REDUCTION_IMPL", "plain")
     monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
     assert reducer_config.load(kernel="numpy").model_dump() == {
         "bind": "tcp://0.0.0.0:0",
         "memory_limit": 2 << 30,
         "insecure": True,
         "kernel": "numpy",
+        "threads": 2,
+        "io_threads": 3,
+        "cpus": (0, 1),
+        "impl": "plain",
     }
 
 
@@ -373,3 +385,17 @@ def test_a_duration_given_as_an_argument(value: object, seconds: float) -> None:
 def test_no_duration(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^timeout: .*got"):
         config.seconds("timeout", value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("all", "write CPUs such as 0-3,8"),
+        ("1-0", "this process may run on CPUs"),
+        ("0,99999", "this process may run on CPUs"),
+        ("", "write CPUs such as 0-3,8"),
+    ],
+)
+def test_cpus_that_are_none(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^cpus: {reason}"):
+        reducer_config.load(cpus=text)
