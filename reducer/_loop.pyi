@@ -1,5 +1,6 @@
 from reducer import loop
-from reducer.engine import Engine, Send
+from reducer.engine import Engine
+from reducer.reductions import Send
 
 class Core:
     def __init__(self, engine: Engine, socket: int = 0) -> None: ...

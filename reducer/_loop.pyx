@@ -25,7 +25,7 @@ from reducer.kernels._kernels cimport CompiledKernels, fold_table
 import time
 
 from reducer.loop import Loop as PlainLoop
-from reducer.engine import Send
+from reducer.reductions import Send
 
 
 cdef extern from "slots.h" nogil:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reducer.engine import Engine, Send
+    from reducer.engine import Engine
+    from reducer.reductions import Send
     from reducer.transport import Transport
 
 

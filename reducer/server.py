@@ -11,7 +11,8 @@ import time
 from typing import TYPE_CHECKING
 
 from reducer import implementation, kernels
-from reducer.engine import Counters, Engine
+from reducer.engine import Engine
+from reducer.reductions import Counters
 from reducer.transport import Transport
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ PACKAGES = ("reducer", "worker_client")
 FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
     "_slots": {"libzmq", "slots", "wire"},
-    "_loop": {"_slots", "engine", "kernels", "loop"},
+    "_loop": {"_slots", "kernels", "loop", "reductions"},
 }
 COMPILED = sorted(path for end in ("pyx", "pxd") for path in (ROOT / "reducer").rglob(f"*.{end}"))
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -15,7 +15,7 @@ from tests.engine.twins import Served
 from worker_client.session import Finish, Session, Settings
 
 if TYPE_CHECKING:
-    from reducer.engine import Send as EngineSend
+    from reducer.reductions import Send as EngineSend
     from worker_client.operation import Operation
 
 MEMORY_LIMIT = 1 << 30

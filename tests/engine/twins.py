@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reducer import implementation, kernels
-from reducer.engine import Engine, Send
+from reducer.engine import Engine
+
+if TYPE_CHECKING:
+    from reducer.reductions import Send
 
 IMPLEMENTATIONS = implementation.NAMES
 
