@@ -22,7 +22,7 @@ lint: .venv/ready
 	$(BIN)/lint-imports
 
 bench: .venv/ready
-	$(BIN)/python -m pytest --benchmark-only bench/
+	$(BIN)/python -m bench.kernels
 
 clean:
 	rm -rf .venv build dist *.egg-info reducer/kernels/*.so $(GENERATED)

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from bench import ddp, ddp_models
+from bench.ddp_figures import DdpResults, Reports
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
+
+TINY = ["--loopback", "--workers", "2", "--rounds", "1", "--gloo-caps", "25"]
+
+
+@pytest.mark.parametrize(
+    ("model", "pool"),
+    [("mlp", ["--reducers", "2"]), ("mlp", ["--embedded"]), ("digits", ["--reducers", "1"])],
+)
+def test_a_tiny_run(model: str, pool: list[str], tmp_path: Path) -> None:
+    file, picture = tmp_path / "ddp.json", tmp_path / "ddp.png"
+    options = [*TINY, *pool, "--model", model, "--compute", "10ms", "--steps", "3"]
+
+    assert ddp.main([*options, "--json", str(file), "--plot", str(picture)]) == 0
+
+    found = DdpResults.model_validate_json(file.read_text())
+    assert picture.stat().st_size > 0
+    assert [row.variant for row in found.rows] == ["reducers", "gloo-25", "no-op"]
+    ours, gloo, no_op = found.rows
+    weights = 2 * found.nbytes // 4
+    assert [(row.wrong, row.checked, row.identical) for row in (ours, gloo)] == [
+        (0, weights, True)
+    ] * 2
+    assert ours.bucket_cap_mb == 64
+    assert gloo.bucket_cap_mb is None
+    assert no_op.exposed_ms == 0
+    assert no_op.all_reduce_ms is None
+    for row in found.rows:
+        assert row.samples_per_s == pytest.approx(2 * found.batch / row.step_ms * 1e3)
+        assert len(row.rounds_ms) == 1
+        assert row.p99_ms >= row.median_ms
+    assert found.ours_over_gloo == pytest.approx(gloo.step_ms / ours.step_ms)
+
+
+def test_parameters_are_those_of_the_real_networks() -> None:
+    counts = {
+        name: (sum(1 for _ in ddp_models.shapes(name)), ddp_models.nbytes(name) // 4)
+        for name in ("resnet50", "gpt2")
+    }
+    assert counts == {"resnet50": (161, 25_557_032), "gpt2": (148, 124_439_808)}
+
+
+def test_a_simulated_layer_gets_the_gradient_of_its_penalty() -> None:
+    layers = [ddp_models.Layer(((3, 2), (2,)), 1.0), ddp_models.Layer(((5,),), 3.0)]
+    network = ddp_models.Simulated(layers, compute_s=0.0)
+    network(torch.tensor(0.5)).backward()
+    for weights in network.parameters():
+        assert torch.equal(weights.grad, 0.5 * weights)
+
+
+def test_layers_end_at_their_shares_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[float] = []
+    monkeypatch.setattr(ddp_models.Pace, "reach", lambda _, share: reached.append(share))
+    layers = [ddp_models.Layer(((1,),), cost) for cost in (1.0, 2.0, 5.0)]
+    ddp_models.Simulated(layers, compute_s=1.0)(torch.tensor(1.0)).backward()
+    assert reached == [1 / 8, 3 / 8, 1, 5 / 8, 7 / 8, 1]
+
+
+def turn(variant: str, rank: int, steps_s: list[float]) -> dict[str, object]:
+    figures = {"steps_s": steps_s, "backward_s": 0.25, "cpu_s": 0.0}
+    return {"event": "turn", "variant": variant, "rank": rank, **figures}
+
+
+def end(rank: int, digest: str, unlike: int = 0) -> dict[str, object]:
+    figures = {"unlike": unlike, "largest_difference": 0.0, "weights": 10}
+    return {"event": "end", "variant": "reducers", "rank": rank, "digest": digest, **figures}
+
+
+def test_exposed_communication_is_over_the_no_op_hook_of_the_same_round() -> None:
+    reports = Reports(ranks=2)
+    for rank in range(2):
+        for ours, no_op in ((1.5, 0.5), (2.5, 0.75), (1.75, 0.5)):
+            reports.add(turn("reducers", rank, [ours, ours]))
+            reports.add(turn("no-op", rank, [no_op, no_op]))
+        reports.add({"event": "exchange", "hook": "reducers", "rank": rank, "seconds": 1.0 + rank})
+        reports.add(end(rank, "same"))
+    row = reports.row("reducers", hook="reducers", cap_mb=64, batch=7)
+    assert row.step_ms == 1750
+    assert row.exposed_ms == 1250  # the median of 1000, 1750 and 1250
+    assert row.all_reduce_ms == 2000  # the slowest rank's
+    assert row.ideal_ms == 1750
+    assert row.exposed_over_ideal == pytest.approx(1250 / 1750)
+    assert row.samples_per_s == pytest.approx(2 * 7 / 1.75)
+
+
+def test_weights_of_a_rank_with_other_bits_are_wrong() -> None:
+    reports = Reports(ranks=2)
+    for rank in range(2):
+        reports.add(turn("reducers", rank, [1.0]))
+        reports.add(turn("no-op", rank, [1.0]))
+    reports.add(end(1, "other"))
+    reports.add(end(0, "one", unlike=3))
+    row = reports.row("reducers", hook="reducers", cap_mb=64, batch=1)
+    assert (row.wrong, row.checked, row.identical) == (13, 20, False)
+
+
+def test_too_little_memory_is_said_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ddp.main(["--model", "gpt2", "--workers", "500"]) == 1
+    assert "fewer" in capsys.readouterr().err
