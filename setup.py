@@ -15,9 +15,11 @@ FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
+WORKER = "worker_client"
 LOOP_HEADERS = [
     "reducer/libzmq.h",
     "reducer/loop.h",
+    "reducer/malloc_tuning.h",
     "reducer/map.h",
     "reducer/slots.h",
     "reducer/wire/header.h",
@@ -53,6 +55,14 @@ extensions = cythonize(
                 ("_slots", ["reducer/slots.c"]),
                 ("_loop", ["reducer/loop.c", "reducer/slots.c"]),
             )
+        ),
+        Extension(
+            "worker_client._flight",
+            sources=[f"{WORKER}/_flight.pyx", f"{WORKER}/flight.c", f"{WORKER}/loop.c"],
+            depends=[f"{WORKER}/flight.h", f"{WORKER}/loop.h", *LOOP_HEADERS],
+            include_dirs=["reducer"],
+            extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
         ),
     ],
     compiler_directives={

@@ -36,6 +36,10 @@ cdef extern from "slots.h" nogil:
         OUT_OF_MEMORY
 
 
+cdef extern from "malloc_tuning.h":
+    void keep_large_blocks() noexcept
+
+
 cdef extern from "loop.h" nogil:
     const int LOOP_FRAMES
 
@@ -220,6 +224,7 @@ class Loop(PlainLoop):
 
     def __init__(self, engine, transport):
         super().__init__(engine, transport)
+        keep_large_blocks()
         self._core = Core(engine, transport.underlying)
 
     def step(self, timeout_s):

@@ -487,3 +487,22 @@ def test_the_compiled_loop_takes_what_is_healthy() -> None:
     for rank in range(2):
         reducer.contribute(rank, 12, watermark=12)
     assert reducer.served.taken == 21 + 2, "the failed round is forgotten, and all is well again"
+
+
+@pytest.mark.parametrize("change", [{"job": 1}, {"generation": 1}, {"epoch": 1}, {"rank": 0}])
+def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: dict) -> None:
+    reducer.contribute(0)
+    header = Header(
+        M.CONTRIBUTION,
+        job=fingerprint("job"),
+        sequence=0,
+        total_bytes=64,
+        nbytes=64,
+        rank=1,
+        dtype=DType.FLOAT32,
+        op=ReduceOp.SUM,
+        wire_dtype=DType.FLOAT32,
+    )._replace(**change)
+    sends = reducer.served.receive(b"1", header.pack(), bytes(64))
+    assert isinstance(told(sends)[b"1"], RemoteProtocolError)
+    assert len(reducer.contribute(1)) == 2  # the round is as it was
