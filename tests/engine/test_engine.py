@@ -506,3 +506,27 @@ def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: di
     sends = reducer.served.receive(b"1", header.pack(), bytes(64))
     assert isinstance(told(sends)[b"1"], RemoteProtocolError)
     assert len(reducer.contribute(1)) == 2  # the round is as it was
+
+
+def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -> None:
+    reducer.contribute(0, 5, watermark=4, tag=7)
+    sends = reducer.contribute(1, 5, watermark=5, tag=7)
+    expected = Header(
+        M.RESULT,
+        job=fingerprint("job"),
+        sequence=5,
+        total_bytes=64,
+        nbytes=64,
+        dtype=DType.FLOAT32,
+        op=ReduceOp.SUM,
+        wire_dtype=DType.FLOAT32,
+        tag=7,
+    )
+    assert [Header.unpack(send.header) for send in sends] == [expected, expected]
+
+
+def test_a_worker_sends_no_results(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    sends = reducer.contribute(1, type=M.RESULT)
+    assert isinstance(told(sends)[b"1"], RemoteProtocolError)
+    assert len(reducer.contribute(1)) == 2
