@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from bench import options, results, tables
+from bench import options, tables
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
 from bench.lab import LabUnavailable
-
-if TYPE_CHECKING:
-    from bench.results import Row
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
@@ -44,60 +41,29 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
     json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
 ) -> None:
     """Compare all-reduces in one run, alternating, and print medians."""
     contenders = options.ours(workers, reducers, embedded, mixed) + options.baselines(baselines)
+    names = [contender.name for contender in contenders if not contender.ours]
+    lab = options.lab(hosts_needed(workers, contenders), None if unshaped else mbit)
+    found = options.begin("allreduce", lab, [workers], rounds)
     try:
-        with (
-            options.lab(hosts_needed(workers, contenders), None if unshaped else mbit) as lab,
-            Contest(lab, workers, contenders) as contest,
-        ):
-            _say_conditions(contest, lab.mbit)
-            rows: list[Row] = []
-            names = [contender.name for contender in contenders if not contender.ours]
+        with lab, Contest(lab, workers, contenders) as contest:
+            found.settings.skipped = contest.skipped
+            found.settings.payload_rates += contest.payload_rates
+            print(f"# {tables.conditions(found.settings)}")
             print(tables.heading(names))
             for nbytes in options.sizes(sizes):
-                fresh = contest.measure(
+                rows = contest.measure(
                     nbytes, rounds=rounds, iterations=options.iterations(iterations)
                 )
-                for row in fresh:
+                for row in rows:
                     print(tables.line(row, names), flush=True)
-                rows += fresh
-            found = results.Results(
-                kind="allreduce",
-                time=results.now(),
-                machine=results.machine(),
-                settings=results.Settings(
-                    command=results.command("bench.allreduce"),
-                    mbit=lab.mbit,
-                    payload_rate=contest.payload_rate,
-                    workers=[workers],
-                    rounds=rounds,
-                    environment=results.environment(),
-                    skipped=contest.skipped,
-                ),
-                rows=rows,
-            )
+                found.rows += rows
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.allreduce: {error}")
-    _finish(found, json)
-
-
-def _say_conditions(contest: Contest, mbit: float | None) -> None:
-    if mbit is None:
-        print("# links are not shaped: processors are the limit")
-    else:
-        rate = (contest.payload_rate or 0.0) / 1e6
-        print(f"# links of {mbit:g} Mbit/s each way; iperf3 reaches {rate:.2f} MB/s of payload")
-
-
-def _finish(found: results.Results, json: Path | None) -> None:
-    for name, reason in found.settings.skipped.items():
-        print(f"# {name} was not measured: {reason}")
-    if json:
-        found.write(json)
-    if any(row.wrong for row in found.rows) or not any(row.ours for row in found.rows):
-        sys.exit(1)
+    sys.exit(options.finish(found, json, plot))
 
 
 if __name__ == "__main__":

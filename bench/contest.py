@@ -69,12 +69,12 @@ class Contest:
 
     Attributes:
         skipped: contenders that cannot be measured (any more), and why.
-        payload_rate: of a link, in bytes/s; None if links are not shaped.
+        payload_rates: that of a link, in bytes/s; empty if links are not shaped.
     """
 
     def __init__(self, lab: Lab, workers: int, contenders: Sequence[Contender]) -> None:
         self.skipped: dict[str, str] = {}
-        self.payload_rate: float | None = None
+        self.payload_rates: list[float] = []
         self._lab = lab
         self._workers = workers
         self._contenders = contenders
@@ -85,7 +85,7 @@ class Contest:
     def __enter__(self) -> Contest:
         with ExitStack() as stack:
             if self._lab.mbit is not None:
-                self.payload_rate = self._lab.payload_rate()
+                self.payload_rates.append(self._lab.payload_rate())
             self._start_reducers(stack)
             control = Control()
             stack.callback(control.close)
@@ -182,7 +182,7 @@ class Contest:
         return sum(pool.cpu_seconds(reducer.pid) for reducer in self._reducers[crew.name])
 
     def _row(self, contender: Contender, tally: Tally, nbytes: int) -> Row:
-        n, rate = self._workers, self.payload_rate
+        n, rate = self._workers, next(iter(self.payload_rates), None)
         gigabytes = nbytes * tally.iterations / 1e9
         algbw = nbytes / tally.time_s
         return Row(

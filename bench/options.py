@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from bench import plots
 from bench.contenders import Contender
 from bench.lab import Lab
+from bench.results import Results, Settings, command, environment, machine, now
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from bench.results import Kind
 
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
-BASELINES = ("gloo", "mpi", "ring")
+BASELINES = {"gloo": Contender("gloo"), "mpi": Contender("mpi"), "ring": Contender("ring")}
 
 
 def sizes(text: str) -> list[int]:
@@ -49,17 +57,11 @@ def ours(workers: int, reducers: str, embedded: bool, mixed: int) -> list[Conten
 
 def baselines(text: str) -> list[Contender]:
     """Read ``gloo,mpi,ring``."""
-    found: list[Contender] = []
-    for word in _words(text):
-        if word == "gloo":
-            found.append(Contender("gloo"))
-        elif word == "mpi":
-            found.append(Contender("mpi"))
-        elif word == "ring":
-            found.append(Contender("ring"))
-        else:
+    words = _words(text)
+    for word in words:
+        if word not in BASELINES:
             raise typer.BadParameter(f"{word!r} is none of {', '.join(BASELINES)}")
-    return found
+    return [contender for name, contender in BASELINES.items() if name in words]
 
 
 def lab(hosts: int, mbit: float | None) -> Lab:
@@ -72,6 +74,45 @@ def lab(hosts: int, mbit: float | None) -> Lab:
         print("# shaped links need root: measuring on loopback, unshaped, instead", file=sys.stderr)
         mbit = None
     return Lab.loopback(hosts) if mbit is None else Lab(hosts, mbit)
+
+
+def begin(kind: Kind, lab: Lab, workers: list[int], rounds: int) -> Results:
+    """Write down on what and how it is measured, before it is; warn of a machine that is busy."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
+    return Results(
+        kind=kind,
+        time=now(),
+        machine=machine(),
+        settings=Settings(
+            command=command(f"bench.{kind}"),
+            mbit=lab.mbit,
+            load=load,
+            payload_rates=[],
+            workers=workers,
+            rounds=rounds,
+            environment=environment(),
+            skipped={},
+        ),
+    )
+
+
+def finish(found: Results, json: Path | None, plot: Path | None) -> int:
+    """Write the files that were asked for and say what is missing.
+
+    Returns:
+        The exit code: 1 if any element was wrong, or ours was not measured.
+    """
+    for name, reason in found.settings.skipped.items():
+        print(f"# {name} was not measured: {reason}")
+    if json:
+        found.write(json)
+    if plot:
+        plot.write_bytes(plots.draw(found))
+    if found.soak:
+        return int(found.soak.wrong > 0)
+    return int(any(row.wrong for row in found.rows) or not any(row.ours for row in found.rows))
 
 
 def _words(text: str) -> list[str]:

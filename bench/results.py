@@ -16,12 +16,13 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import zmq
 from pydantic import BaseModel, ConfigDict
 
 SCHEMA = 1
+Kind: TypeAlias = Literal["allreduce", "scaling", "soak"]
 ROOT = Path(__file__).parent.parent
 
 
@@ -50,8 +51,11 @@ class Settings(Record):
     command: str
     mbit: float | None
     """Rate of every link each way in Mbit/s; None: not shaped, so that processors are the limit."""
-    payload_rate: float | None
-    """Bytes per second of one TCP stream between two hosts, by iperf3; None if not shaped."""
+    load: float
+    """Load average of the last minute when it began: what else the machine was doing."""
+    payload_rates: list[float]
+    """Bytes per second of one TCP stream between two hosts, by iperf3, in each lab that was used;
+    empty if links were not shaped."""
     workers: list[int]
     rounds: int
     environment: dict[str, str]
@@ -144,7 +148,7 @@ class Results(Record):
     """One run of one command."""
 
     schema_version: int = SCHEMA
-    kind: Literal["allreduce", "scaling", "soak"]
+    kind: Kind
     time: datetime
     machine: Machine
     settings: Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bench.results import Row
+    from bench.results import Row, Settings
 
 # Title and width; README.md defines the columns.
 COLUMNS = (
@@ -30,6 +30,15 @@ COLUMNS = (
 )
 UNITS = {"size": "B", "time": "us", "mean": "us", "p99": "us", "algbw": "MB/s", "busbw": "MB/s"}
 UNITS |= {"cpu/GB": "s", "red/GB": "s"}
+
+
+def conditions(settings: Settings) -> str:
+    """Say in one sentence what limited the figures."""
+    busy = f"; load average at the start {settings.load:.1f}" if settings.load >= 1 else ""
+    if settings.mbit is None:
+        return f"unshaped, so that processors are the limit{busy}"
+    rates = ", ".join(f"{rate / 1e6:.2f}" for rate in settings.payload_rates)
+    return f"links of {settings.mbit:g} Mbit/s each way, {rates} MB/s of payload by iperf3{busy}"
 
 
 def heading(baselines: list[str]) -> str:
