@@ -46,10 +46,13 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """Compare all-reduces in one run, alternating, and print medians."""
     contenders = options.ours(workers, reducers, embedded, mixed) + options.baselines(baselines)
     names = [contender.name for contender in contenders if not contender.ours]
-    lab = options.lab(hosts_needed(workers, contenders), None if unshaped else mbit)
-    found = options.begin("allreduce", lab, [workers], rounds)
+    found = options.begin("allreduce", None if unshaped else mbit, [workers], rounds)
+    hosts = hosts_needed(workers, contenders)
     try:
-        with lab, Contest(lab, workers, contenders) as contest:
+        with (
+            options.lab(hosts, found.settings.mbit) as lab,
+            Contest(lab, workers, contenders) as contest,
+        ):
             found.settings.skipped = contest.skipped
             found.settings.payload_rates += contest.payload_rates
             print(f"# {tables.conditions(found.settings)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import typer
@@ -65,19 +64,19 @@ def baselines(text: str) -> list[Contender]:
 
 
 def lab(hosts: int, mbit: float | None) -> Lab:
-    """Make the lab: shaped links, or loopback if they are not wanted.
-
-    Without root there is no lab: then the unshaped part is all that can be measured, and this says
-    so.
-    """
-    if mbit is not None and os.geteuid() != 0:
-        print("# shaped links need root: measuring on loopback, unshaped, instead", file=sys.stderr)
-        mbit = None
+    """Make the lab: hosts with links of this rate, or, if it is None, loopback."""
     return Lab.loopback(hosts) if mbit is None else Lab(hosts, mbit)
 
 
-def begin(kind: Kind, lab: Lab, workers: list[int], rounds: int) -> Results:
-    """Write down on what and how it is measured, before it is; warn of a machine that is busy."""
+def begin(kind: Kind, mbit: float | None, workers: list[int], rounds: int) -> Results:
+    """Write down on what and how it will be measured.
+
+    It warns of a machine that is busy. Without root links cannot be shaped: then the unshaped part
+    is all that can be measured, and it says that too.
+    """
+    if mbit is not None and os.geteuid() != 0:
+        print("# shaped links need root: measuring on loopback, unshaped, instead")
+        mbit = None
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > cores / 2:
         print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
@@ -87,7 +86,7 @@ def begin(kind: Kind, lab: Lab, workers: list[int], rounds: int) -> Results:
         machine=machine(),
         settings=Settings(
             command=command(f"bench.{kind}"),
-            mbit=lab.mbit,
+            mbit=mbit,
             load=load,
             payload_rates=[],
             workers=workers,

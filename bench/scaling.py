@@ -1,0 +1,98 @@
+"""How algbw goes with the number of workers and of reducers, at one size and link rate.
+
+    python -m bench.scaling --workers 2,4,8,16 --reducers 1,2,4,8,16 --mbit 100 --size 16MiB
+
+Every number of workers has a lab of its own, in which all its pools (of which smaller ones are part
+of larger ones) and the embedded reducers take turns. README.md defines every option and figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path  # noqa: TC003 (typer reads it)
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bench import options, tables
+from bench.contenders import Contender
+from bench.contest import Contest, hosts_needed
+from bench.crew import CrewError
+from bench.lab import LabUnavailable
+
+if TYPE_CHECKING:
+    from bench.results import Results, Row
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8,16",
+    reducers: Annotated[
+        str, typer.Option(help="Numbers of reducers; those above the ranks' are left out.")
+    ] = "1,2,4,8,16",
+    size: Annotated[str, typer.Option(help="Bytes per rank.")] = "16MiB",
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
+    unshaped: Annotated[
+        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
+    ] = False,
+    embedded: Annotated[bool, typer.Option(help="Reducers that ranks host, too.")] = True,
+    baselines: Annotated[str, typer.Option(help="Of gloo, mpi and ring.")] = "",
+    iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+) -> None:
+    """Measure over numbers of workers and reducers, and print medians."""
+    sizes, pools, ranks = options.sizes(size), options.counts(reducers), options.counts(workers)
+    if len(sizes) != 1 or min(ranks, default=0) < 2:
+        raise typer.BadParameter("it takes one size, and at least 2 workers")
+    others = [Contender("embedded")] if embedded else []
+    others += options.baselines(baselines)
+    names = [contender.name for contender in others if not contender.ours]
+    found = options.begin("scaling", None if unshaped else mbit, ranks, rounds)
+    print(tables.heading(names))
+    try:
+        for n in ranks:
+            contenders = [Contender("pool", k) for k in pools if k <= n] + others
+            hosts = hosts_needed(n, contenders)
+            with (
+                options.lab(hosts, found.settings.mbit) as lab,
+                Contest(lab, n, contenders) as contest,
+            ):
+                found.settings.payload_rates += contest.payload_rates
+                rows = contest.measure(
+                    sizes[0], rounds=rounds, iterations=options.iterations(iterations)
+                )
+                for name, why in contest.skipped.items():
+                    found.settings.skipped[f"{name}, n={n}"] = why
+            for row in rows:
+                print(tables.line(row, names), flush=True)
+            found.rows += rows
+    except (CrewError, LabUnavailable) as error:
+        sys.exit(f"bench.scaling: {error}")
+    print(f"# {tables.conditions(found.settings)}")
+    for text in flatness(found):
+        print(f"# {text}")
+    sys.exit(options.finish(found, json, plot))
+
+
+def flatness(found: Results) -> list[str]:
+    """Say how much algbw is left at the most workers, of what it is at the fewest."""
+    full = [row for row in found.rows if row.ours and row.reducers == row.workers]
+    series = {"pool with k = n": full}
+    for row in found.rows:
+        if not row.reducers:
+            series.setdefault(row.contender, []).append(row)
+    return [_flatness(name, rows) for name, rows in series.items() if len(rows) > 1]
+
+
+def _flatness(name: str, rows: list[Row]) -> str:
+    few = min(rows, key=lambda row: row.workers)
+    many = max(rows, key=lambda row: row.workers)
+    text = f"{name}: algbw at n={many.workers} over n={few.workers} {many.algbw / few.algbw:.3f}"
+    if few.limit and many.limit:
+        text += f", links allow {many.limit / few.limit:.3f}"
+    return text
+
+
+if __name__ == "__main__":
+    typer.run(main)
