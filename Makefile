@@ -18,7 +18,7 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint reducer
+	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint reducer worker_client
 	$(BIN)/lint-imports
 
 bench: .venv/ready

@@ -17,12 +17,12 @@ from reducer.errors import (
     ReductionError,
 )
 from reducer.wire.constants import ReduceOp
-from worker_client import config
+from worker_client import config, implementation
+from worker_client.flight import Send
 from worker_client.host_buffer import HostBuffer, host_buffer
 from worker_client.operation import Operation
 from worker_client.session import Action, Session, Settings
-from worker_client.session import Send as _Send
-from worker_client.transport import Connected, Disconnected, Event, Transport
+from worker_client.transport import Completed, Connected, Disconnected, Event
 from worker_client.work import Work
 
 if TYPE_CHECKING:
@@ -41,10 +41,12 @@ class Client:
         settings: who we are and where the reducers are.
         timeout_s: default for `all_reduce`, in seconds.
         connect_timeout_s: how long to wait for every reducer's welcome.
+        impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
+        io_threads: threads of libzmq that serve the connections.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
 
     Raises:
-        ConfigError: an address cannot be resolved.
+        ConfigError: an address cannot be resolved, or `impl` cannot be had.
         ReducerLostError: a reducer did not answer in time; the message names it and says why.
         ReductionError: a reducer refused this worker; the class says why.
     """
@@ -55,13 +57,17 @@ class Client:
         *,
         timeout_s: float,
         connect_timeout_s: float,
+        impl: str | None = None,
+        io_threads: int = 1,
         on_shutdown: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
         self.bytes_reduced = 0
         self._on_shutdown = on_shutdown
-        self._session = Session(settings)
+        chosen = implementation.select(impl)
+        self.impl = chosen.name
+        self._session = Session(settings, chosen.flight)
         self._submitted: deque[Operation] = deque()
         self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
         self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
@@ -71,7 +77,7 @@ class Client:
         self._pid = os.getpid()
         for address in settings.reducers:
             _resolve(address)
-        self._transport = Transport(settings.reducers)
+        self._transport = chosen.transport(settings.reducers, io_threads, self._session.flight)
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
         try:
@@ -197,18 +203,21 @@ class Client:
             return self._session.connected(event.link)
         if isinstance(event, Disconnected):
             return self._session.disconnected(event.link, event.reason)
-        return self._session.receive(*event)
+        if isinstance(event, Completed):
+            return self._session.completed(event.sequences)
+        return self._session.receive(*event, time.monotonic())
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, _Send):
+            if isinstance(action, Send):
                 self._transport.send(*action)
             else:
                 self._finish(action.operation, action.error)
+        self._transport.refill()
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         # Whoever hears of an error may write to the buffer, and other ranks must not see that.
-        if error is not None and self._transport.reads(operation.view):
+        if error is not None and self._transport.reads(operation):
             self._unsent.append((operation, error))
         else:
             self._end(operation, error)
@@ -233,7 +242,7 @@ class Client:
             self._submitted.clear()
         self._do(self._session.close(error))
         for operation in left:
-            self._finish(operation, error)
+            self._end(operation, error)
 
     # -- joining ------------------------------------------------------------------------------
 

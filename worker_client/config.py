@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -89,6 +89,13 @@ class WorkerConfig(BaseSettings):
 
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
+
+    impl: Literal["plain", "compiled"] | None = None
+    """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was
+    built. Both do the same."""
+
+    io_threads: int = Field(default=1, ge=1, le=64)
+    """libzmq's threads that move bytes; one carries about 15 Gbit/s."""
 
     @field_validator("servers", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""One all-reduce in progress at a worker."""
+"""One all-reduce in progress, as it was asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Operation:
-    """What is asked for, and how far it is.
+    """What is asked for; how far it is, the flight knows.
 
     Args:
         view: the buffer's bytes, writable; the result replaces them chunk by chunk.
@@ -23,19 +23,15 @@ class Operation:
     Attributes:
         sequence: its number within the job, given at submission.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
-        remaining: chunks whose result has not come.
-        finished: whether it ended, well or badly; what comes later is dropped.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
     """
 
     __slots__ = (
         "deadline",
         "dtype",
-        "finished",
         "name",
         "op",
         "overdue",
-        "remaining",
         "sequence",
         "tag",
         "timeout_s",
@@ -53,8 +49,6 @@ class Operation:
         self.timeout_s = timeout_s
         self.sequence = -1
         self.deadline = 0.0
-        self.remaining = 0
-        self.finished = False
         self.overdue = False
 
     def __str__(self) -> str:

@@ -1,6 +1,7 @@
-"""The worker's protocol logic: join, window, results, failures, deadlines (sans I/O).
+"""The worker's protocol logic: join, failures, deadlines, farewell (sans I/O).
 
-Events and `now` go in, actions come out; the rules are those of `reducer/wire/README.md`.
+Events and `now` go in, actions come out; the rules are those of `reducer/wire/README.md`. What is
+healthy and frequent, contributions and results, is the flight's business.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import (
@@ -19,7 +21,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, chunks
+from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, ranges
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -29,26 +31,19 @@ from reducer.wire.messages import (
     encode_error,
 )
 from reducer.wire.states import LinkState, Role, after
+from worker_client.flight import Send
 from worker_client.link import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reducer.wire.layout import Chunk
+    from worker_client.flight import Flight
     from worker_client.operation import Operation
 
 GRACE_S = 1.0  # after a deadline: time for a reducer to say who is missing
 _NAMES_KEPT = 4096
 
 log = logging.getLogger(__name__)
-
-
-class Send(NamedTuple):
-    """Hand a message to the reducer at the other end of a link."""
-
-    link: int
-    header: bytes
-    payload: Buffer | None
 
 
 class Finish(NamedTuple):
@@ -87,19 +82,19 @@ class Settings:
 
 
 class Session:
-    """One worker's part in one job."""
+    """One worker's part in one job.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: who we are and where the reducers are.
+        flight: class of what is in flight; whoever performs the actions also sends, after them,
+            what its `refill` returns.
+    """
+
+    def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
-        window = settings.window_per_reducer()
-        self.links = [
-            Link(index, address, window) for index, address in enumerate(settings.reducers)
-        ]
-        # Ranks start at different reducers, so that no reducer is hit by all of them at once.
-        start = settings.rank % len(self.links)
-        self._rotated = self.links[start:] + self.links[:start]
+        self.links = [Link(index, address) for index, address in enumerate(settings.reducers)]
         self._active: dict[int, Operation] = {}  # in the order of their sequence numbers
-        self._next_sequence = 0
+        self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
         self._names: dict[str, str] = {}  # of the latest all-reduces, by tag as errors print it
         self._identity = Header(
             MessageType.HELLO,
@@ -107,6 +102,9 @@ class Session:
             generation=settings.generation,
             rank=settings.rank,
         )
+        # Ranks start at different reducers, so that no reducer is hit by all of them at once.
+        start = settings.rank % len(self.links)
+        self.flight = flight(self._identity, len(self.links), settings.window_per_reducer(), start)
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.WELCOME: self._welcome,
             MessageType.RESULT: self._result,
@@ -135,7 +133,7 @@ class Session:
     @property
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
-        return next(iter(self._active), self._next_sequence)
+        return self.flight.watermark
 
     @property
     def _limit(self) -> int:
@@ -144,7 +142,9 @@ class Session:
 
     def next_deadline(self) -> float | None:
         """Time of the next `tick` that matters, in seconds of the caller's clock."""
-        return min((operation.deadline for operation in self._active.values()), default=None)
+        while self._deadlines and not self._is_due_at(*self._deadlines[0]):
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
 
     # -- events -------------------------------------------------------------------------------
 
@@ -168,38 +168,35 @@ class Session:
     def disconnected(self, index: int, reason: str) -> list[Action]:
         """Fail every all-reduce that needs a reducer which the transport has lost."""
         link = self.links[index]
-        needed = {operation.sequence for operation, _ in link.queue}
-        needed.update(sequence for sequence, _ in link.sent)
-        link.reset()
+        link.up = False
+        link.state = LinkState.STRANGER
         actions: list[Action] = []
-        for sequence in sorted(needed & self._active.keys()):
+        for sequence in self.flight.reset(index):
             operation = self._active[sequence]
             actions += self._fail(operation, self._lost(link, reason), told_by=link)
-        return actions + self._pump()
+        return actions
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
-        operation.sequence = self._next_sequence
-        self._next_sequence += 1
-        operation.deadline = now + operation.timeout_s
+        total = operation.view.nbytes
+        plan = ranges(total, len(self.links))
+        chunk_bytes = self.settings.chunk_bytes or auto_chunk_bytes(total, len(self.links))
+        operation.sequence = self.flight.submit(operation, plan, chunk_bytes)
         self._active[operation.sequence] = operation
+        self._expect(operation, now + operation.timeout_s)
         if operation.name:
             self._remember(operation)
-        total = operation.view.nbytes
-        chunk_bytes = self.settings.chunk_bytes or auto_chunk_bytes(total, len(self.links))
-        plan = list(chunks(total, len(self.links), chunk_bytes))
-        for index in sorted({chunk.reducer for chunk in plan}):
-            link = self.links[index]
+        for link in (self.links[range_.link] for range_ in plan):
             if link.state is not LinkState.MEMBER:
                 why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
                 return self._fail(operation, link.refusal or self._lost(link, why))
-        operation.remaining = len(plan)
-        for chunk in plan:
-            self.links[chunk.reducer].queue.append((operation, chunk))
-        return self._pump()
+        return []
 
-    def receive(self, index: int, frame: Buffer, payload: Buffer) -> list[Action]:
+    def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:
         """Take one message from a reducer."""
+        done = self.flight.take(index, frame, payload, now)
+        if done is not None:
+            return self.completed(done)
         link = self.links[index]
         try:
             header = Header.unpack(frame)
@@ -214,15 +211,19 @@ class Session:
                 link.refusal = error
             return self._fail_all(error)
         link.state = state
-        return actions + self._pump()
+        return actions
+
+    def completed(self, sequences: list[int]) -> list[Action]:
+        """Take note that the flight has all results of these all-reduces."""
+        return [self._finish(self._active[sequence], None) for sequence in sequences]
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
         actions: list[Action] = []
-        for operation in list(self._active.values()):
-            if now >= operation.deadline:
-                actions += self._expire(operation, now)
-        return actions + self._pump()
+        while (due := self.next_deadline()) is not None and now >= due:
+            _, sequence = heappop(self._deadlines)
+            actions += self._expire(self._active[sequence], now)
+        return actions
 
     def close(self, error: ReductionError) -> list[Action]:
         """Leave the job; whatever is in progress fails with `error`."""
@@ -239,23 +240,19 @@ class Session:
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         decode(Welcome, payload)
-        link.window = header.window
+        self.flight.set_window(link.index, header.window)
+        self.flight.open(link.index)
         owed, link.owed = link.owed, {}
         return [self._abort(link, sequence, error) for sequence, error in owed.items()]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        """Say what is wrong with a result that the flight did not take."""
         check_chunk(header, len(payload), MAX_CHUNK_BYTES)
-        operation = self._active.get(header.sequence)
-        chunk = link.settle(header.sequence, header.offset)
-        if operation is None or chunk is None:
-            log.debug("dropped a result of all-reduce %d, which is over", header.sequence)
-            return []
-        expected = (operation.view.nbytes, chunk.nbytes, operation.dtype, operation.op)
-        if (header.total_bytes, header.nbytes, header.dtype, header.op) != expected:
+        if self.flight.expects(link.index, header.sequence, header.offset):
+            operation = self._active[header.sequence]
             raise RemoteProtocolError(f"the result does not fit {operation}")
-        operation.view[chunk.offset : chunk.offset + chunk.nbytes] = payload
-        operation.remaining -= 1
-        return [] if operation.remaining else [self._finish(operation, None)]
+        log.debug("dropped a result of all-reduce %d, which is over", header.sequence)
+        return []
 
     def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         error = self._in_own_words(decode_error(payload, header.sequence))
@@ -266,13 +263,9 @@ class Session:
         operation = self._active.get(header.sequence)
         if operation is None:
             return []
-        link.forget(header.sequence)
+        self.flight.forget(link.index, header.sequence)
         unknown = isinstance(error, ReductionTimeout) and not error.missing
-        if (
-            operation.overdue
-            and unknown
-            and any(other.waits_for(header.sequence) for other in self.links)
-        ):
+        if operation.overdue and unknown and self._waiting(header.sequence):
             return []  # this reducer does not know who is missing; another one may
         return self._fail(operation, error, told_by=link)
 
@@ -288,11 +281,11 @@ class Session:
             f"{operation}: not done after {operation.timeout_s:g} s at rank {self.settings.rank}",
             sequence=operation.sequence,
         )
-        waiting = [link for link in self.links if link.waits_for(operation.sequence)]
+        waiting = self._waiting(operation.sequence)
         if operation.overdue or not waiting:
             return self._fail(operation, error)
         operation.overdue = True
-        operation.deadline = now + GRACE_S
+        self._expect(operation, now + GRACE_S)
         return [self._abort(link, operation.sequence, error) for link in waiting]
 
     def _fail_all(self, error: ReductionError) -> list[Action]:
@@ -310,7 +303,6 @@ class Session:
         if sequence >= self._limit:
             return actions  # too far ahead for a reducer to know; our watermark tells it in time
         for link in self.links:
-            link.forget(sequence)
             if not link.member:
                 link.owed = {s: e for s, e in link.owed.items() if s >= self.watermark}
                 link.owed[sequence] = error
@@ -319,35 +311,25 @@ class Session:
         return actions
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> Finish:
-        operation.finished = True
         del self._active[operation.sequence]
         if error is not None:
+            self.flight.end(operation.sequence)
             error = copy.copy(error)
             error.name = operation.name
             error.sequence = operation.sequence
         return Finish(operation, error)
 
-    def _pump(self) -> list[Action]:
-        """Send what the windows have room for."""
-        actions: list[Action] = []
-        for link in self._rotated:
-            while (item := link.next_chunk(self._limit)) is not None:
-                actions.append(self._contribution(link, *item))
-        return actions
+    def _expect(self, operation: Operation, deadline: float) -> None:
+        operation.deadline = deadline
+        heappush(self._deadlines, (deadline, operation.sequence))
 
-    def _contribution(self, link: Link, operation: Operation, chunk: Chunk) -> Send:
-        header = self._header(MessageType.CONTRIBUTION)._replace(
-            sequence=operation.sequence,
-            total_bytes=operation.view.nbytes,
-            offset=chunk.offset,
-            nbytes=chunk.nbytes,
-            dtype=operation.dtype,
-            op=operation.op,
-            wire_dtype=operation.dtype,
-            tag=operation.tag,
-        )
-        view = operation.view[chunk.offset : chunk.offset + chunk.nbytes]
-        return Send(link.index, header.pack(), view)
+    def _is_due_at(self, deadline: float, sequence: int) -> bool:
+        operation = self._active.get(sequence)
+        return operation is not None and operation.deadline == deadline
+
+    def _waiting(self, sequence: int) -> list[Link]:
+        """Links on which results of an all-reduce are expected."""
+        return [link for link in self.links if self.flight.waits_for(link.index, sequence)]
 
     def _abort(self, link: Link, sequence: int, error: ReductionError) -> Send:
         header = self._header(MessageType.ABORT)._replace(sequence=sequence)

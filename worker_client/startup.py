@@ -62,6 +62,8 @@ def connect(
             ),
             timeout_s=settings.timeout,
             connect_timeout_s=settings.connect_timeout,
+            impl=settings.impl,
+            io_threads=settings.io_threads,
             on_shutdown=on_shutdown,
         )
     except BaseException:

@@ -1,11 +1,18 @@
-"""The worker's end of the network: one DEALER socket per reducer (only here ZeroMQ is known)."""
+"""The worker's end of the network: one DEALER socket per reducer (only here ZeroMQ is known).
+
+`PlainTransport` moves every message in Python; `compiled_transport` has healthy ones moved by the
+compiled loop.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reducer.wire.header import Buffer
+    from worker_client.flight import Flight
+    from worker_client.operation import Operation
 
 HEARTBEAT_INTERVAL_MS = 200
 HEARTBEAT_TIMEOUT_MS = 1000  # a reducer that is stopped or cut off shows within this time
@@ -54,71 +63,51 @@ class Message(NamedTuple):
     payload: Buffer
 
 
-Event = Connected | Disconnected | Message
+class Completed(NamedTuple):
+    """All results of these all-reduces are in their buffers."""
+
+    sequences: list[int]
 
 
-class Transport:
+Event = Connected | Disconnected | Message | Completed
+
+
+class Transport(ABC):
     """Connections to all reducers of a job, and a way to wake up whoever polls them.
 
     One thread uses it, but for `wake`.
 
     Args:
         addresses: ``host:port`` of each reducer; an event's `link` is the position here.
+        io_threads: threads of libzmq that serve the connections.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
-        self._waker = self._context.socket(zmq.PAIR)
-        self._wakened = self._context.socket(zmq.PAIR)
-        wake = f"inproc://wake-{id(self)}"
-        self._wakened.bind(wake)
-        self._waker.connect(wake)
-        self._poller.register(self._wakened, zmq.POLLIN)
-        self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
-        # Per link, what libzmq sends out of the caller's memory: in the order of sending.
-        self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = [deque() for _ in addresses]
-        for address in addresses:
-            self._links.append(self._connect(address))
+    def __init__(self, addresses: Sequence[str], io_threads: int) -> None:
+        self._context = zmq.Context(io_threads)
+        self._links = [self._connect(address) for address in addresses]
 
+    @abstractmethod
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """Wait for something to happen and yield it; at once after `wake`."""
-        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
-        self._forget_sent()
-        if self._wakened in ready:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    self._wakened.recv(zmq.NOBLOCK)
-        for link, (socket, monitor) in enumerate(self._links):
-            if socket in ready:
-                yield from self._messages(link, socket, _RECEIVES_PER_POLL)
-            if monitor in ready:
-                yield from self._changes(link, socket, monitor)
 
+    @abstractmethod
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
-        """Hand a message to libzmq, which reads the payload's memory until it is sent.
+        """Hand a message to libzmq.
 
         A message to a reducer that is not connected is dropped: a `Disconnected` is on its way.
         """
-        frames: list[bytes | zmq.Frame] = [header]
-        if payload is not None and len(payload) < _COPY_BELOW:
-            frames.append(zmq.Frame(payload, copy=True))
-        elif payload is not None:
-            frame = zmq.Frame(payload, copy=False, track=True)
-            frames.append(frame)
-            self._unsent[link].append((frame.tracker, memoryview(payload).obj))
-        with contextlib.suppress(zmq.Again):
-            self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
-    def reads(self, buffer: memoryview) -> bool:
-        """Whether a message that has not left yet lies in this buffer's memory."""
-        self._forget_sent()
-        return any(owner is buffer.obj for unsent in self._unsent for _, owner in unsent)
+    @abstractmethod
+    def refill(self) -> None:
+        """Send the contributions that the windows have room for."""
 
+    @abstractmethod
+    def reads(self, operation: Operation) -> bool:
+        """Whether a message that has not left yet lies in a failed all-reduce's buffer."""
+
+    @abstractmethod
     def wake(self) -> None:
         """Make `poll` return at once. The caller sees to it that one thread calls at a time."""
-        with contextlib.suppress(zmq.Again):  # a full pipe wakes as well as a fuller one
-            self._waker.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
@@ -145,18 +134,14 @@ class Transport:
             socket.setsockopt(option, value)
         monitor = socket.get_monitor_socket(_WATCHED)
         socket.connect(f"tcp://{address}")
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
         return socket, monitor
 
-    def _forget_sent(self) -> None:
-        for unsent in self._unsent:
-            while unsent and unsent[0][0].done:
-                unsent.popleft()
+    def _send(self, link: int, frames: list[bytes | zmq.Frame]) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
-    def _messages(
-        self, link: int, socket: zmq.Socket[bytes], limit: int = sys.maxsize
-    ) -> Iterator[Event]:
+    def _messages(self, link: int, limit: int = sys.maxsize) -> Iterator[Event]:
+        socket, _ = self._links[link]
         for _ in range(limit):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -165,16 +150,79 @@ class Transport:
             header = frames[0].buffer if len(frames) <= 2 else b""
             yield Message(link, header, frames[1].buffer if len(frames) == 2 else b"")
 
-    def _changes(
-        self, link: int, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]
-    ) -> Iterator[Event]:
+    def _changes(self, link: int) -> Iterator[Event]:
+        _, monitor = self._links[link]
         while monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 yield Connected(link)
             elif event == zmq.EVENT_DISCONNECTED:
                 # What was said before the connection ended still counts: the last results.
-                yield from self._messages(link, socket)
+                yield from self._messages(link)
                 yield Disconnected(link, "closed the connection, died or cannot be reached")
             else:
                 yield Disconnected(link, "is not a reducer, or demands keys")
+
+
+class PlainTransport(Transport):
+    """A transport that needs nothing compiled."""
+
+    def __init__(self, addresses: Sequence[str], io_threads: int, flight: Flight) -> None:
+        super().__init__(addresses, io_threads)
+        self._flight = flight
+        # Per link, what libzmq sends out of the caller's memory: in the order of sending.
+        self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = [deque() for _ in addresses]
+        self._waker = self._context.socket(zmq.PAIR)
+        self._wakened = self._context.socket(zmq.PAIR)
+        wake = f"inproc://wake-{id(self)}"
+        self._wakened.bind(wake)
+        self._waker.connect(wake)
+        self._poller = zmq.Poller()
+        for socket in (self._wakened, *chain.from_iterable(self._links)):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> Iterator[Event]:
+        """Wait for something to happen and yield it; at once after `wake`."""
+        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        self._forget_sent()
+        if self._wakened in ready:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._wakened.recv(zmq.NOBLOCK)
+        for link, (socket, monitor) in enumerate(self._links):
+            if socket in ready:
+                yield from self._messages(link, _RECEIVES_PER_POLL)
+            if monitor in ready:
+                yield from self._changes(link)
+
+    def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
+        """Hand a message to libzmq, which reads the payload's memory until it is sent."""
+        frames: list[bytes | zmq.Frame] = [header]
+        if payload is not None and len(payload) < _COPY_BELOW:
+            frames.append(zmq.Frame(payload, copy=True))
+        elif payload is not None:
+            frame = zmq.Frame(payload, copy=False, track=True)
+            frames.append(frame)
+            self._unsent[link].append((frame.tracker, memoryview(payload).obj))
+        self._send(link, frames)
+
+    def refill(self) -> None:
+        """Send the contributions that the windows have room for."""
+        for send in self._flight.refill(time.monotonic()):
+            self.send(*send)
+
+    def reads(self, operation: Operation) -> bool:
+        """Whether a message that has not left yet lies in a failed all-reduce's buffer."""
+        self._forget_sent()
+        mine = operation.view.obj
+        return any(owner is mine for unsent in self._unsent for _, owner in unsent)
+
+    def wake(self) -> None:
+        """Make `poll` return at once."""
+        with contextlib.suppress(zmq.Again):  # a full pipe wakes as well as a fuller one
+            self._waker.send(b"", zmq.NOBLOCK)
+
+    def _forget_sent(self) -> None:
+        for unsent in self._unsent:
+            while unsent and unsent[0][0].done:
+                unsent.popleft()

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from reducer.wire.constants import MIN_CHARGE, SHARD_ALIGNMENT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 AUTO_CHUNK_STEP = 64 << 10
 AUTO_CHUNK_LIMIT = 1 << 20
 AUTO_IN_FLIGHT = 16 << 20  # bytes within which two chunks per reducer should fit
 
 
-class Chunk(NamedTuple):
-    """The unit on the wire and of one reduction.
+class Range(NamedTuple):
+    """A part of a buffer that travels over one link, in chunks.
 
     Attributes:
-        reducer: index of the reducer that owns it.
-        offset: start within the buffer, bytes.
-        nbytes: size, bytes.
+        link: index of the reducer that owns it.
+        start, end: within the buffer, bytes.
     """
 
-    reducer: int
-    offset: int
-    nbytes: int
+    link: int
+    start: int
+    end: int
 
 
 def shards(total_bytes: int, reducers: int) -> list[tuple[int, int]]:
@@ -65,19 +61,15 @@ def auto_chunk_limit(reducers: int) -> int:
     return min(AUTO_CHUNK_LIMIT, max(1, steps) * AUTO_CHUNK_STEP)
 
 
-def chunks(total_bytes: int, reducers: int, chunk_bytes: int) -> Iterator[Chunk]:
-    """Cut a buffer into the chunks that travel, in ascending order.
+def ranges(total_bytes: int, reducers: int) -> list[Range]:
+    """Say which part of a buffer travels over which link, in ascending order.
 
     Args:
-        total_bytes: size of the buffer; 0 gives one empty chunk, so that disagreement shows.
+        total_bytes: size of the buffer; 0 gives one empty range, so that disagreement shows.
         reducers: number of reducers, at least 1.
-        chunk_bytes: size of every chunk but a shard's last, a positive multiple of 64.
     """
-    if total_bytes == 0:
-        yield Chunk(0, 0, 0)
-    for reducer, (start, end) in enumerate(shards(total_bytes, reducers)):
-        for offset in range(start, end, chunk_bytes):
-            yield Chunk(reducer, offset, min(chunk_bytes, end - offset))
+    cut = (Range(link, *shard) for link, shard in enumerate(shards(total_bytes, reducers)))
+    return [range_ for range_ in cut if range_.start < range_.end] or [Range(0, 0, 0)]
 
 
 def charge(nbytes: int) -> int:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, ReductionError
-from tests.engine.twins import Served
+from tests.engine.twins import Served, session
 from worker_client.session import Finish, Session, Settings
 
 if TYPE_CHECKING:
     from reducer.reductions import Send as EngineSend
+    from worker_client.flight import Send
     from worker_client.operation import Operation
 
 MEMORY_LIMIT = 1 << 30
@@ -49,8 +50,9 @@ class Network:
             for address in addresses
         ]
         self.engines = [served.engine for served in self.served]
+        common = (world_size, addresses, window, chunk_bytes)
         self.workers = [
-            Worker(Session(Settings("job", 0, rank, world_size, addresses, window, chunk_bytes)))
+            Worker(session(implementation, Settings("job", 0, rank, *common)))
             for rank in range(world_size)
         ]
         pairs = [(rank, index) for rank in range(world_size) for index in range(reducers)]
@@ -118,7 +120,7 @@ class Network:
                 self.pass_on(index, self.receive(rank, index, header, payload))
                 return
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
-        self.do(rank, self.workers[rank].session.receive(index, header, payload))
+        self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))
 
     def deliver_all(self) -> None:
         while queues := self.waiting():
@@ -141,9 +143,14 @@ class Network:
                 assert action.operation.sequence not in worker.ended, "ended twice"
                 worker.ended[action.operation.sequence] = action.error
             else:
-                # What is on the wire no longer changes with the buffer.
-                payload = b"" if action.payload is None else bytes(action.payload)
-                self.up[rank, action.link].append((action.header, payload))
+                self.put(rank, action)
+        for send in worker.session.flight.refill(self.now):
+            self.put(rank, send)
+
+    def put(self, rank: int, send: Send) -> None:
+        # What is on the wire no longer changes with the buffer.
+        payload = b"" if send.payload is None else bytes(send.payload)
+        self.up[rank, send.link].append((send.header, payload))
 
     def pass_on(self, index: int, sends: list[EngineSend]) -> None:
         for send in sends:

@@ -169,9 +169,9 @@ class Training(RuleBasedStateMachine):
     @invariant()
     def windows_are_kept(self) -> None:
         for worker in self.network.workers:
-            for link in worker.session.links:
-                assert link.in_flight <= max(link.window, 1024)
-                assert link.in_flight >= 0
+            for link in range(len(worker.session.links)):
+                stats = worker.session.flight.stats(link)
+                assert 0 <= stats.in_flight <= max(stats.window, 1024)
         for engine in self.network.engines:
             assert (
                 0
@@ -248,7 +248,8 @@ class Training(RuleBasedStateMachine):
                     odd = self.calls[sequence].odd_rank is not None
                     assert isinstance(error, MismatchError) if odd else error is None
             assert worker.session.active == 0
-            assert all(link.in_flight == 0 and not link.sent for link in worker.session.links)
+            links = range(len(worker.session.links))
+            assert all(worker.session.flight.stats(link).in_flight == 0 for link in links)
         for engine in network.engines:
             rounds = [round_ for job in engine.jobs for _, round_ in job.rounds.items()]
             assert not any(round_.open for round_ in rounds)

@@ -1,4 +1,4 @@
-"""An engine as its loop uses it, with either implementation of the rounds."""
+"""Engines and sessions with either implementation of what is frequent."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from reducer import implementation, kernels
 from reducer.engine import Engine
+from worker_client import implementation as worker_implementation
+from worker_client.session import Session
 
 if TYPE_CHECKING:
     from reducer.reductions import Send
+    from worker_client.session import Settings
 
 IMPLEMENTATIONS = implementation.NAMES
+
+
+def session(name: str, settings: Settings) -> Session:
+    """A session with the flight of this implementation."""
+    chosen = worker_implementation.select(name)
+    assert chosen.name == name
+    return Session(settings, chosen.flight)
 
 
 class Served:

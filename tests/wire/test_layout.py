@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, chunks, shards
+from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, ranges, shards
 
 TOTALS = st.integers(0, 1 << 40) | st.integers(0, 10_000)
 REDUCERS = st.integers(1, 300)
@@ -26,21 +26,18 @@ def test_shards_are_equal_aligned_and_cover_the_buffer(total: int, reducers: int
     assert total == 0 or cut[0][1] > 0  # reducer 0 owns the first byte
 
 
-@given(st.integers(0, 1 << 20), REDUCERS, st.integers(1, 400).map(lambda n: 64 * n))
-def test_chunks_cover_every_byte_once(total: int, reducers: int, chunk_bytes: int) -> None:
-    at = 0
+@given(TOTALS, REDUCERS)
+def test_ranges_cover_every_byte_once(total: int, reducers: int) -> None:
     bounds = shards(total, reducers)
-    for chunk in chunks(total, reducers, chunk_bytes):
-        assert chunk.offset == at
-        assert 0 < chunk.nbytes <= chunk_bytes or total == 0
-        start, end = bounds[chunk.reducer]
-        assert start <= chunk.offset <= chunk.offset + chunk.nbytes <= end
-        at += chunk.nbytes
-    assert at == total
+    found = ranges(total, reducers)
+    assert all(range_.start < range_.end for range_ in found) or total == 0
+    assert all((range_.start, range_.end) == bounds[range_.link] for range_ in found)
+    assert all(a.end == b.start for a, b in pairwise(found))
+    assert (found[0].start, found[-1].end) == (0, total)
 
 
-def test_an_empty_buffer_is_one_empty_chunk() -> None:
-    assert list(chunks(0, 3, 64)) == [(0, 0, 0)]
+def test_an_empty_buffer_is_one_empty_range() -> None:
+    assert ranges(0, 3) == [(0, 0, 0)]
 
 
 @given(TOTALS, REDUCERS)

@@ -1,0 +1,317 @@
+"""What a worker has in flight, over the structs of `flight.h`, and the loop of `loop.h`."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.memoryview cimport PyMemoryView_GET_BUFFER
+
+from libc.errno cimport errno
+from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
+from worker_client.flight import LinkStats, Send
+
+
+cdef extern from "libzmq.h" nogil:
+    ctypedef struct zmq_msg_t:
+        pass
+
+    struct libzmq:
+        void *(*msg_data)(zmq_msg_t *message) noexcept nogil
+        size_t (*msg_size)(const zmq_msg_t *message) noexcept nogil
+        int (*last_errno)() noexcept nogil
+
+
+cdef extern from "wire/header.h" nogil:
+    const int HEADER_BYTES
+
+    ctypedef struct header_t "struct header":
+        uint64_t sequence
+        uint64_t offset
+        uint32_t nbytes
+
+
+cdef extern from "flight.h" nogil:
+    ctypedef struct operation_t "struct operation":
+        uint64_t sequence
+
+    struct flight_link:
+        bint open
+        uint64_t window, in_flight
+        uint64_t bytes_sent, bytes_received, results
+        uint64_t rtt_ns, min_rtt_ns
+
+    struct flight:
+        flight_link *links
+        uint32_t link_count, start
+        uint64_t watermark, next
+
+    ctypedef struct range_t "struct range":
+        uint32_t link
+        uint64_t start, end
+
+    struct contribution:
+        header_t header
+
+    bint flight_init(flight *self, const void *identity, uint32_t links, uint64_t window,
+                     uint32_t start, uint64_t max_chunk_bytes) noexcept
+    void flight_free(flight *self) noexcept
+    operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
+                               uint8_t op, uint64_t tag, const range_t *ranges, size_t count,
+                               uint64_t chunk_bytes) noexcept
+    bint flight_next(flight *self, uint32_t link, uint64_t now_ns, contribution *next) noexcept
+    bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
+                     const void *payload, size_t payload_bytes, uint64_t now_ns) noexcept
+    operation_t *flight_find(const flight *self, uint64_t sequence) noexcept
+    bint flight_expects(const flight *self, uint32_t link, uint64_t sequence,
+                        uint64_t offset) noexcept
+    bint flight_waits_for(const flight *self, uint32_t link, uint64_t sequence) noexcept
+    bint operation_needs(const operation_t *self, uint32_t link) noexcept
+    void flight_forget(flight *self, uint32_t link, uint64_t sequence) noexcept
+    bint flight_end(flight *self, uint64_t sequence) noexcept
+    bint flight_reads(flight *self, uint64_t sequence) noexcept
+    void flight_reset(flight *self, uint32_t link) noexcept
+    operation_t *flight_completed(flight *self) noexcept
+    void operation_drop(operation_t *self) noexcept
+
+
+cdef extern from "loop.h" nogil:
+    enum loop_event:
+        LOOP_QUIET
+        LOOP_MESSAGE
+        LOOP_CHANGE
+        LOOP_FAILED
+
+    ctypedef struct loop_t "struct loop":
+        libzmq zmq
+        uint32_t link
+        int received
+        zmq_msg_t *frames
+
+    bint loop_init(loop_t *self, const libzmq *zmq, flight *within, void *const *sockets,
+                   void *const *monitors) noexcept
+    void loop_free(loop_t *self) noexcept
+    loop_event loop_run(loop_t *self, long timeout_ms) noexcept
+    void loop_close_message(loop_t *self) noexcept
+    void loop_refill(loop_t *self) noexcept
+    void loop_wake(loop_t *self) noexcept
+
+
+cdef uint64_t nanoseconds(double now) noexcept:
+    return <uint64_t>(now * 1e9)
+
+
+cdef class CompiledFlight:
+    """All all-reduces and links of a worker; see `worker_client.flight.Flight`."""
+
+    cdef flight its
+    cdef dict _views  # by sequence number: keeps the memory for as long as it is used
+
+    def __cinit__(self, identity, uint32_t links, uint64_t window, uint32_t start):
+        cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
+        self._views = {}
+        if not flight_init(
+            &self.its, PyBytes_AS_STRING(frame), links, window, start, MAX_CHUNK_BYTES
+        ):
+            raise MemoryError
+
+    def __dealloc__(self):
+        flight_free(&self.its)
+
+    @property
+    def watermark(self):
+        """Every all-reduce below this number is finished here."""
+        return self.its.watermark
+
+    def submit(self, operation, ranges, chunk_bytes):
+        """Queue an all-reduce and return its sequence number."""
+        cdef range_t *wanted = <range_t *>calloc(len(ranges), sizeof(range_t))
+        if wanted == NULL:
+            raise MemoryError
+        cdef operation_t *submitted
+        try:
+            for at, (link, start, end) in enumerate(ranges):
+                wanted[at].link = self.check(link)
+                wanted[at].start = start
+                wanted[at].end = end
+            submitted = flight_submit(
+                &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
+                operation.dtype, operation.op, operation.tag, wanted, len(ranges), chunk_bytes,
+            )
+        finally:
+            free(wanted)
+        if submitted == NULL:
+            raise MemoryError
+        self._views[submitted.sequence] = operation.view
+        return submitted.sequence
+
+    def open(self, link):
+        """Let contributions be sent to a reducer, and take its results."""
+        self.its.links[self.check(link)].open = True
+
+    def set_window(self, link, nbytes):
+        """Change how many bytes may be in flight on a link."""
+        self.its.links[self.check(link)].window = nbytes
+
+    def stats(self, link):
+        """Return what is known about a link."""
+        cdef flight_link *its = &self.its.links[self.check(link)]
+        return LinkStats(
+            its.window, its.in_flight, its.bytes_sent, its.bytes_received, its.results,
+            its.rtt_ns / 1e9, its.min_rtt_ns / 1e9,
+        )
+
+    def refill(self, double now):
+        """Return the contributions that the windows have room for."""
+        cdef uint32_t links = self.its.link_count
+        cdef uint64_t now_ns = nanoseconds(now)
+        cdef contribution next
+        sends = []
+        cdef bint sent = True
+        while sent:
+            sent = False
+            for step in range(links):
+                link = (self.its.start + step) % links
+                if flight_next(&self.its, link, now_ns, &next):
+                    sent = True
+                    view = self._views[next.header.sequence]
+                    payload = view[next.header.offset:next.header.offset + next.header.nbytes]
+                    sends.append(Send(link, (<char *>&next.header)[:HEADER_BYTES], payload))
+        return sends
+
+    def take(self, link, frame, payload, double now):
+        """Take a healthy result and return what it completes; None if it is anything else."""
+        cdef const unsigned char[::1] head = frame
+        cdef const unsigned char[::1] body = payload
+        if not flight_take(
+            &self.its, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
+            &body[0] if body.shape[0] else NULL, body.shape[0], nanoseconds(now),
+        ):
+            return None
+        return self.completed()
+
+    cdef list completed(self):
+        """Return the numbers of the all-reduces that have ended well, once each."""
+        cdef operation_t *ended
+        sequences = []
+        while (ended := flight_completed(&self.its)) != NULL:
+            sequences.append(ended.sequence)
+            del self._views[ended.sequence]
+            operation_drop(ended)
+        sequences.reverse()
+        return sequences
+
+    def expects(self, link, sequence, offset):
+        """Whether the chunk at this offset is in flight on a link."""
+        return flight_expects(&self.its, self.check(link), sequence, offset)
+
+    def waits_for(self, link, sequence):
+        """Whether any chunk of an all-reduce is in flight on a link."""
+        return flight_waits_for(&self.its, self.check(link), sequence)
+
+    def forget(self, link, sequence):
+        """Expect and send nothing more of an all-reduce on a link."""
+        flight_forget(&self.its, self.check(link), sequence)
+
+    def end(self, sequence):
+        """End an all-reduce that has failed."""
+        if not flight_end(&self.its, sequence):
+            self._views.pop(sequence, None)
+
+    def reads(self, sequence):
+        """Whether libzmq still reads the memory of an all-reduce that has failed."""
+        if flight_reads(&self.its, sequence):
+            return True
+        self._views.pop(sequence, None)
+        return False
+
+    def reset(self, link):
+        """Shut a link, forget what it carried, and return which all-reduces needed it."""
+        cdef uint32_t at = self.check(link)
+        cdef uint64_t sequence
+        cdef operation_t *found
+        needed = []
+        for sequence in range(self.its.watermark, self.its.next):
+            found = flight_find(&self.its, sequence)
+            if found != NULL and operation_needs(found, at):
+                needed.append(sequence)
+        flight_reset(&self.its, at)
+        return needed
+
+    cdef uint32_t check(self, link) except? 0:
+        if not 0 <= link < self.its.link_count:
+            raise IndexError(link)
+        return link
+
+
+cdef class Loop:
+    """The loop over all sockets of a worker; one thread uses it, but for `wake`.
+
+    Args:
+        flight: what it sends from and receives into.
+        functions: addresses of libzmq's functions, in the order of `reducer.libzmq.FUNCTIONS`.
+        sockets, monitors: addresses of libzmq's sockets, one of each per link. They must live for
+            as long as `run` and `refill` are called.
+    """
+
+    cdef loop_t its
+    cdef CompiledFlight _flight
+
+    def __cinit__(self, CompiledFlight flight, functions, sockets, monitors):
+        cdef libzmq zmq
+        cdef uint32_t links = flight.its.link_count
+        cdef void **handles = <void **>calloc(2 * links, sizeof(void *))
+        if handles == NULL:
+            raise MemoryError
+        try:
+            for at, address in enumerate(functions):
+                (<void **>&zmq)[at] = <void *><uintptr_t>address
+            for at in range(links):
+                handles[at] = <void *><uintptr_t>sockets[at]
+                handles[links + at] = <void *><uintptr_t>monitors[at]
+            if not loop_init(&self.its, &zmq, &flight.its, handles, handles + links):
+                raise OSError(errno, "the loop cannot be set up")
+        finally:
+            free(handles)
+        self._flight = flight
+
+    def __dealloc__(self):
+        loop_free(&self.its)
+
+    def run(self, long timeout_ms):
+        """Wait until there is something for the session, or the time is up.
+
+        Returns:
+            The all-reduces that were completed; the message that is not a healthy result, as
+            ``(link, header, payload)``, or None; whether a monitor has something to say.
+
+        Raises:
+            OSError: libzmq refused.
+        """
+        cdef loop_event event
+        with nogil:
+            event = loop_run(&self.its, timeout_ms)
+        if event == LOOP_FAILED:
+            raise OSError(self.its.zmq.last_errno(), "libzmq refused to receive")
+        message = self.message() if event == LOOP_MESSAGE else None
+        return self._flight.completed(), message, event == LOOP_CHANGE
+
+    def refill(self):
+        """Send what the windows have room for."""
+        loop_refill(&self.its)
+
+    def wake(self):
+        """Make `run` return at once; any thread may call it."""
+        loop_wake(&self.its)
+
+    cdef tuple message(self):
+        # A message of three frames or more is none of ours.
+        header = self.frame(0) if self.its.received <= 2 else b""
+        payload = self.frame(1) if self.its.received == 2 else b""
+        loop_close_message(&self.its)
+        return self.its.link, header, payload
+
+    cdef bytes frame(self, int index):
+        cdef zmq_msg_t *frame = &self.its.frames[index]
+        return PyBytes_FromStringAndSize(
+            <char *>self.its.zmq.msg_data(frame), self.its.zmq.msg_size(frame)
+        )

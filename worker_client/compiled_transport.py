@@ -1,0 +1,73 @@
+"""The transport whose healthy messages Python never sees: the compiled loop moves them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from reducer import libzmq
+from worker_client._flight import Loop
+from worker_client.transport import Completed, Message, Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reducer.wire.header import Buffer
+    from worker_client._flight import CompiledFlight
+    from worker_client.operation import Operation
+    from worker_client.transport import Event
+
+
+class CompiledTransport(Transport):
+    """Connections to all reducers of a job; see `worker_client.transport.Transport`.
+
+    Raises:
+        ConfigError: pyzmq's libzmq cannot be called directly.
+    """
+
+    @staticmethod
+    def check() -> None:
+        """Find out whether it can run here.
+
+        Raises:
+            ConfigError: it cannot; the message says why.
+        """
+        libzmq.addresses()
+
+    def __init__(self, addresses: Sequence[str], io_threads: int, flight: CompiledFlight) -> None:
+        functions = libzmq.addresses()
+        super().__init__(addresses, io_threads)
+        self._flight = flight
+        self._loop = Loop(
+            flight,
+            functions,
+            [socket.underlying for socket, _ in self._links],
+            [monitor.underlying for _, monitor in self._links],
+        )
+
+    def poll(self, timeout_s: float) -> Iterator[Event]:
+        """Wait for something that is not a healthy result and yield it; at once after `wake`."""
+        completed, message, changed = self._loop.run(math.ceil(timeout_s * 1000))
+        if completed:
+            yield Completed(completed)
+        if message is not None:
+            yield Message(*message)
+        if changed:
+            for link in range(len(self._links)):
+                yield from self._changes(link)
+
+    def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
+        """Hand a message that is no contribution to libzmq."""
+        self._send(link, [header] if payload is None else [header, bytes(payload)])
+
+    def refill(self) -> None:
+        """Send the contributions that the windows have room for."""
+        self._loop.refill()
+
+    def reads(self, operation: Operation) -> bool:
+        """Whether a message that has not left yet lies in a failed all-reduce's buffer."""
+        return self._flight.reads(operation.sequence)
+
+    def wake(self) -> None:
+        """Make `poll` return at once."""
+        self._loop.wake()

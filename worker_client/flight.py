@@ -1,0 +1,109 @@
+"""What a worker has in flight: the interface of `PlainFlight` and `CompiledFlight` (sans I/O).
+
+The rules are those of `reducer/wire/README.md`, section 5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reducer.wire.header import Buffer, Header
+    from reducer.wire.layout import Range
+    from worker_client.operation import Operation
+
+
+class Send(NamedTuple):
+    """Hand a message to the reducer at the other end of a link."""
+
+    link: int
+    header: bytes
+    payload: Buffer | None
+
+
+class LinkStats(NamedTuple):
+    """What is known about a link.
+
+    Attributes:
+        window: bytes that may be in flight.
+        in_flight: bytes of the window that contributions without a result take.
+        bytes_sent, bytes_received: of contributions and of results, all in all.
+        results: how many came.
+        rtt_s: time from sending a contribution to its result, smoothed as TCP does; 0: unknown.
+        min_rtt_s: the shortest such time.
+    """
+
+    window: int
+    in_flight: int
+    bytes_sent: int
+    bytes_received: int
+    results: int
+    rtt_s: float
+    min_rtt_s: float
+
+
+class Flight(Protocol):
+    """All all-reduces and links of a worker.
+
+    Args:
+        identity: header with the job, the generation and the rank of every contribution.
+        links: number of reducers.
+        window: bytes that may be in flight on each link, until `set_window` says otherwise.
+        start: the link that is refilled first.
+
+    Links are shut until `open`. Times are in seconds of the caller's clock.
+    """
+
+    def __init__(self, identity: Header, links: int, window: int, start: int) -> None: ...
+
+    @property
+    def watermark(self) -> int:
+        """Every all-reduce below this number is finished here."""
+
+    def submit(self, operation: Operation, ranges: Sequence[Range], chunk_bytes: int) -> int:
+        """Queue an all-reduce and return its sequence number.
+
+        Args:
+            operation: what is asked for.
+            ranges: what travels over which link: ascending, disjoint, together the whole buffer.
+            chunk_bytes: size of every chunk but a range's last.
+        """
+
+    def open(self, link: int) -> None:
+        """Let contributions be sent to a reducer, and take its results."""
+
+    def set_window(self, link: int, nbytes: int) -> None:
+        """Change how many bytes may be in flight on a link."""
+
+    def stats(self, link: int) -> LinkStats:
+        """Return what is known about a link."""
+
+    def refill(self, now: float) -> list[Send]:
+        """Return the contributions that the windows have room for.
+
+        Every link gets a chunk before any gets a second one, so that all reducers have work early.
+        """
+
+    def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
+        """Take a message if it is a healthy result; otherwise nothing is changed.
+
+        Returns:
+            Sequence numbers of the all-reduces that are now done; None if it is anything else.
+        """
+
+    def expects(self, link: int, sequence: int, offset: int) -> bool:
+        """Whether the chunk at this offset is in flight on a link."""
+
+    def waits_for(self, link: int, sequence: int) -> bool:
+        """Whether any chunk of an all-reduce is in flight on a link."""
+
+    def forget(self, link: int, sequence: int) -> None:
+        """Expect and send nothing more of an all-reduce on a link."""
+
+    def end(self, sequence: int) -> None:
+        """End an all-reduce that has failed."""
+
+    def reset(self, link: int) -> list[int]:
+        """Shut a link, forget what it carried, and return which all-reduces needed it."""

@@ -1,0 +1,277 @@
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, pipe */
+
+#include "loop.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "malloc_tuning.h"
+
+enum {
+    RECEIVES_PER_TURN = 64,      /* so that no link starves the others */
+    COPY_BELOW = 16 << 10,       /* sharing a smaller payload costs more than copying it */
+    LOOK_NS = 10 * 1000 * 1000,  /* while messages pour in, monitors are looked at this often */
+    PATIENCE_NS = 20 * 1000      /* for more results, once an operation has completed */
+};
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
+
+/* -- set-up ---------------------------------------------------------------------------------- */
+
+static bool make_pipe(struct loop *loop)
+{
+    int ends[2];
+    if (pipe(ends) != 0)
+        return false;
+    loop->pipe_read = ends[0];
+    loop->pipe_write = ends[1];
+    for (int end = 0; end < 2; end++)
+        if (fcntl(ends[end], F_SETFL, O_NONBLOCK) != 0 ||
+            fcntl(ends[end], F_SETFD, FD_CLOEXEC) != 0)
+            return false;
+    return true;
+}
+
+bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight,
+               void *const *sockets, void *const *monitors)
+{
+    keep_large_blocks();
+    uint32_t links = flight->link_count;
+    *loop = (struct loop){.zmq = *zmq, .flight = flight, .pipe_read = -1, .pipe_write = -1};
+    loop->sockets = calloc(links, sizeof *loop->sockets);
+    loop->items = calloc(1 + 2 * (size_t)links, sizeof *loop->items);
+    if (loop->sockets == NULL || loop->items == NULL || !make_pipe(loop))
+        return false;
+    loop->items[0] = (zmq_pollitem_t){.fd = loop->pipe_read, .events = ZMQ_POLLIN};
+    for (uint32_t link = 0; link < links; link++) {
+        loop->sockets[link] = sockets[link];
+        loop->items[1 + link] = (zmq_pollitem_t){.socket = sockets[link], .events = ZMQ_POLLIN};
+        loop->items[1 + links + link] =
+            (zmq_pollitem_t){.socket = monitors[link], .events = ZMQ_POLLIN};
+    }
+    return true;
+}
+
+void loop_free(struct loop *loop)
+{
+    loop_close_message(loop);
+    if (loop->pipe_read >= 0)
+        close(loop->pipe_read);
+    if (loop->pipe_write >= 0)
+        close(loop->pipe_write);
+    loop->pipe_read = loop->pipe_write = -1;
+    free(loop->sockets);
+    free(loop->items);
+    loop->sockets = NULL;
+    loop->items = NULL;
+}
+
+void loop_wake(struct loop *loop)
+{
+    if (!atomic_exchange(&loop->woken, true))
+        while (write(loop->pipe_write, "", 1) < 0 && errno == EINTR)
+            ;
+}
+
+static void drain(struct loop *loop)
+{
+    char bytes[16];
+    while (read(loop->pipe_read, bytes, sizeof bytes) < 0 && errno == EINTR)
+        ;
+}
+
+/* Whether it was woken since the last time; asked before every wait. */
+static bool heed(struct loop *loop)
+{
+    if (!atomic_load(&loop->woken))
+        return false;
+    /* In this order: who wakes it from here on sets the flag anew, whatever becomes of the byte. */
+    atomic_store(&loop->woken, false);
+    drain(loop);
+    return true;
+}
+
+/* -- send ------------------------------------------------------------------------------------ */
+
+/* Called when libzmq reads a payload no more, perhaps by one of its own threads. */
+static void release(void *data, void *operation)
+{
+    (void)data;
+    operation_drop(operation);
+}
+
+static bool make_payload(struct loop *loop, zmq_msg_t *message, const struct contribution *next)
+{
+    const struct libzmq *zmq = &loop->zmq;
+    unsigned char *data = next->of->data + next->header.offset;
+    size_t nbytes = next->header.nbytes;
+    if (nbytes < COPY_BELOW) {
+        if (zmq->msg_init_size(message, nbytes) != 0)
+            return false;
+        if (nbytes > 0)
+            memcpy(zmq->msg_data(message), data, nbytes);
+        return true;
+    }
+    zmq_msg_t original;
+    operation_use(next->of);
+    if (zmq->msg_init_data(&original, data, nbytes, release, next->of) != 0) {
+        operation_drop(next->of);
+        return false;
+    }
+    /* A reducer in this process gets this very memory. Only a copy is marked as shared, and that
+     * tells it not to write there. */
+    zmq->msg_init(message);
+    zmq->msg_copy(message, &original);
+    zmq->msg_close(&original);
+    return true;
+}
+
+static bool send_frame(struct loop *loop, uint32_t link, zmq_msg_t *frame, int flags)
+{
+    if (loop->zmq.msg_send(frame, loop->sockets[link], flags | ZMQ_DONTWAIT) >= 0)
+        return true;
+    loop->zmq.msg_close(frame);
+    return false;
+}
+
+/* Sends one contribution if the window has room. One to a reducer that is not connected, or for
+ * which there is no memory, is dropped: the monitor tells, or the deadline. */
+static bool send_next(struct loop *loop, uint32_t link, uint64_t now)
+{
+    struct contribution next;
+    if (!flight_next(loop->flight, link, now, &next))
+        return false;
+    zmq_msg_t header, payload;
+    if (!make_payload(loop, &payload, &next))
+        return true;
+    if (loop->zmq.msg_init_size(&header, HEADER_BYTES) != 0) {
+        loop->zmq.msg_close(&payload);
+        return true;
+    }
+    memcpy(loop->zmq.msg_data(&header), &next.header, HEADER_BYTES);
+    if (send_frame(loop, link, &header, ZMQ_SNDMORE))
+        send_frame(loop, link, &payload, 0);
+    else
+        loop->zmq.msg_close(&payload);
+    return true;
+}
+
+void loop_refill(struct loop *loop)
+{
+    uint32_t links = loop->flight->link_count;
+    uint64_t now = now_ns();
+    /* One chunk per link and pass, so that every reducer has work as early as possible. */
+    for (bool sent = true; sent;) {
+        sent = false;
+        for (uint32_t step = 0; step < links; step++)
+            sent |= send_next(loop, (loop->flight->start + step) % links, now);
+    }
+}
+
+/* -- receive --------------------------------------------------------------------------------- */
+
+void loop_close_message(struct loop *loop)
+{
+    for (int frame = 0; frame < loop->received && frame < 2; frame++)
+        loop->zmq.msg_close(&loop->frames[frame]);
+    loop->received = 0;
+}
+
+/* Receives one whole message; its frames come together. False if there is none. */
+static bool receive(struct loop *loop, uint32_t link)
+{
+    const struct libzmq *zmq = &loop->zmq;
+    for (bool more = true; more;) {
+        zmq_msg_t surplus;
+        zmq_msg_t *frame = loop->received < 2 ? &loop->frames[loop->received] : &surplus;
+        zmq->msg_init(frame);
+        if (zmq->msg_recv(frame, loop->sockets[link], ZMQ_DONTWAIT) < 0) {
+            zmq->msg_close(frame);
+            return false;
+        }
+        more = zmq->msg_more(frame);
+        if (frame == &surplus)
+            zmq->msg_close(frame);
+        if (loop->received < 3)
+            loop->received++;
+    }
+    return true;
+}
+
+/* Takes the message at hand, if it is a healthy result, and refills that link. */
+static bool take(struct loop *loop, uint32_t link, uint64_t now)
+{
+    const struct libzmq *zmq = &loop->zmq;
+    if (loop->received != 2 ||
+        !flight_take(loop->flight, link, zmq->msg_data(&loop->frames[0]),
+                     zmq->msg_size(&loop->frames[0]), zmq->msg_data(&loop->frames[1]),
+                     zmq->msg_size(&loop->frames[1]), now))
+        return false;
+    loop_close_message(loop);
+    while (send_next(loop, link, now))
+        ;
+    return true;
+}
+
+static enum loop_event wait(struct loop *loop, long timeout_ms)
+{
+    int links = (int)loop->flight->link_count;
+    int ready = loop->zmq.poll(loop->items, 1 + 2 * links, timeout_ms);
+    loop->polled_ns = now_ns();
+    if (ready < 0)
+        return loop->zmq.last_errno() == EINTR ? LOOP_QUIET : LOOP_FAILED;
+    if (loop->items[0].revents != 0)
+        drain(loop);
+    for (int monitor = 1 + links; monitor < 1 + 2 * links; monitor++)
+        if (loop->items[monitor].revents != 0)
+            return LOOP_CHANGE;
+    return LOOP_QUIET;
+}
+
+enum loop_event loop_run(struct loop *loop, long timeout_ms)
+{
+    uint32_t links = loop->flight->link_count;
+    uint64_t now = now_ns(), until = now + (uint64_t)timeout_ms * 1000 * 1000;
+    uint64_t completed_ns = 0;
+    for (;;) {
+        bool heard = false;
+        for (uint32_t step = 0; step < links; step++) {
+            uint32_t link = loop->turn;
+            loop->turn = (link + 1) % links;
+            for (int receives = 0; receives < RECEIVES_PER_TURN && receive(loop, link); receives++) {
+                heard = true;
+                now = now_ns();
+                if (!take(loop, link, now)) {
+                    loop->link = link;
+                    return LOOP_MESSAGE;
+                }
+                if (loop->flight->completed == NULL)
+                    continue;
+                if (completed_ns == 0)
+                    completed_ns = now;
+                if (now - completed_ns > PATIENCE_NS)
+                    return LOOP_QUIET;
+            }
+        }
+        if (heard && now < until && now - loop->polled_ns < LOOK_NS) {
+            if (heed(loop))
+                return LOOP_QUIET;
+            continue;
+        }
+        if (heed(loop) || loop->flight->completed != NULL)
+            return LOOP_QUIET;
+        long left_ms = heard || now >= until ? 0 : (long)((until - now + 999999) / 1000000);
+        enum loop_event event = wait(loop, left_ms);
+        now = loop->polled_ns;
+        if (event != LOOP_QUIET || heed(loop) || now >= until)
+            return event;
+    }
+}

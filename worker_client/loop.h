@@ -1,0 +1,45 @@
+/* The compiled loop of a worker: poll, receive, copy into the buffer, refill, without the GIL.
+ *
+ * It takes healthy results by itself; whatever else comes makes it return. One thread runs it and
+ * owns the sockets; any thread may wake it.
+ */
+#ifndef WORKER_LOOP_H
+#define WORKER_LOOP_H
+
+#include "flight.h"
+#include "libzmq.h"
+
+enum loop_event {
+    LOOP_QUIET,   /* the time is up, it was woken, or operations have completed */
+    LOOP_MESSAGE, /* `frames` hold a message of `link` for the session */
+    LOOP_CHANGE,  /* a monitor has something to say */
+    LOOP_FAILED   /* libzmq refused; last_errno says why */
+};
+
+struct loop {
+    struct libzmq zmq;
+    struct flight *flight;
+    void **sockets;        /* one DEALER per link */
+    zmq_pollitem_t *items; /* the waker's pipe, then per link its socket, then its monitor */
+    int pipe_read, pipe_write;
+    atomic_bool woken;
+    uint64_t polled_ns; /* when the monitors were last looked at */
+    uint32_t turn;      /* the link that is next to be received from */
+    uint32_t link;
+    int received; /* frames of the message at hand, at most 3 */
+    zmq_msg_t frames[2];
+};
+
+/* False, with errno: out of memory or of files. The arrays are copied. */
+bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight,
+               void *const *sockets, void *const *monitors);
+void loop_free(struct loop *loop);
+
+enum loop_event loop_run(struct loop *loop, long timeout_ms);
+/* Frees the message that LOOP_MESSAGE has left. */
+void loop_close_message(struct loop *loop);
+/* Sends what all windows have room for. */
+void loop_refill(struct loop *loop);
+void loop_wake(struct loop *loop);
+
+#endif
