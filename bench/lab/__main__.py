@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from contextlib import ExitStack
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -82,15 +81,16 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _on_all(hosts: Sequence[Host], command: Sequence[str]) -> list[int]:
-    with ExitStack() as stack:
-        processes = []
-        for host in hosts:
-            process = host.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            thread = Thread(target=_copy, args=(host.index, process), daemon=True)
-            thread.start()
-            stack.callback(thread.join)
-            processes.append(process)
-        return [process.wait() for process in processes]
+    processes, threads = [], []
+    for host in hosts:
+        process = host.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        processes.append(process)
+        threads.append(Thread(target=_copy, args=(host.index, process), daemon=True))
+        threads[-1].start()
+    codes = [process.wait() for process in processes]
+    for thread in threads:
+        thread.join()
+    return codes
 
 
 def _copy(index: int, process: subprocess.Popen[str]) -> None:

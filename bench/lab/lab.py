@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 from bench.lab import rate
 from bench.lab.claims import Facts
 from bench.lab.keeper import Request, clean, tear_down
-from bench.lab.network import LabUnavailable, Network
+from bench.lab.network import LabUnavailable, Network, require_root
 from bench.lab.processes import MARK
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ class Lab:
         return lab
 
     def __enter__(self) -> Lab:
+        if self._namespaces:
+            require_root()
         self._mark = secrets.token_hex(8)
         self._payload_rate = None
         try:

@@ -45,9 +45,8 @@ class Network:
         """Make namespaces, bridge and links of this rate in Mbit/s each way (None: unshaped).
 
         Raises:
-            LabUnavailable: not root, a tool is missing or the kernel refuses.
+            LabUnavailable: a tool is missing or the kernel refuses.
         """
-        require_root()
         _allow_congestion_control()
         _batch(["ip"], [f"netns add {name}" for name in (self.bridge, *self.names)])
         # Frames that cross the bridge are not this machine's firewall's business.

@@ -1,0 +1,261 @@
+"""However a lab ends, nothing of it stays: processes, namespaces, names, claims."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from bench.lab import Lab, LabUnavailable, claims, keeper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent.parent
+SOON_S = 10.0
+# A process that starts another in a session of its own, and tells its id.
+FAMILY = ["sh", "-c", "setsid sleep 1000 & echo $!; exec sleep 1000"]
+# A benchmark that makes a lab and tells what there is of it; `fork` leaves a child with its files.
+OWNER = """
+import json, os, sys, time
+from subprocess import PIPE
+from bench.lab import Lab
+with Lab.loopback(2) if "loopback" in sys.argv else Lab(2, 100) as lab:
+    process = lab.hosts[1].start(json.loads(sys.argv[1]), stdout=PIPE)
+    family = [process.pid, int(process.stdout.readline())]
+    child = os.fork() if "fork" in sys.argv else 0
+    if child or "fork" not in sys.argv:
+        told = [lab.hosts[0].name, family, lab._keeper.pid, child]
+        print(json.dumps(told), flush=True)
+    time.sleep(1000)
+"""
+
+
+@dataclass
+class Owner:
+    """A benchmark in a process of its own, and its lab."""
+
+    process: subprocess.Popen[str]
+    name: str
+    family: list[int]
+    keeper: int
+    child: int
+
+
+@contextmanager
+def owner(*options: str) -> Iterator[Owner]:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", OWNER, json.dumps(FAMILY), *options],
+        cwd=ROOT,
+        stdout=PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout
+            yield Owner(process, *json.loads(process.stdout.readline()))
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(params=["namespaces", "loopback"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "namespaces":
+        request.getfixturevalue("namespaces")
+    return str(request.param)
+
+
+def make(kind: str) -> Lab:
+    return Lab.loopback(2) if kind == "loopback" else Lab(2, 100)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that run; one that has ended may wait to be reaped by whoever inherited it."""
+    left = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                left.append(pid)
+    return left
+
+
+def traces(name: str) -> list[str]:
+    """What exists of the lab that a host with this name belongs to."""
+    if name == "localhost":
+        return []
+    prefix = name.partition("-")[0]
+    paths = [claims.CLAIMS / prefix.removeprefix("rlab")]
+    for directory in ("/run/netns", "/etc/netns"):
+        paths += Path(directory).glob(f"{prefix}-*")
+    return [str(path) for path in paths if path.exists()]
+
+
+def gone(name: str, pids: list[int]) -> bool:
+    deadline = time.monotonic() + SOON_S
+    while traces(name) or alive(pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
+def test_the_end_of_the_block_ends_everything(
+    kind: str, failure: type[BaseException] | None
+) -> None:
+    with ExitStack() as stack:
+        if failure:
+            stack.enter_context(pytest.raises(failure))
+        with make(kind) as lab:
+            name = lab.hosts[0].name
+            process = lab.hosts[1].start(FAMILY, stdout=PIPE)
+            assert process.stdout
+            family = [process.pid, int(process.stdout.readline())]
+            assert alive(family) == family
+            assert kind == "loopback" or len(traces(name)) == 6
+            if failure:
+                raise failure
+    assert alive(family) == []
+    assert traces(name) == []
+    assert process.returncode == -signal.SIGKILL
+    assert process.stdout.closed
+
+
+def test_a_killed_benchmark_leaves_nothing(kind: str) -> None:
+    with owner(kind) as benchmark:
+        assert alive(benchmark.family) == benchmark.family
+        benchmark.process.kill()
+        assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+
+
+def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind: str) -> None:
+    with owner(kind, "fork") as benchmark:
+        benchmark.process.kill()
+        assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+        assert alive([benchmark.child])
+
+
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_terminals_processes_leaves_nothing(
+    kind: str, name: signal.Signals
+) -> None:
+    with owner(kind) as benchmark:
+        os.killpg(benchmark.process.pid, name)
+        os.kill(benchmark.keeper, name)
+        assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1])
+def test_a_benchmark_killed_while_it_builds_leaves_nothing(
+    namespaces: None, after_s: float
+) -> None:
+    before = dead()
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "from bench.lab import Lab; Lab(20, 100).__enter__()"],
+        cwd=ROOT,
+        start_new_session=True,
+    ) as process:
+        deadline = time.monotonic() + SOON_S
+        while not (keepers := psutil.Process(process.pid).children()):
+            assert time.monotonic() < deadline
+        time.sleep(after_s)
+        process.kill()
+    assert gone("localhost", [keepers[0].pid])
+    assert all(claims.look(number)[1].owner != process.pid for number in claims.known())
+    assert dead() <= before
+
+
+def dead() -> set[int]:
+    return {number for number in claims.known() if not claims.look(number)[0]}
+
+
+def test_a_lab_whose_keeper_was_killed_is_removed_at_its_end(kind: str) -> None:
+    with make(kind) as lab:
+        name = lab.hosts[0].name
+        process = lab.hosts[1].start(FAMILY, stdout=PIPE)
+        assert process.stdout
+        family = [process.pid, int(process.stdout.readline())]
+        assert lab._keeper
+        lab._keeper.kill()
+    assert alive(family) == []
+    assert traces(name) == []
+
+
+def test_cleaning_removes_dead_labs_and_spares_living_ones(namespaces: None) -> None:
+    with Lab(1) as living, owner() as benchmark:
+        survivor = living.hosts[0].start(["sleep", "1000"])
+        os.kill(benchmark.keeper, signal.SIGKILL)
+        benchmark.process.kill()
+        benchmark.process.wait()
+        number = int(benchmark.name.partition("-")[0].removeprefix("rlab"))
+        while claims.look(number)[0]:
+            time.sleep(0.01)
+        assert alive(benchmark.family)
+        assert traces(benchmark.name)
+        assert number in keeper.clean()
+        assert gone(benchmark.name, benchmark.family)
+        assert survivor.poll() is None
+        assert len(traces(living.hosts[0].name)) == 4
+
+
+def test_a_new_lab_takes_a_dead_ones_number_and_removes_what_it_left(namespaces: None) -> None:
+    with owner() as benchmark:
+        os.kill(benchmark.keeper, signal.SIGKILL)
+        benchmark.process.kill()
+        benchmark.process.wait()
+        with ExitStack() as stack:
+            while benchmark.name not in {host.name for host in stack.enter_context(Lab(1)).hosts}:
+                assert len(traces(benchmark.name)) > 4
+            assert alive(benchmark.family) == []
+            assert len(traces(benchmark.name)) == 4
+
+
+def test_without_root_a_lab_says_what_to_do(namespaces: None) -> None:
+    script = """
+import os
+from bench.lab import Lab, LabUnavailable
+os.setuid(65534)
+try:
+    Lab(hosts=2, mbit=100).__enter__()
+except LabUnavailable as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], cwd=ROOT, stdout=PIPE, text=True, check=True
+    )
+    assert "needs root: run it with sudo, or use Lab.loopback()" in done.stdout
+
+
+def test_without_its_tools_a_lab_says_what_to_install(
+    namespaces: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = claims.known()
+    with pytest.raises(LabUnavailable, match="`ip` is missing: install the package iproute2"):
+        Lab(2).__enter__()
+    assert set(claims.known()) <= set(before)
+
+
+def test_what_the_kernel_refuses_is_told_and_removed(
+    namespaces: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake = tmp_path / "tc"
+    fake.write_text("#!/bin/sh\necho 'Specified qdisc kind is unknown.' >&2\nexit 2\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    before = claims.known()
+    with pytest.raises(LabUnavailable, match=r"`tc .*` failed: Specified qdisc kind is unknown"):
+        Lab(2, 100).__enter__()
+    assert set(claims.known()) <= set(before)

@@ -1,0 +1,111 @@
+"""``python -m bench.lab``: what it runs, prints and returns."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+
+from bench.lab import Lab, claims
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = [sys.executable, "-S", "-m", "bench.lab"]
+
+
+def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, input=text, text=True, check=False
+    )
+
+
+@pytest.fixture(params=[["--mbit", "100"], ["--loopback"]], ids=["namespaces", "loopback"])
+def kind(request: pytest.FixtureRequest) -> list[str]:
+    if "--mbit" in request.param:
+        request.getfixturevalue("namespaces")
+    return list(request.param)
+
+
+def test_a_command_runs_in_every_host(kind: list[str]) -> None:
+    script = "echo host $LAB_INDEX of $LAB_HOSTS at $LAB_ADDRESS"
+    done = command("run", "--hosts", "3", *kind, "--", "sh", "-c", script)
+    lines = sorted(done.stdout.splitlines())
+    assert [line.partition(" at ")[0] for line in lines] == [
+        f"[{index}] host {index} of 3" for index in range(3)
+    ]
+    assert len({line.partition(" at ")[2] for line in lines}) == (3 if "--mbit" in kind else 1)
+    assert done.returncode == 0
+
+
+def test_a_command_in_one_host_has_the_callers_streams(kind: list[str]) -> None:
+    done = command("run", *kind, "--on", "1", "--", "sh", "-c", "cat; echo $LAB_INDEX", text="in ")
+    assert done.stdout == "in 1\n"
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_the_status_is_the_first_failures(kind: list[str], script: str, status: int) -> None:
+    done = command("run", *kind, "--", "sh", "-c", f"[ $LAB_INDEX = 0 ] || {script}")
+    assert done.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", "no-such-program"], "there is no program 'no-such-program'"),
+        (["--on", "2", "--", "true"], "--on 2: the hosts are 0 to 1"),
+        (["--hosts", "0", "--", "true"], "a lab has 1 to 254 hosts, got 0"),
+    ],
+)
+def test_what_cannot_be_run_is_told_in_one_line(arguments: list[str], said: str) -> None:
+    done = command("run", "--loopback", *arguments)
+    assert done.stderr.startswith(f"bench.lab: {said}")
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == 1
+
+
+def test_labs_are_shown_while_they_live(namespaces: None) -> None:
+    with Lab(3, 100) as lab:
+        name = lab.hosts[0].name.partition("-")[0]
+        shown = [
+            line for line in command("show").stdout.splitlines() if line.startswith(name + " ")
+        ]
+        prefix = lab.hosts[0].address
+        assert len(shown) == 1
+        assert f"3 hosts {prefix} to .3, 100 Mbit/s" in shown[0]
+    assert not [line for line in command("show").stdout.splitlines() if prefix in line]
+
+
+def test_a_dead_lab_is_shown_and_cleaned(namespaces: None) -> None:
+    with Lab(1) as lab:
+        name = lab.hosts[0].name.partition("-")[0]
+        assert lab._keeper
+        lab._keeper.kill()
+        while claims.look(int(name.removeprefix("rlab")))[0]:
+            time.sleep(0.01)
+        assert f"{name}  dead: remove it with `python -m bench.lab clean`" in command("show").stdout
+        assert f"{name} removed" in command("clean").stdout.splitlines()
+        assert name not in command("show").stdout.split()
+
+
+def test_an_interrupted_run_leaves_nothing(kind: list[str]) -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", *kind, "--", "sh", "-c", "echo $LAB_NAME; exec sleep 1000"],
+        cwd=ROOT,
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        try:
+            name = process.stdout.readline().split()[1]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+    assert not (Path("/run/netns") / name).exists()

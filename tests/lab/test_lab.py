@@ -1,0 +1,238 @@
+"""Hosts on one machine: they reach each other at the rate of their links, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.lab import Host, Lab, LabUnavailable, network
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TRANSFER = [sys.executable, "-S", str(Path(__file__).with_name("transfer.py"))]
+PAYLOAD = 0.957  # of the link's rate: 1448 bytes in each Ethernet frame of 1514
+
+
+@pytest.fixture(params=["namespaces", "loopback"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+    """The same three hosts, of either kind."""
+    if request.param == "namespaces":
+        yield request.getfixturevalue("lab").hosts
+    else:
+        with Lab.loopback(hosts=3) as loopback:
+            yield loopback.hosts
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline().strip()
+
+
+def say(host: Host, script: str, **environment: str) -> str:
+    done = host.start(["sh", "-c", script], env=environment, stdout=PIPE)
+    output, _ = done.communicate(timeout=20)
+    assert done.returncode == 0
+    return output.strip()
+
+
+def megabits(sender: Host, receiver: Host, total: int = 5_000_000) -> float:
+    """Payload rate of one transfer, in Mbit/s."""
+    server = receiver.start([*TRANSFER, "serve", str(total)], stdout=PIPE)
+    client = sender.start([*TRANSFER, "send", receiver.address, line(server), str(total)])
+    rate = float(line(server))
+    assert client.wait(20) == 0
+    assert server.wait(20) == 0
+    return rate * 8e-6
+
+
+def test_every_host_reaches_every_other_by_address_and_by_name(hosts: list[Host]) -> None:
+    for sender in hosts:
+        for receiver in hosts:
+            for address in (receiver.address, receiver.name):
+                server = receiver.start([*TRANSFER, "echo"], stdout=PIPE)
+                client = sender.start(
+                    [*TRANSFER, "ask", address, line(server)], stdin=PIPE, stdout=PIPE
+                )
+                output, _ = client.communicate("hello\n", timeout=20)
+                assert output == "hello\n"
+                assert server.wait(20) == 0
+
+
+def test_a_host_has_its_own_address_on_eth0_and_a_loopback(lab: Lab) -> None:
+    for host in lab.hosts:
+        assert f" {host.address}/24 " in say(host, "ip -4 -o address show dev eth0")
+        assert "<LOOPBACK,UP" in say(host, "ip -o link show dev lo")
+        assert say(host, "cat /proc/sys/net/ipv4/tcp_congestion_control") == "cubic"
+
+
+def test_the_machines_own_name_leads_back_to_the_host(lab: Lab) -> None:
+    look = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    for host in lab.hosts:
+        assert say(host, f"{sys.executable} -S -c '{look}'") == host.address
+
+
+def test_no_way_leads_out_of_a_lab(lab: Lab) -> None:
+    assert say(lab.hosts[0], "ip route").startswith("10.77.")
+    assert "default" not in say(lab.hosts[0], "ip route")
+    outside = subprocess.run(["ip", "-o", "link"], stdout=PIPE, text=True, check=True).stdout
+    assert "10.77." not in outside
+    assert network.PREFIX not in outside
+
+
+def test_a_link_has_its_rate_each_way(lab: Lab) -> None:
+    one, other = lab.hosts[:2]
+    lab.set_rate(other, None)  # what is measured is the one's link alone
+    try:
+        for rate in (megabits(one, other), megabits(other, one)):
+            assert rate == pytest.approx(PAYLOAD * 100, rel=0.06)
+    finally:
+        lab.set_rate(other, 100)
+
+
+def test_a_links_rate_can_be_changed_and_lifted(lab: Lab) -> None:
+    one, other = lab.hosts[:2]
+    try:
+        lab.set_rate(one, 40)
+        assert megabits(one, other, 3_000_000) == pytest.approx(PAYLOAD * 40, rel=0.06)
+        assert megabits(other, one, 3_000_000) == pytest.approx(PAYLOAD * 40, rel=0.06)
+        lab.set_rate(one, None)
+        lab.set_rate(one, None)
+        lab.set_rate(other, None)
+        assert megabits(one, other, 20_000_000) > 400
+    finally:
+        lab.set_rate(one, 100)
+        lab.set_rate(other, 100)
+    assert lab.mbit == 100
+
+
+@pytest.mark.skipif(not shutil.which("iperf3"), reason="there is no iperf3")
+def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab: Lab) -> None:
+    rate = lab.payload_rate()
+    assert rate * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.03)
+    start = time.monotonic()
+    assert lab.payload_rate() == rate
+    assert time.monotonic() - start < 0.1
+
+
+def test_without_iperf3_the_payload_rate_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Lab.loopback(2) as loopback:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(LabUnavailable, match="install the package iperf3"):
+            loopback.payload_rate()
+
+
+def test_one_host_has_nobody_to_measure_against() -> None:
+    with Lab.loopback(1) as loopback, pytest.raises(LabUnavailable, match="two hosts"):
+        loopback.payload_rate()
+
+
+def test_a_pulled_cable_stops_traffic_and_a_connection_survives_it(lab: Lab) -> None:
+    one, other = lab.hosts[:2]
+    server = other.start([*TRANSFER, "echo"], stdout=PIPE)
+    client = one.start([*TRANSFER, "ask", other.address, line(server)], stdin=PIPE, stdout=PIPE)
+    assert client.stdin
+    assert client.stdout
+    client.stdin.write("before\n")
+    client.stdin.flush()
+    assert line(client) == "before"
+    os.set_blocking(client.stdout.fileno(), False)
+    lab.link_down(other)
+    try:
+        client.stdin.write("during\n")
+        client.stdin.flush()
+        time.sleep(1)
+        with pytest.raises(BlockingIOError):
+            os.read(client.stdout.fileno(), 100)
+    finally:
+        lab.link_up(other)
+    os.set_blocking(client.stdout.fileno(), True)
+    assert line(client) == "during"
+    assert megabits(one, other) == pytest.approx(PAYLOAD * 100, rel=0.06)
+
+
+def test_two_labs_at_once_share_nothing(lab: Lab) -> None:
+    with Lab(hosts=3, mbit=40) as second:
+        assert {host.name for host in lab.hosts}.isdisjoint(host.name for host in second.hosts)
+        assert {host.address for host in lab.hosts}.isdisjoint(
+            host.address for host in second.hosts
+        )
+        assert megabits(second.hosts[0], second.hosts[1], 3_000_000) == pytest.approx(
+            PAYLOAD * 40, rel=0.06
+        )
+        with pytest.raises(LabUnavailable, match="another lab"):
+            lab.link_down(second.hosts[0])
+        bystander = lab.hosts[0].start(["sleep", "1000"])
+    assert bystander.poll() is None
+    bystander.kill()
+    assert megabits(lab.hosts[0], lab.hosts[1]) == pytest.approx(PAYLOAD * 100, rel=0.06)
+
+
+def test_a_process_is_told_where_it_is(hosts: list[Host]) -> None:
+    told = say(
+        hosts[2],
+        "echo $LAB_INDEX $LAB_HOSTS $LAB_ADDRESS $LAB_NAME $LAB_ADDRESSES $LAB_NAMES $EXTRA",
+        EXTRA="and more",
+    )
+    addresses = ",".join(host.address for host in hosts)
+    names = ",".join(host.name for host in hosts)
+    own = f"2 3 {hosts[2].address} {hosts[2].name}"
+    assert told == f"{own} {addresses} {names} and more"
+
+
+def test_a_process_leads_its_own_session_and_has_no_input(hosts: list[Host]) -> None:
+    process = hosts[0].start(["sh", "-c", "cat; echo read; exec sleep 1000"], stdout=PIPE)
+    assert line(process) == "read"
+    assert os.getsid(process.pid) == process.pid
+    process.kill()
+    assert process.wait(20) == -signal.SIGKILL
+
+
+def test_output_can_go_nowhere(hosts: list[Host]) -> None:
+    process = hosts[0].start(["sh", "-c", "echo lost; exit 3"], stdout=DEVNULL, stderr=DEVNULL)
+    assert process.stdout is None
+    assert process.wait(20) == 3
+
+
+def test_a_program_that_is_not_there_is_named(hosts: list[Host]) -> None:
+    with pytest.raises(FileNotFoundError, match="'no-such-program' to start in host 1"):
+        hosts[1].start(["no-such-program"])
+
+
+def test_hosts_on_loopback_have_no_links() -> None:
+    with Lab.loopback(hosts=2) as loopback:
+        assert loopback.mbit is None
+        assert [host.index for host in loopback.hosts] == [0, 1]
+        assert {host.address for host in loopback.hosts} == {"127.0.0.1"}
+        for change in (
+            lambda host: loopback.set_rate(host, 100),
+            loopback.link_down,
+            loopback.link_up,
+        ):
+            with pytest.raises(LabUnavailable, match="no links"):
+                change(loopback.hosts[0])
+
+
+def test_a_lab_that_has_ended_starts_nothing() -> None:
+    with Lab.loopback(hosts=1) as loopback:
+        host = loopback.hosts[0]
+    assert loopback.hosts == []
+    with pytest.raises(LabUnavailable, match="has ended"):
+        host.start(["true"])
+
+
+@pytest.mark.parametrize(("hosts", "mbit"), [(0, None), (255, None), (2, 0), (2, -1)])
+def test_labs_that_cannot_be_are_refused(hosts: int, mbit: float | None) -> None:
+    with pytest.raises(ValueError, match="got"):
+        Lab(hosts, mbit)
