@@ -1,6 +1,6 @@
 """DDP end to end: samples per second through reducers, through Gloo and with no exchange at all.
 
-    python -m bench.ddp [--workers 4] [--reducers 4 | --embedded] [--model resnet50] [--json FILE]
+    python -m bench.ddp --workers 4 --reducers 4 --mbit 1000 --model resnet50
 
 Every rank is a process on a host of its own in `bench.lab`, with one model per variant:
 
@@ -14,75 +14,116 @@ train, `bench.ddp_figures` what the figures mean.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from enum import Enum
+from pathlib import Path  # noqa: TC003 (typer reads it)
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
+import typer
 
-from bench import ddp_models, results
+from bench import ddp_models, options, results
 from bench.crew import CrewError
 from bench.ddp_figures import NO_OP, DdpResults, table
-from bench.ddp_plot import plot
+from bench.ddp_plot import plot as draw
 from bench.ddp_run import Spec, measure
 from bench.lab import Lab, LabUnavailable
-from worker_client.ddp import DEFAULT_BUCKET_CAP_MB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from bench.ddp_figures import Reports
 
-GLOO_CAPS_MB = (25, DEFAULT_BUCKET_CAP_MB)
 BAR_SAMPLES = 1.4  # ours over the faster Gloo
 BAR_EXPOSED = 1.1  # exposed communication over the ideal
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write what was asked for; return the exit status."""
-    options = _parser().parse_args(arguments)
+class Model(str, Enum):
+    """What to train; `bench.ddp_models` describes each."""
+
+    RESNET50 = "resnet50"
+    GPT2 = "gpt2"
+    MLP = "mlp"
+    DIGITS = "digits"
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    model: Annotated[Model, typer.Option(help="What to train.")] = Model.RESNET50,
+    workers: Annotated[int, typer.Option(min=1, help="Ranks, each on a host of its own.")] = 4,
+    reducers: Annotated[int, typer.Option(min=1, help="Reducers on hosts of their own.")] = 4,
+    embedded: Annotated[
+        bool, typer.Option("--embedded", help="No such reducers: ranks host them.")
+    ] = False,
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 1000.0,
+    unshaped: Annotated[
+        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
+    ] = False,
+    compute: Annotated[
+        str, typer.Option(help="Forward and backward time of a simulated model.")
+    ] = "100ms",
+    gloo_caps: Annotated[
+        str, typer.Option(help="bucket_cap_mb of Gloo's variants; 25 is DDP's default, 64 ours.")
+    ] = "25,64",
+    steps: Annotated[int, typer.Option(min=1, help="Of a variant in a round.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail below the bars of the default run.")
+    ] = False,
+) -> None:
+    """Train with DDP in several ways in one run, alternating, and print medians."""
     spec = Spec(
-        model=options.model,
-        workers=options.workers,
-        reducers=0 if options.embedded else options.reducers,
-        compute_s=options.compute,
-        gloo_caps_mb=tuple(options.gloo_caps),
-        steps=options.steps,
-        rounds=options.rounds,
+        model=model.value,
+        workers=workers,
+        reducers=0 if embedded else reducers,
+        compute_s=_seconds(compute),
+        gloo_caps_mb=tuple(options.counts(gloo_caps)),
+        steps=steps,
+        rounds=rounds,
     )
     if spec.memory_bytes > psutil.virtual_memory().available:
-        print(
+        sys.exit(
             f"bench.ddp: {spec.model} needs {spec.memory_bytes / 1e9:.0f} GB of memory for "
-            f"{spec.workers} workers: take fewer, or fewer --gloo-caps",
-            file=sys.stderr,
+            f"{workers} workers: take fewer, or one of --gloo-caps"
         )
-        return 1
-    hosts = spec.workers + spec.reducers
-    mbit = None if options.unshaped else options.mbit
-    load = os.getloadavg()[0]
+    if not unshaped and os.geteuid() != 0:
+        print("# shaped links need root: measuring on loopback, unshaped, instead")
+        unshaped = True
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
     try:
-        with Lab.loopback(hosts) if options.loopback else Lab(hosts, mbit) as lab:
-            found = _results(spec, lab, measure(spec, lab), load)
+        with options.lab(workers + spec.reducers, None if unshaped else mbit) as lab:
+            payload_rate = _payload_rate(lab)
+            reports = measure(spec, lab)
     except (LabUnavailable, CrewError) as error:
-        print(f"bench.ddp: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"bench.ddp: {error}")
+    found = _results(spec, lab.mbit, payload_rate, load, reports)
     print(table(found))
-    if options.json:
-        options.json.write_text(found.model_dump_json(indent=1) + "\n")
-    if options.plot:
-        plot(found, options.plot)
-    if any(row.wrong for row in found.rows):
-        return 1
-    return 1 if options.check and not _reached(found) else 0
+    if json:
+        json.write_text(found.model_dump_json(indent=1) + "\n")
+    if plot:
+        draw(found, plot)
+    failed = any(row.wrong for row in found.rows) or (check and not _reached(found))
+    sys.exit(int(failed))
 
 
-def _results(spec: Spec, lab: Lab, reports: Reports, load: float) -> DdpResults:
+def _payload_rate(lab: Lab) -> float | None:
+    if lab.mbit is None:
+        return None
+    try:
+        return lab.payload_rate()
+    except LabUnavailable as error:  # it is there to compare with, that is all
+        print(f"# no wire limit: {error}")
+        return None
+
+
+def _results(
+    spec: Spec, mbit: float | None, payload_rate: float | None, load: float, reports: Reports
+) -> DdpResults:
     nbytes = ddp_models.nbytes(spec.model)
     simulated = spec.model in ddp_models.ARCHITECTURES
-    payload_rate = lab.payload_rate() if lab.mbit else None
     batch = ddp_models.workload(spec.model, spec.compute_s).batch
     return DdpResults(
         time=results.now(),
@@ -90,7 +131,7 @@ def _results(spec: Spec, lab: Lab, reports: Reports, load: float) -> DdpResults:
         command=results.command("bench.ddp"),
         environment=results.environment(),
         load=load,
-        mbit=lab.mbit,
+        mbit=mbit,
         payload_rate=payload_rate,
         model=spec.model,
         nbytes=nbytes,
@@ -119,47 +160,9 @@ def _reached(found: DdpResults) -> bool:
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"write a duration such as 300ms or 0.3s, not {text!r}")
+        raise typer.BadParameter(f"write a duration such as 300ms or 0.3s, not {text!r}")
     return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.ddp",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--model", choices=ddp_models.MODELS, default="resnet50", help="what to train (resnet50)")
-    add("--workers", type=int, default=4, help="ranks, each on a host (4)")
-    pools = parser.add_mutually_exclusive_group()
-    pools.add_argument("--reducers", type=int, default=4, help="on hosts of their own (4)")
-    pools.add_argument("--embedded", action="store_true", help="every rank hosts a reducer")
-    links = parser.add_mutually_exclusive_group()
-    links.add_argument("--mbit", type=float, default=1000, help="rate of every link (1000)")
-    links.add_argument("--unshaped", action="store_true", help="links as fast as the machine is")
-    links.add_argument("--loopback", action="store_true", help="no hosts, no links, no root")
-    add(
-        "--compute",
-        type=_seconds,
-        default=0.1,
-        help="forward and backward time of a simulated model, such as 300ms (100ms)",
-    )
-    add(
-        "--gloo-caps",
-        type=int,
-        nargs="+",
-        default=GLOO_CAPS_MB,
-        metavar="MB",
-        help="bucket_cap_mb of Gloo's variants (25, which is DDP's default, and 64, which is ours)",
-    )
-    add("--steps", type=int, default=2, help="of a variant in a round (2)")
-    add("--rounds", type=int, default=5, help="5 or more for figures that mean something (5)")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
-    add("--plot", type=Path, metavar="FILE", help="draw them")
-    add("--check", action="store_true", help="exit 1 if a bar is not reached")
-    return parser
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -176,10 +176,10 @@ class Reports:
 def table(results: DdpResults) -> str:
     """Return the figures as text."""
     lines = [
-        f"{results.model}: {results.nbytes / 1e6:.1f} MB of gradients in {results.parameters} "
+        f"# {results.model}: {results.nbytes / 1e6:.1f} MB of gradients in {results.parameters} "
         f"tensors, {_link(results.mbit)}, {results.workers} workers, "
         + (f"{results.reducers} reducers" if results.reducers else "embedded reducers"),
-        f"backward {results.backward_ms:.0f} ms, "
+        f"# backward {results.backward_ms:.0f} ms, "
         + (f"wire limit {results.wire_ms:.0f} ms, " if results.wire_ms else "")
         + f"medians of {results.rounds} alternated rounds of {results.steps} steps, ms",
         (

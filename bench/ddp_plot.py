@@ -27,14 +27,15 @@ def plot(results: DdpResults, path: Path) -> None:
         if row.ideal_ms is not None
     ]
     axes.plot(*zip(*marks, strict=True), "k|", markersize=24, label="all-reduce minus backward")
+    ends = dict.fromkeys(names, 0.0) | {name: at for at, name in marks}
     for row in results.rows:
-        text = f" {row.samples_per_s:.0f} samples/s"
-        axes.annotate(text, (row.step_ms, row.variant), va="center")
+        text = f"  {row.samples_per_s:.0f} samples/s"
+        axes.annotate(text, (max(row.step_ms, ends[row.variant]), row.variant), va="center")
     axes.margins(x=0.2)
     axes.invert_yaxis()
     axes.set_xlabel("ms per step")
     rate = results.mbit
     link = "unshaped links" if rate is None else f"{rate:g} Mbit/s"
     axes.set_title(f"{results.model}, {results.workers} DDP workers, {link}")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", markerscale=0.4, loc="lower right")
     figure.savefig(path, dpi=120)

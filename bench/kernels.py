@@ -1,6 +1,6 @@
 """The kernels against the memory: one pass, the two-operand chain, NumPy, and reading alone.
 
-    python -m bench.kernels [--json FILE] [--plot FILE] [--check]
+    python -m bench.kernels
 
 Every contender works on the same 8 inputs (and one output) in turn, round after round, so that a
 noisy machine is unkind to all of them alike; the figures are medians. All of them count bytes of
@@ -22,29 +22,29 @@ With ``--check`` the median ratios of fp32 inputs that do not fit in a cache mus
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from datetime import datetime  # noqa: TC003 (pydantic reads it)
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path  # noqa: TC003 (typer reads it)
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+import typer
 
-from bench import results
+from bench import options, results
 from bench.results import SCHEMA, Machine, Record
 from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from reducer.kernels.plain import Array
 
 INPUTS = 8
 ROUNDS = 9
-SIZES_KIB = (64, 256, 1024, 4096, 16384, 32768)  # per input
+SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,32MiB"  # per input
 OUT_OF_CACHE = 4 << 20  # bytes; 8 such inputs and their output are larger than a 32 MiB cache
 BAR_READ = 0.85  # one pass over read, fp32
 # One pass over chain, fp32. The chain moves 8 inputs, reads the output 6 times and writes it 7
@@ -57,6 +57,7 @@ DTYPES: dict[DType, np.dtype[Any]] = {
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(np.uint16),
 }
+NAMES = ",".join(dtype.name.lower() for dtype in DTYPES)
 
 
 class Row(Record):
@@ -171,7 +172,7 @@ def measure(dtype: DType, size: int, rounds: int = ROUNDS) -> Row:
 def table(found: KernelsResults) -> str:
     """Return the figures as text, and the ratios of one pass to each contender."""
     lines = [
-        f"{INPUTS} inputs, variant {found.variant}, GB/s of input, median of {found.rounds}",
+        f"# {INPUTS} inputs, variant {found.variant}, GB/s of input, median of {found.rounds}",
         (
             f"{'dtype':>9} {'KiB each':>9} {'one pass':>9} {'chain':>7} {'fresh':>7} {'numpy':>7}"
             f" {'read':>7} {'memcpy':>7} {'/ chain':>9} {'/ fresh':>8} {'/ numpy':>8} {'/ read':>7}"
@@ -186,7 +187,7 @@ def table(found: KernelsResults) -> str:
     ]
     if found.over_read and found.over_chain:
         lines.append(
-            f"fp32 out of the cache: {found.over_read:.2f} of read (bar {BAR_READ}), "
+            f"# fp32 out of the cache: {found.over_read:.2f} of read (bar {BAR_READ}), "
             f"{found.over_chain:.2f} x chain (bar {BAR_CHAIN})"
         )
     return "\n".join(lines)
@@ -210,15 +211,15 @@ def collect(rows: list[Row], rounds: int) -> KernelsResults:
     )
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def draw(found: KernelsResults, path: Path) -> None:
     """Draw GB/s over the size of an input, one panel per dtype."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (slow to load)
 
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
+    dtypes = list(dict.fromkeys(row.dtype for row in found.rows))
     figure = Figure(figsize=(4 * len(dtypes), 4), layout="constrained")
     panels = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
     for panel, dtype in zip(panels, dtypes, strict=True):
-        of_dtype = [row for row in rows if row.dtype == dtype]
+        of_dtype = [row for row in found.rows if row.dtype == dtype]
         for name in ("read", "one_pass", "memcpy", "chain", "fresh", "numpy"):
             panel.plot(
                 [row.nbytes / 2**20 for row in of_dtype],
@@ -232,27 +233,34 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panel.set_xlabel("MiB per input")
     panels[0].set_ylabel("GB/s of input")
     panels[0].legend()
-    figure.suptitle(f"Sum of {INPUTS} inputs, variant {kernels.select().name}")
+    figure.suptitle(f"Sum of {INPUTS} inputs, variant {found.variant}")
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write what was asked for; return the exit status."""
-    options = _parser().parse_args(arguments)
+def main(  # noqa: PLR0917 (options have names on the command line)
+    sizes: Annotated[str, typer.Option(help="Bytes per input.")] = SIZES,
+    dtypes: Annotated[str, typer.Option(help="Of float32, float16 and bfloat16.")] = NAMES,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = ROUNDS,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Fail below the bars.")] = False,
+) -> None:
+    """Compare sums of 8 inputs in one run, alternating, and print medians."""
     if kernels.select().name == "numpy":
-        print("bench.kernels: the compiled kernels are not built, and nothing else is measured")
-        return 1
-    chosen = [dtype for dtype in DTYPES if dtype.name.lower() in options.dtypes]
-    rows = [
-        measure(dtype, kib << 10, options.rounds) for dtype in chosen for kib in options.sizes_kib
-    ]
-    found = collect(rows, options.rounds)
+        sys.exit("bench.kernels: the compiled kernels are not built, and nothing else is measured")
+    unknown = set(dtypes.split(",")) - set(NAMES.split(","))
+    if unknown:
+        raise typer.BadParameter(f"{unknown.pop()!r} is none of {NAMES}")
+    chosen = [dtype for dtype in DTYPES if dtype.name.lower() in dtypes.split(",")]
+    lengths = options.sizes(sizes)
+    rows = [measure(dtype, nbytes, rounds) for dtype in chosen for nbytes in lengths]
+    found = collect(rows, rounds)
     print(table(found))
-    if options.json:
-        options.json.write_text(found.model_dump_json(indent=1) + "\n")
-    if options.plot:
-        plot(rows, options.plot)
-    return 1 if options.check and not _reached(found) else 0
+    if json:
+        json.write_text(found.model_dump_json(indent=1) + "\n")
+    if plot:
+        draw(found, plot)
+    sys.exit(int(check and not _reached(found)))
 
 
 def _reached(found: KernelsResults) -> bool:
@@ -261,20 +269,5 @@ def _reached(found: KernelsResults) -> bool:
     return found.over_read >= BAR_READ and found.over_chain >= BAR_CHAIN
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"at least 5 ({ROUNDS})")
-    parser.add_argument(
-        "--sizes-kib", type=int, nargs="+", default=SIZES_KIB, help="KiB per input, several"
-    )
-    names = [dtype.name.lower() for dtype in DTYPES]
-    parser.add_argument("--dtypes", nargs="+", default=names, choices=names)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a bar is not reached")
-    return parser
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,19 +14,30 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
-TINY = ["--loopback", "--workers", "2", "--rounds", "1", "--gloo-caps", "25"]
 
-
+@pytest.mark.timeout(180)  # importing torch in three processes at once takes its time
 @pytest.mark.parametrize(
     ("model", "pool"),
-    [("mlp", ["--reducers", "2"]), ("mlp", ["--embedded"]), ("digits", ["--reducers", "1"])],
+    [("mlp", {"reducers": 2}), ("mlp", {"embedded": True}), ("digits", {"reducers": 1})],
 )
-def test_a_tiny_run(model: str, pool: list[str], tmp_path: Path) -> None:
+def test_a_tiny_run(model: str, pool: dict[str, Any], tmp_path: Path) -> None:
     file, picture = tmp_path / "ddp.json", tmp_path / "ddp.png"
-    options = [*TINY, *pool, "--model", model, "--compute", "10ms", "--steps", "3"]
 
-    assert ddp.main([*options, "--json", str(file), "--plot", str(picture)]) == 0
+    with pytest.raises(SystemExit) as exited:
+        ddp.main(
+            model=ddp.Model(model),
+            workers=2,
+            **pool,
+            unshaped=True,
+            compute="10ms",
+            gloo_caps="25",
+            steps=3,
+            rounds=1,
+            json=file,
+            plot=picture,
+        )
 
+    assert exited.value.code == 0
     found = DdpResults.model_validate_json(file.read_text())
     assert picture.stat().st_size > 0
     assert [row.variant for row in found.rows] == ["reducers", "gloo-25", "no-op"]
@@ -108,8 +119,10 @@ def test_weights_of_a_rank_with_other_bits_are_wrong() -> None:
     assert (row.wrong, row.checked, row.identical) == (13, 20, False)
 
 
-def test_too_little_memory_is_said_before_anything_starts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert ddp.main(["--model", "gpt2", "--workers", "500"]) == 1
-    assert "fewer" in capsys.readouterr().err
+def test_too_little_memory_is_said_before_anything_starts() -> None:
+    with pytest.raises(SystemExit, match=r"gpt2 needs .* GB of memory for 500 workers"):
+        ddp.main(model=ddp.Model.GPT2, workers=500)
+
+
+def test_every_model_can_be_asked_for() -> None:
+    assert [model.value for model in ddp.Model] == list(ddp_models.MODELS)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import typer
 
 from bench import kernels as bench
 from reducer import kernels
@@ -18,10 +19,11 @@ compiled = pytest.mark.skipif(
 @compiled
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, picture = tmp_path / "kernels.json", tmp_path / "kernels.png"
-    options = ["--rounds", "1", "--sizes-kib", "64", "4096", "--dtypes", "float32", "bfloat16"]
 
-    assert bench.main([*options, "--json", str(file), "--plot", str(picture)]) == 0
+    with pytest.raises(SystemExit) as exited:
+        bench.main(sizes="64KiB,4MiB", dtypes="float32,bfloat16", rounds=1, json=file, plot=picture)
 
+    assert exited.value.code == 0
     found = bench.KernelsResults.model_validate_json(file.read_text())
     assert [(row.dtype, row.nbytes) for row in found.rows] == [
         ("float32", 64 << 10),
@@ -39,10 +41,17 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @compiled
-def test_there_is_no_bar_without_large_inputs() -> None:
-    options = ["--rounds", "1", "--sizes-kib", "64", "--dtypes", "float32"]
-    assert bench.main(options) == 0
-    assert bench.main([*options, "--check"]) == 1
+@pytest.mark.parametrize("check", [False, True])
+def test_no_bar_is_reached_without_large_inputs(check: bool) -> None:
+    with pytest.raises(SystemExit) as exited:
+        bench.main(sizes="64KiB", dtypes="float32", rounds=1, check=check)
+    assert exited.value.code == int(check)
+
+
+@compiled
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="float8"):
+        bench.main(dtypes="float32,float8")
 
 
 def row(one_pass: float) -> bench.Row:
