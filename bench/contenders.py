@@ -247,5 +247,5 @@ def create(kind: Kind, place: Place) -> AllReduce:
 def _interface(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
-            return name
+            return str(name)
     raise OSError(f"no network interface of this host has the address {address}")

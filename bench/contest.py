@@ -134,8 +134,25 @@ class Contest:
             for other in baselines if row.ours else ():
                 ratio = row.algbw / other.algbw
                 row.ratios[other.contender] = ratio
-                row.card_ratios[other.contender] = ratio * other.cards / row.cards
+                if self.payload_rates:
+                    row.card_ratios[other.contender] = ratio * other.cards / row.cards
         return rows
+
+    def ask(self, name: str, action: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Give all ranks of a contender a command; their replies, in rank order.
+
+        Raises:
+            CrewError: a rank failed.
+        """
+        (crew,) = (crew for crew in self._crews if crew.name == name)
+        return crew.ask(action, **arguments)
+
+    def pids(self, name: str) -> dict[str, int]:
+        """Return process ids of a contender and its reducers, by names such as ``worker 0``."""
+        (crew,) = (crew for crew in self._crews if crew.name == name)
+        workers = {f"worker {rank}": pid for rank, pid in enumerate(crew.pids)}
+        reducers = {f"reducer {i}": reducer.pid for i, reducer in enumerate(self._reducers[name])}
+        return workers | reducers
 
     def _start_reducers(self, stack: ExitStack) -> None:
         n, hosts = self._workers, self._lab.hosts

@@ -58,6 +58,7 @@ class Control:
                 member = Member(connection)
                 hello = member.receive(START_S)
                 if crew := waiting.get(hello.get("name", "")):
+                    member.pid = hello["pid"]
                     crew.members[hello["rank"]] = member
             for crew in list(waiting.values()):
                 if crew.died or time.monotonic() > deadline:
@@ -67,9 +68,14 @@ class Control:
 
 
 class Member:
-    """The connection to one worker."""
+    """The connection to one worker.
+
+    Attributes:
+        pid: its process, once it has said hello.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
+        self.pid = 0
         self._connection = connection
         self._stream = connection.makefile("r")
 
@@ -146,6 +152,11 @@ class Crew:
             self._processes.append(
                 host.start(argv, env=environment, stdout=self._said, stderr=self._said)
             )
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in rank order."""
+        return [self.members[rank].pid for rank in sorted(self.members)]
 
     def join(self) -> None:
         """Connect the ranks to each other."""

@@ -101,7 +101,7 @@ class Row(Record):
     ratios: dict[str, float]
     """Of this row's algbw to each baseline's."""
     card_ratios: dict[str, float]
-    """The same at equal total bandwidth: algbw times workers over cards, of both."""
+    """The same at equal total bandwidth, algbw times workers over cards; empty if not shaped."""
 
 
 class Sample(Record):
@@ -127,6 +127,10 @@ class Trend(Record):
     growth: float
     """What that slope comes to over the half, in bytes."""
     flat: bool
+    """Whether that is less than an allocator's own doings."""
+    files: tuple[int, int]
+    """Open files at the half's start and end."""
+    threads: tuple[int, int]
 
 
 class Soak(Record):

@@ -47,7 +47,7 @@ class Ring:
     def offer(self) -> str:
         """Listen for the rank before this one and return the endpoint."""
         self._before.bind(f"tcp://{self._place.address}:0")
-        return str(self._before.last_endpoint.decode())
+        return self._before.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def join(self, offers: Sequence[str]) -> None:
         """Connect to the rank after this one."""
@@ -71,7 +71,7 @@ class Ring:
         chunks = len(segments[0])
         last_step = 2 * (n - 1) - 1
         for part in segments[rank]:
-            self._after.send(array[part], copy=False)
+            self._after.send(array[part].data, copy=False)
         leaving = []
         for step in range(last_step + 1):
             for part in segments[(rank - step - 1) % n]:
@@ -82,7 +82,7 @@ class Ring:
                 else:
                     own.data.cast("B")[:] = frame.buffer
                 if step < last_step:
-                    leaving.append(self._after.send(own, copy=False, track=True))
+                    leaving.append(self._after.send(own.data, copy=False, track=True))
                     del leaving[:-chunks]
         for tracker in leaving:
             tracker.wait()

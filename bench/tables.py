@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bench.results import Row, Settings
+    from bench.results import Row, Settings, Soak, Trend
+
+MIB = 1 << 20
 
 # Title and width; README.md defines the columns.
 COLUMNS = (
@@ -28,7 +30,8 @@ COLUMNS = (
     ("cpu/GB", 7),
     ("red/GB", 7),
 )
-UNITS = {"size": "B", "time": "us", "mean": "us", "p99": "us", "algbw": "MB/s", "busbw": "MB/s"}
+UNITS = {"time": "us", "mean": "us", "p99": "us", "algbw": "MB/s", "busbw": "MB/s"}
+SOAK_COLUMNS = ("2nd half", "RSS, start", "RSS, end", "slope", "growth", "files", "threads", "")
 UNITS |= {"cpu/GB": "s", "red/GB": "s"}
 
 
@@ -84,6 +87,48 @@ def cells(row: Row) -> list[str]:
     ]
 
 
+def soak(found: Soak) -> str:
+    """Return the figures of a soak."""
+    width = (11, 11, 8, 18, 8, 11, 11, 6)
+    heads = [SOAK_COLUMNS, ("", "MiB", "MiB", "KiB/1000", "MiB", "", "", "")]
+    rows = [*heads, *(trend_cells(trend) for trend in found.trends)]
+    lines = [
+        " ".join(f"{value:>{size}}" for value, size in zip(row, width, strict=True)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([soak_summary(found), *lines, soak_verdict(found)])
+
+
+def soak_summary(found: Soak) -> str:
+    """Say how much was done and compared."""
+    return (
+        f"{found.all_reduces:,} all-reduces, {found.nbytes / 1e9:.1f} GB per rank, "
+        f"{found.seconds:.0f} s; {found.wrong} wrong of {found.checked:,} elements compared"
+    )
+
+
+def soak_verdict(found: Soak) -> str:
+    """Say whether memory is flat, and by how much it grew at most."""
+    growth = max(trend.growth for trend in found.trends) / MIB
+    growing = [trend.process for trend in found.trends if not trend.flat]
+    verdict = f"memory grows in {', '.join(growing)}" if growing else "memory is flat"
+    return f"{verdict}: over the second half at most {growth:+.2f} MiB"
+
+
+def trend_cells(trend: Trend) -> list[str]:
+    """Return the values of `SOAK_COLUMNS` as text."""
+    return [
+        trend.process,
+        f"{trend.start_rss / MIB:.2f}",
+        f"{trend.end_rss / MIB:.2f}",
+        f"{trend.bytes_per_1000 / 1024:.3f}",
+        f"{trend.growth / MIB:.2f}",
+        _change(trend.files),
+        _change(trend.threads),
+        "flat" if trend.flat else "grows",
+    ]
+
+
 def size(nbytes: int) -> str:
     """Return a size with the largest binary unit that leaves a whole number."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
@@ -100,3 +145,8 @@ def share(value: float | None) -> str:
 def ratio(value: float | None) -> str:
     """Return a ratio such as ``1.72x``."""
     return "-" if value is None else f"{value:.2f}x"
+
+
+def _change(values: tuple[int, int]) -> str:
+    start, end = values
+    return str(end) if start == end else f"{start} -> {end}"

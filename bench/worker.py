@@ -15,6 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bench import oracle
 from bench.contenders import Mpi, Place, create
 
@@ -70,6 +72,29 @@ class Worker:
             call()
             seconds[iteration] = clock() - start
         return {"seconds": seconds, "cpu_seconds": _cpu_seconds() - cpu}
+
+    def mix(self, count: int, first: int, largest: int, check_every: int) -> dict[str, Any]:
+        """All-reduce `count` times, 1 to `largest` elements, log-uniform; `first` were before.
+
+        Each starts from this rank's contribution; of each `check_every`-th, all elements are
+        compared. All sizes share one buffer, which stays.
+        """
+        if self._array is None:
+            self._array = oracle.contribution(self._place.rank, largest)
+        # A contribution repeats from its start only: a part of it is a smaller one.
+        original = oracle.contribution(self._place.rank, largest)
+        exponents = np.random.default_rng(first).uniform(0, np.log(largest), count)
+        reply = {"nbytes": 0, "wrong": 0, "checked": 0}
+        for number, elements in enumerate(np.exp(exponents).astype(int).tolist(), first + 1):
+            part = self._array[:elements]
+            np.copyto(part, original[:elements])
+            self._contender.bind(part)()
+            reply["nbytes"] += part.nbytes
+            if number % check_every == 0:
+                size = self._place.world_size
+                reply["wrong"] += oracle.wrong(part, size, exact=self._exact)
+                reply["checked"] += elements
+        return reply
 
     def release(self) -> dict[str, Any]:
         """Give the buffer back."""

@@ -1,0 +1,154 @@
+"""Whole runs of the benchmarks with real processes, short ones; and their arithmetic."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import oracle, theory
+from bench.contenders import Contender
+from bench.results import Results, Sample
+from bench.soak import trends
+
+ROOT = Path(__file__).parent.parent.parent
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
+
+
+def bench(module: str, *arguments: str | Path) -> str:
+    command = [sys.executable, "-m", f"bench.{module}", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
+    options = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB"]
+    options += ["--baselines", "gloo,ring", "--rounds", "1"]
+    file, picture = tmp_path / "found.json", tmp_path / "found.png"
+    bench("allreduce", *options, "--json", file, "--plot", picture)
+
+    found = Results.read(file)
+    assert found.settings.mbit is None
+    assert found.settings.payload_rates == []
+    assert found.settings.skipped == {}
+    assert {(row.contender, row.nbytes) for row in found.rows} == {
+        (name, nbytes) for name in ("pool-1", "gloo", "ring") for nbytes in (4 << 10, 1 << 20)
+    }
+    for row in found.rows:
+        assert row.wrong == 0
+        assert row.checked == 2 * row.count == row.nbytes // 2
+        assert row.exact == row.ours
+        assert row.algbw == pytest.approx(row.nbytes / row.time_us * 1e6)
+        assert row.busbw == pytest.approx(row.algbw)
+        assert row.payload_share is None
+        assert row.card_ratios == {}
+        assert set(row.ratios) == ({"gloo", "ring"} if row.ours else set())
+        assert (row.reducer_cpu_s_per_gb is not None) == row.ours
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    page = tmp_path / "report.html"
+    bench("report", file, "-o", page)
+    assert "pool-1" in page.read_text()
+    assert "no network card limits anything" in page.read_text()
+    bench("report", file, "-o", tmp_path / "report.md")
+    assert (tmp_path / "report-pictures" / "1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_embedded_and_mixed_pools_take_part(tmp_path: Path) -> None:
+    options = ["--unshaped", "--workers", "2", "--embedded", "--mixed", "1", "--baselines", ""]
+    file = tmp_path / "found.json"
+    bench("allreduce", *options, "--sizes", "64KiB", "--rounds", "1", "--json", file)
+    rows = {row.contender: row for row in Results.read(file).rows}
+    assert {name: (row.cards, row.wrong) for name, row in rows.items()} == {
+        "embedded": (2, 0),
+        "mixed-1": (3, 0),
+    }
+    assert rows["embedded"].reducer_cpu_s_per_gb is None
+
+
+def test_scaling(tmp_path: Path) -> None:
+    options = ["--unshaped", "--workers", "2,3", "--reducers", "1,3", "--size", "64KiB"]
+    options += ["--no-embedded", "--rounds", "1", "--iterations", "3"]
+    file, picture = tmp_path / "found.json", tmp_path / "found.png"
+    bench("scaling", *options, "--json", file, "--plot", picture)
+    rows = Results.read(file).rows
+    assert [(row.workers, row.reducers, row.iterations, row.wrong) for row in rows] == [
+        (2, 1, 3, 0),
+        (3, 1, 3, 0),
+        (3, 3, 3, 0),
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_soak(tmp_path: Path) -> None:
+    file, picture = tmp_path / "found.json", tmp_path / "found.png"
+    options = ["--count", "300", "--samples", "10", "--check-every", "20"]
+    said = bench("soak", *options, "--json", file, "--plot", picture)
+    soak = Results.read(file).soak
+    assert soak
+    assert (soak.all_reduces, soak.wrong) == (300, 0)
+    assert soak.checked > 0
+    names = ["worker 0", "worker 1", "reducer 0", "reducer 1"]
+    assert [trend.process for trend in soak.trends] == names
+    assert len(soak.samples) == 11 * len(names)
+    assert all(sample.rss > 0 and sample.files > 0 for sample in soak.samples)
+    assert "over the second half at most" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    bench("report", file, "-o", tmp_path / "report.html")
+
+
+def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.report", str(tmp_path / "nothing.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is no result of these benchmarks" in done.stderr
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_wrong_element_counts(exact: bool) -> None:
+    count = oracle.PERIOD + 100
+    total = oracle.contribution(0, count)
+    for rank in (1, 2):
+        total += oracle.contribution(rank, count)
+    assert oracle.wrong(total, 3, exact=exact) == 0
+    total[[5, -1]] += 1
+    total[7] = np.nan
+    assert oracle.wrong(total, 3, exact=exact) == 3
+
+
+def test_one_bit_is_wrong_for_us_and_rounding_for_others() -> None:
+    order = oracle.contribution(2, 1000)
+    for rank in (1, 0):
+        order += oracle.contribution(rank, 1000)
+    assert oracle.wrong(order, 3, exact=True) > 0
+    assert oracle.wrong(order, 3, exact=False) == 0
+
+
+def test_limits_are_those_of_the_formulas() -> None:
+    ring, embedded = Contender("ring"), Contender("embedded")
+    assert theory.limit(ring, 4, 100.0) == pytest.approx(100 / 1.5)
+    assert theory.limit(embedded, 2, 100.0) == 100
+    assert theory.limit(Contender("pool", 8), 8, 100.0) == 100
+    assert theory.limit(Contender("pool", 2), 8, 100.0) == 25
+    assert theory.limit(Contender("mixed", 8), 8, 100.0) == 100
+    between = theory.limit(Contender("mixed", 4), 8, 100.0)
+    assert theory.limit(ring, 8, 100.0) < between < 100
+
+
+def test_growth_is_told_from_a_plateau() -> None:
+    def process(name: str, rss: list[int]) -> list[Sample]:
+        return [
+            Sample(process=name, done=1000 * i, seconds=i, rss=size, files=9, threads=4)
+            for i, size in enumerate(rss)
+        ]
+
+    plateau = process("plateau", [50 << 20] * 5 + [90 << 20] * 20)
+    leak = process("leak", [(50 << 20) + i * (1 << 20) for i in range(25)])
+    first, second = trends(plateau + leak)
+    assert first.flat
+    assert not second.flat
+    assert second.bytes_per_1000 == pytest.approx(1 << 20)
