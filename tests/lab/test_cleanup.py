@@ -140,6 +140,21 @@ def test_a_killed_benchmark_leaves_nothing(kind: str) -> None:
         assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
 
 
+def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(
+    namespaces: None,
+) -> None:
+    with Lab(1) as lab:
+        script = "env -i setsid sleep 1000 & echo $!"
+        process = lab.hosts[0].start(["sh", "-c", script], stdout=PIPE)
+        assert process.stdout
+        pid = int(process.stdout.readline())
+        assert process.wait(SOON_S) == 0
+        while psutil.Process(pid).environ():
+            time.sleep(0.01)
+        assert alive([pid])
+    assert alive([pid]) == []
+
+
 def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind: str) -> None:
     with owner(kind, "fork") as benchmark:
         benchmark.process.kill()
@@ -152,8 +167,9 @@ def test_a_signal_to_the_terminals_processes_leaves_nothing(
     kind: str, name: signal.Signals
 ) -> None:
     with owner(kind) as benchmark:
-        os.killpg(benchmark.process.pid, name)
+        assert os.getsid(benchmark.keeper) == benchmark.keeper
         os.kill(benchmark.keeper, name)
+        os.killpg(benchmark.process.pid, name)
         assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
 
 
