@@ -47,7 +47,7 @@ cdef extern from "flight.h" nogil:
 
     ctypedef struct range_t "struct range":
         uint32_t link
-        uint64_t start, end
+        uint64_t start, end, chunk_bytes
 
     struct contribution:
         header_t header
@@ -56,8 +56,8 @@ cdef extern from "flight.h" nogil:
                      uint32_t start, uint64_t max_chunk_bytes) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
-                               uint8_t op, uint64_t tag, const range_t *ranges, size_t count,
-                               uint64_t chunk_bytes) noexcept
+                               uint8_t op, uint64_t tag, const range_t *ranges,
+                               size_t count) noexcept
     bint flight_next(flight *self, uint32_t link, uint64_t now_ns, contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
                      const void *payload, size_t payload_bytes, uint64_t now_ns) noexcept
@@ -122,20 +122,21 @@ cdef class CompiledFlight:
         """Every all-reduce below this number is finished here."""
         return self.its.watermark
 
-    def submit(self, operation, ranges, chunk_bytes):
+    def submit(self, operation, ranges):
         """Queue an all-reduce and return its sequence number."""
         cdef range_t *wanted = <range_t *>calloc(len(ranges), sizeof(range_t))
         if wanted == NULL:
             raise MemoryError
         cdef operation_t *submitted
         try:
-            for at, (link, start, end) in enumerate(ranges):
+            for at, (link, start, end, chunk_bytes) in enumerate(ranges):
                 wanted[at].link = self.check(link)
                 wanted[at].start = start
                 wanted[at].end = end
+                wanted[at].chunk_bytes = chunk_bytes
             submitted = flight_submit(
                 &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
-                operation.dtype, operation.op, operation.tag, wanted, len(ranges), chunk_bytes,
+                operation.dtype, operation.op, operation.tag, wanted, len(ranges),
             )
         finally:
             free(wanted)

@@ -15,6 +15,7 @@ struct part {
     struct operation *of;
     struct part *before, *after; /* in its link's queue, while a chunk is still to be sent */
     uint64_t start, end;
+    uint64_t chunk_bytes; /* size of every chunk but the last */
     uint64_t chunks; /* at least one: an empty buffer travels as an empty chunk */
     uint64_t next;   /* the first chunk that was not sent */
     uint64_t waiting;
@@ -30,7 +31,6 @@ struct operation {
     struct operation *following; /* in the list `completed` or `lingering` */
     uint64_t sequence;
     uint64_t total_bytes;
-    uint64_t chunk_bytes;
     uint64_t tag;
     uint64_t remaining; /* chunks whose result has not come */
     unsigned char *data;
@@ -62,7 +62,7 @@ struct flight {
 
 struct range {
     uint32_t link;
-    uint64_t start, end;
+    uint64_t start, end, chunk_bytes;
 };
 
 struct contribution {
@@ -79,7 +79,7 @@ void flight_free(struct flight *flight);
  * NULL: out of memory. */
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
                                 uint8_t dtype, uint8_t op, uint64_t tag,
-                                const struct range *ranges, size_t count, uint64_t chunk_bytes);
+                                const struct range *ranges, size_t count);
 
 /* Takes the next chunk of a link, if its window has room. */
 bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct contribution *next);

@@ -62,13 +62,12 @@ class Flight(Protocol):
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
 
-    def submit(self, operation: Operation, ranges: Sequence[Range], chunk_bytes: int) -> int:
+    def submit(self, operation: Operation, ranges: Sequence[Range]) -> int:
         """Queue an all-reduce and return its sequence number.
 
         Args:
             operation: what is asked for.
             ranges: what travels over which link: ascending, disjoint, together the whole buffer.
-            chunk_bytes: size of every chunk but a range's last.
         """
 
     def open(self, link: int) -> None:

@@ -27,36 +27,33 @@ class _Part:
         sent_at: when the chunks in flight were sent, by their numbers.
     """
 
-    __slots__ = ("chunks", "end", "link", "next", "of", "sent_at", "start")
+    __slots__ = ("chunk_bytes", "chunks", "end", "link", "next", "of", "sent_at", "start")
 
     def __init__(self, of: _Progress, range_: Range) -> None:
         self.of = of
-        self.link, self.start, self.end = range_
+        self.link, self.start, self.end, self.chunk_bytes = range_
         # At least one: an empty buffer travels as an empty chunk.
-        self.chunks = max(1, -(-(self.end - self.start) // of.chunk_bytes))
+        self.chunks = max(1, -(-(self.end - self.start) // self.chunk_bytes))
         self.next = 0
         self.sent_at: dict[int, float] = {}
 
     def offset(self, chunk: int) -> int:
         """Where a chunk starts in the buffer."""
-        return self.start + chunk * self.of.chunk_bytes
+        return self.start + chunk * self.chunk_bytes
 
     def nbytes(self, chunk: int) -> int:
         """Size of a chunk."""
-        return min(self.of.chunk_bytes, self.end - self.offset(chunk))
+        return min(self.chunk_bytes, self.end - self.offset(chunk))
 
 
 class _Progress:
     """How far an all-reduce is; `remaining` counts the chunks whose result has not come."""
 
-    __slots__ = ("chunk_bytes", "operation", "parts", "remaining", "sequence")
+    __slots__ = ("operation", "parts", "remaining", "sequence")
 
-    def __init__(
-        self, sequence: int, operation: Operation, ranges: Sequence[Range], chunk_bytes: int
-    ) -> None:
+    def __init__(self, sequence: int, operation: Operation, ranges: Sequence[Range]) -> None:
         self.sequence = sequence
         self.operation = operation
-        self.chunk_bytes = chunk_bytes
         self.parts = [_Part(self, range_) for range_ in ranges]
         self.remaining = sum(part.chunks for part in self.parts)
 
@@ -66,7 +63,7 @@ class _Progress:
         if at == 0:
             return None
         part = self.parts[at - 1]
-        chunk = (offset - part.start) // self.chunk_bytes
+        chunk = (offset - part.start) // part.chunk_bytes
         found = part.link == link and chunk in part.sent_at and part.offset(chunk) == offset
         return (part, chunk) if found else None
 
@@ -128,11 +125,11 @@ class PlainFlight:
         """Every all-reduce below this number is finished here."""
         return next(iter(self._active), self._next_sequence)
 
-    def submit(self, operation: Operation, ranges: Sequence[Range], chunk_bytes: int) -> int:
+    def submit(self, operation: Operation, ranges: Sequence[Range]) -> int:
         """Queue an all-reduce and return its sequence number."""
         sequence = self._next_sequence
         self._next_sequence += 1
-        progress = self._active[sequence] = _Progress(sequence, operation, ranges, chunk_bytes)
+        progress = self._active[sequence] = _Progress(sequence, operation, ranges)
         for part in progress.parts:
             self._links[part.link].queue.append(part)
         return sequence

@@ -21,7 +21,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, ranges
+from reducer.wire.layout import charge, largest_chunk, ranges, shards
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -77,7 +77,7 @@ class Settings:
 
     def window_per_reducer(self) -> int:
         """Share of one reducer: never below two chunks, so that sending and reducing overlap."""
-        chunk = self.chunk_bytes or auto_chunk_limit(len(self.reducers))
+        chunk = self.chunk_bytes or largest_chunk(self.world_size)
         return max(self.window_bytes // len(self.reducers), 2 * charge(chunk))
 
 
@@ -93,6 +93,7 @@ class Session:
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links = [Link(index, address) for index, address in enumerate(settings.reducers)]
+        self._submitted = 0
         self._active: dict[int, Operation] = {}  # in the order of their sequence numbers
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
         self._names: dict[str, str] = {}  # of the latest all-reduces, by tag as errors print it
@@ -178,15 +179,18 @@ class Session:
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
-        total = operation.view.nbytes
-        plan = ranges(total, len(self.links))
-        chunk_bytes = self.settings.chunk_bytes or auto_chunk_bytes(total, len(self.links))
-        operation.sequence = self.flight.submit(operation, plan, chunk_bytes)
+        forced, weights = self.settings.chunk_bytes, [1] * len(self.links)
+        cut = shards(operation.view.nbytes, weights, self._submitted, forced)
+        plan = [
+            range_ for shard in cut for range_ in ranges(shard, self.settings.world_size, forced)
+        ]
+        operation.sequence = self.flight.submit(operation, plan)
+        self._submitted += 1
         self._active[operation.sequence] = operation
         self._expect(operation, now + operation.timeout_s)
         if operation.name:
             self._remember(operation)
-        for link in (self.links[range_.link] for range_ in plan):
+        for link in (self.links[shard.reducer] for shard in cut):
             if link.state is not LinkState.MEMBER:
                 why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
                 return self._fail(operation, link.refusal or self._lost(link, why))

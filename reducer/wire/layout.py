@@ -2,74 +2,122 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.constants import MIN_CHARGE, SHARD_ALIGNMENT
 
-AUTO_CHUNK_STEP = 64 << 10
-AUTO_CHUNK_LIMIT = 1 << 20
-AUTO_IN_FLIGHT = 16 << 20  # bytes within which two chunks per reducer should fit
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MIN_SHARD = 16 << 10  # bytes; a smaller one costs more in messages than it saves in time
+SMALLEST_CHUNK = 64 << 10
+LARGEST_CHUNK = 1 << 20
+SLOT_BYTES = 2 << 20  # what a slot of large chunks holds over all ranks
+CHUNKS_PER_SIZE = 2  # of each size, on the way from the smallest to the largest
+
+
+class Shard(NamedTuple):
+    """The part of a buffer that one reducer owns.
+
+    Attributes:
+        reducer: its index among the job's reducers.
+        start, end: within the buffer, bytes.
+    """
+
+    reducer: int
+    start: int
+    end: int
 
 
 class Range(NamedTuple):
-    """A part of a buffer that travels over one link, in chunks.
+    """A part of a shard whose chunks have one size.
 
     Attributes:
         link: index of the reducer that owns it.
         start, end: within the buffer, bytes.
+        chunk_bytes: size of every chunk but the last.
     """
 
     link: int
     start: int
     end: int
+    chunk_bytes: int
 
 
-def shards(total_bytes: int, reducers: int) -> list[tuple[int, int]]:
-    """Cut a buffer into one equal slice per reducer.
+def shards(
+    total_bytes: int, weights: Sequence[int], sequence: int, chunk_bytes: int = 0
+) -> list[Shard]:
+    """Cut the buffer of an all-reduce into shards.
+
+    The first shard goes to another reducer with every all-reduce, so that small buffers, which few
+    reducers share, burden all of them alike. Ranks agree on that reducer whatever else they
+    disagree on, so it is the one that notices.
 
     Args:
-        total_bytes: size of the buffer.
-        reducers: number of reducers, at least 1.
+        total_bytes: size of the buffer; 0 gives one empty shard, so that disagreement shows.
+        weights: what each reducer is to own, relative to the others; not all zero.
+        sequence: number of the all-reduce.
+        chunk_bytes: the forced size of chunks, 0 for the rule.
 
     Returns:
-        ``(start, end)`` in bytes per reducer. Boundaries are multiples of 64 bytes, so sizes differ
-        by at most 64 (but for the buffer's end). Reducer 0 owns the first byte.
+        Adjoining shards in ascending order, their bounds multiples of 64 bytes but for the end.
     """
+    owners = [reducer for reducer, weight in enumerate(weights) if weight]
+    turn = sequence % len(owners)
+    owners = owners[turn:] + owners[:turn]
+    shares = [weights[owner] for owner in owners]
+    smallest = min(chunk_bytes or MIN_SHARD, MIN_SHARD)
+    most = max(1, -(-total_bytes // smallest))
+    if most < len(owners):
+        owners, shares = owners[:most], [1] * most
     units = -(-total_bytes // SHARD_ALIGNMENT)
+    whole = sum(shares)
     bounds = [
-        min(total_bytes, SHARD_ALIGNMENT * -(-units * index // reducers))
-        for index in range(reducers + 1)
+        min(total_bytes, SHARD_ALIGNMENT * -(-units * share // whole))
+        for share in accumulate(shares, initial=0)
     ]
-    return list(pairwise(bounds))
+    cut = [Shard(owner, *bound) for owner, bound in zip(owners, pairwise(bounds), strict=True)]
+    return [shard for shard in cut if shard.end > shard.start] or cut[:1]
 
 
-def auto_chunk_bytes(total_bytes: int, reducers: int) -> int:
-    """Return the chunk size used where none is forced.
+def largest_chunk(world_size: int) -> int:
+    """Return the size of the largest chunk that the rule chooses, in bytes.
 
-    A quarter of a shard keeps sending, reducing and receiving busy at the same time; below 64 KiB
-    the cost per message rules, above `auto_chunk_limit` nothing is gained and memory is lost.
+    A large chunk costs less per byte; but all ranks' chunks meet at one reducer, whose link they
+    share, so with more ranks a smaller one takes as long.
     """
-    quarter = -(-total_bytes // (4 * reducers))
-    steps = max(1, -(-quarter // AUTO_CHUNK_STEP))
-    return min(auto_chunk_limit(reducers), steps * AUTO_CHUNK_STEP)
+    share = SLOT_BYTES // world_size // SMALLEST_CHUNK * SMALLEST_CHUNK
+    return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, share))
 
 
-def auto_chunk_limit(reducers: int) -> int:
-    """Return the largest chunk that the rule chooses: 1 MiB, less where reducers are many."""
-    steps = AUTO_IN_FLIGHT // (2 * reducers) // AUTO_CHUNK_STEP
-    return min(AUTO_CHUNK_LIMIT, max(1, steps) * AUTO_CHUNK_STEP)
+def ranges(shard: Shard, world_size: int, chunk_bytes: int = 0) -> Iterator[Range]:
+    """Cut a shard into ranges of chunks of one size, in ascending order.
 
-
-def ranges(total_bytes: int, reducers: int) -> list[Range]:
-    """Say which part of a buffer travels over which link, in ascending order.
+    By the rule, chunks grow from the smallest size to the largest and shrink again: nothing comes
+    back before the first chunk has arrived from every rank, and after the last one was sent there
+    is nothing left to send, so both ends of a shard should be short; in between large chunks cost
+    less.
 
     Args:
-        total_bytes: size of the buffer; 0 gives one empty range, so that disagreement shows.
-        reducers: number of reducers, at least 1.
+        shard: what to cut.
+        world_size: number of ranks.
+        chunk_bytes: size of every chunk, 0 for the rule.
     """
-    cut = (Range(link, *shard) for link, shard in enumerate(shards(total_bytes, reducers)))
-    return [range_ for range_ in cut if range_.start < range_.end] or [Range(0, 0, 0)]
+    reducer, start, end = shard
+    smallest, largest = SMALLEST_CHUNK, largest_chunk(world_size)
+    if chunk_bytes:
+        smallest = largest = chunk_bytes
+    after: list[Range] = []
+    size = smallest
+    while size < largest and end - start >= 2 * CHUNKS_PER_SIZE * size + 2 * size:
+        edge = CHUNKS_PER_SIZE * size
+        yield Range(reducer, start, start + edge, size)
+        after.append(Range(reducer, end - edge, end, size))
+        start, end = start + edge, end - edge
+        size = min(2 * size, largest)
+    yield Range(reducer, start, end, size)
+    yield from reversed(after)
 
 
 def charge(nbytes: int) -> int:

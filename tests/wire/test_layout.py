@@ -4,48 +4,123 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reducer.wire.layout import auto_chunk_bytes, auto_chunk_limit, charge, ranges, shards
+from reducer.wire.layout import (
+    LARGEST_CHUNK,
+    MIN_SHARD,
+    SMALLEST_CHUNK,
+    Range,
+    Shard,
+    charge,
+    largest_chunk,
+    ranges,
+    shards,
+)
 
-TOTALS = st.integers(0, 1 << 40) | st.integers(0, 10_000)
-REDUCERS = st.integers(1, 300)
-
-
-@given(TOTALS, REDUCERS)
-def test_shards_are_equal_aligned_and_cover_the_buffer(total: int, reducers: int) -> None:
-    cut = shards(total, reducers)
-    assert len(cut) == reducers
-    assert cut[0][0] == 0
-    assert cut[-1][1] == total
-    assert all(a[1] == b[0] for a, b in pairwise(cut))
-    assert all(start % 64 == 0 or start == total for start, _ in cut)
-    sizes = [-(-(end - start) // 64) for start, end in cut]
-    assert max(sizes) - min(sizes) <= 1
-    assert total == 0 or cut[0][1] > 0  # reducer 0 owns the first byte
+TOTALS = st.integers(0, 1 << 40) | st.integers(0, 10_000) | st.integers(0, 64 * MIN_SHARD)
+WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=100).filter(any)
+SEQUENCES = st.integers(0, 1 << 63)
 
 
-@given(TOTALS, REDUCERS)
-def test_ranges_cover_every_byte_once(total: int, reducers: int) -> None:
-    bounds = shards(total, reducers)
-    found = ranges(total, reducers)
-    assert all(range_.start < range_.end for range_ in found) or total == 0
-    assert all((range_.start, range_.end) == bounds[range_.link] for range_ in found)
-    assert all(a.end == b.start for a, b in pairwise(found))
-    assert (found[0].start, found[-1].end) == (0, total)
+@given(TOTALS, WEIGHTS, SEQUENCES)
+def test_shards_are_aligned_and_cover_the_buffer(
+    total: int, weights: list[int], sequence: int
+) -> None:
+    cut = shards(total, weights, sequence)
+    assert cut[0].start == 0
+    assert cut[-1].end == total
+    assert all(a.end == b.start for a, b in pairwise(cut))
+    assert all(shard.start % 64 == 0 for shard in cut)
+    assert all(shard.end > shard.start for shard in cut) or (total == 0 and len(cut) == 1)
+    assert len({shard.reducer for shard in cut}) == len(cut)
+    assert all(weights[shard.reducer] for shard in cut)
 
 
-def test_an_empty_buffer_is_one_empty_range() -> None:
-    assert ranges(0, 3) == [(0, 0, 0)]
+@given(TOTALS, WEIGHTS, SEQUENCES)
+def test_shards_are_as_large_as_their_weights_say(
+    total: int, weights: list[int], sequence: int
+) -> None:
+    owners = sum(weight > 0 for weight in weights)
+    cut = shards(total, weights, sequence)
+    if total > MIN_SHARD * (owners - 1):
+        exact = [total * weights[shard.reducer] / sum(weights) for shard in cut]
+    else:
+        count = max(1, -(-total // MIN_SHARD))
+        exact = [total / count] * count
+    for shard, size in zip(cut, exact, strict=False):
+        assert abs(shard.end - shard.start - size) < 128
 
 
-@given(TOTALS, REDUCERS)
-def test_the_rule_for_chunks(total: int, reducers: int) -> None:
-    chunk_bytes = auto_chunk_bytes(total, reducers)
-    assert chunk_bytes % (64 << 10) == 0
-    assert 64 << 10 <= chunk_bytes <= auto_chunk_limit(reducers) <= 1 << 20
-    assert reducers > 128 or 2 * reducers * chunk_bytes <= 16 << 20
+@given(TOTALS, TOTALS, WEIGHTS, SEQUENCES)
+def test_ranks_that_disagree_on_the_size_meet(
+    total: int, other: int, weights: list[int], sequence: int
+) -> None:
+    first, second = shards(total, weights, sequence), shards(other, weights, sequence)
+    assert first[0].reducer == second[0].reducer
+
+
+def test_small_buffers_go_to_each_reducer_in_turn() -> None:
+    assert [shards(64, [1, 1, 0, 1], n)[0].reducer for n in range(6)] == [0, 1, 3, 0, 1, 3]
+
+
+def test_an_empty_buffer_is_one_empty_chunk() -> None:
+    assert shards(0, [1, 1, 1], 5) == [(2, 0, 0)]
+    assert list(ranges(Shard(2, 0, 0), 4)) == [(2, 0, 0, SMALLEST_CHUNK)]
+
+
+SHARDS = st.builds(
+    lambda reducer, start, size: Shard(reducer, start, start + size),
+    st.integers(0, 9),
+    st.integers(0, 1 << 30).map(lambda units: 64 * units),
+    st.integers(0, 1 << 26),
+)
+
+
+@given(SHARDS, st.integers(1, 300), st.just(0) | st.integers(1, 400).map(lambda n: 64 * n))
+def test_ranges_cover_a_shard(shard: Shard, world_size: int, chunk_bytes: int) -> None:
+    cut = list(ranges(shard, world_size, chunk_bytes))
+    assert cut[0].start == shard.start
+    assert cut[-1].end == shard.end
+    assert all(a.end == b.start for a, b in pairwise(cut))
+    assert {range_.link for range_ in cut} == {shard.reducer}
+    if chunk_bytes:
+        assert [range_.chunk_bytes for range_ in cut] == [chunk_bytes]
+
+
+@given(SHARDS, st.integers(1, 300))
+def test_chunks_grow_and_shrink(shard: Shard, world_size: int) -> None:
+    cut = list(ranges(shard, world_size))
+    sizes = [range_.chunk_bytes for range_ in cut]
+    assert sizes[0] == sizes[-1] == SMALLEST_CHUNK
+    assert max(sizes) <= largest_chunk(world_size)
+    assert sizes == sizes[::-1]
+    middle = len(sizes) // 2
+    assert all(a < b <= 2 * a for a, b in pairwise(sizes[: middle + 1]))
+    assert all(range_.end - range_.start > 0 for range_ in cut) or len(cut) == 1
+    if shard.end - shard.start >= 16 << 20:
+        assert max(sizes) == largest_chunk(world_size)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nbytes"),
+    [(1, 1 << 20), (2, 1 << 20), (4, 512 << 10), (8, 256 << 10), (1000, 64 << 10)],
+)
+def test_the_more_ranks_the_smaller_the_largest_chunk(world_size: int, nbytes: int) -> None:
+    assert largest_chunk(world_size) == nbytes <= LARGEST_CHUNK
+
+
+def test_how_a_shard_is_cut() -> None:
+    kib = 1 << 10
+    assert list(ranges(Shard(3, 0, 1536 * kib), 8)) == [
+        Range(3, 0, 128 * kib, 64 * kib),
+        Range(3, 128 * kib, 384 * kib, 128 * kib),
+        Range(3, 384 * kib, 1152 * kib, 256 * kib),
+        Range(3, 1152 * kib, 1408 * kib, 128 * kib),
+        Range(3, 1408 * kib, 1536 * kib, 64 * kib),
+    ]
 
 
 def test_the_smallest_contribution_takes_something_of_a_window() -> None:
