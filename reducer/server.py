@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reducer import implementation, kernels
 from reducer.engine import Engine
 from reducer.reductions import Counters
-from reducer.transport import Transport
+from reducer.transport import Transport, make_context
 
 if TYPE_CHECKING:
     from reducer.config import ReducerConfig
@@ -34,6 +34,8 @@ class Server:
     Attributes:
         address: ``host:port`` under which workers reach it (the port is known once it is built);
             they learn of its other threads' ports there.
+        context: libzmq's; workers of this process that use it must be closed before `stop`.
+        inproc: where they reach each thread without a socket in between, by its address.
 
     Raises:
         ConfigError: an endpoint cannot be bound, or the kernel variant or loop does not exist here.
@@ -42,17 +44,18 @@ class Server:
     def __init__(self, config: ReducerConfig) -> None:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
-        self._transports: list[Transport] = []
+        self.context = make_context(config.io_threads * config.threads, config.cpus)
         try:
-            for lane in range(config.threads):
-                endpoint = _endpoint(config.bind, lane)
-                self._transports.append(Transport(endpoint, config.io_threads, config.cpus))
+            transports = [
+                Transport(_endpoint(config.bind, lane), self.context)
+                for lane in range(config.threads)
+            ]
         except BaseException:
-            for transport in self._transports:
-                transport.close()
+            self.context.destroy(linger=0)
             raise
-        first, *others = self._transports
+        first, *others = transports
         host = _reachable(first.host)
+        self.inproc = {f"{host}:{transport.port}": transport.inproc for transport in transports}
         self.address = f"{host}:{first.port}"
         self._stopping = threading.Event()
         incarnation = secrets.token_hex(8)
@@ -71,7 +74,7 @@ class Server:
                 self._stopping,
                 config.cpus,
             )
-            for transport in self._transports
+            for transport in transports
         ]
         log.info("serves with the %s loop and the %s kernels", chosen.name, table.name)
 
@@ -84,16 +87,6 @@ class Server:
     def alive(self) -> bool:
         """Whether all its threads run."""
         return all(lane.is_alive() for lane in self._lanes)
-
-    @property
-    def context(self) -> object:
-        """The context of libzmq in which workers of this process reach `inproc`."""
-        return self._transports[0].context
-
-    @property
-    def inproc(self) -> str:
-        """Where workers of this process reach the first thread, without a socket in between."""
-        return self._transports[0].inproc
 
     def start(self) -> None:
         """Begin to serve."""
@@ -109,6 +102,7 @@ class Server:
         self._stopping.set()  # seen at the next tick
         for lane in self._lanes:
             lane.join()
+        self.context.destroy()
         for lane in self._lanes:
             if lane.failure is not None:
                 raise lane.failure

@@ -31,17 +31,31 @@ def heartbeats(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
 
 
+def make_context(
+    io_threads: int, cpus: tuple[int, ...] | None = None
+) -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context of libzmq for one reducer.
+
+    Args:
+        io_threads: threads that move bytes.
+        cpus: where these may run; anywhere if None.
+    """
+    context = zmq.Context(io_threads)
+    for cpu in cpus or ():
+        context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
+    return context
+
+
 class Transport:
     """A bound ROUTER socket. One thread uses it.
 
     Args:
         endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
-        io_threads: libzmq's threads that move bytes.
-        cpus: where these may run; anywhere if None.
+        context: libzmq's, see `make_context`; whoever made it destroys it.
 
     Attributes:
-        context: libzmq's context, for sockets of this process that reach `inproc`.
-        inproc: where workers of this process connect, without a socket in between.
+        inproc: where workers of this process connect that use the same context; nothing is copied
+            or sent through the kernel there.
         host, port: what the socket is bound to.
         underlying: address of the socket for the compiled loop.
 
@@ -49,18 +63,13 @@ class Transport:
         ConfigError: the endpoint cannot be bound; the message says what to change.
     """
 
-    def __init__(
-        self, endpoint: str, io_threads: int = 1, cpus: tuple[int, ...] | None = None
-    ) -> None:
-        self.context = zmq.Context(io_threads)
-        for cpu in cpus or ():
-            self.context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
-        self._router = self.context.socket(zmq.ROUTER)
+    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._router = context.socket(zmq.ROUTER)
         try:
             self._configure(ipv6="[" in endpoint)
             self._bind(endpoint)
         except BaseException:
-            self.context.destroy(linger=0)
+            self._router.close(linger=0)
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
@@ -104,8 +113,8 @@ class Transport:
         return True
 
     def close(self) -> None:
-        """Give the last messages a moment to leave, then free everything."""
-        self.context.destroy(linger=LINGER_MS)
+        """Send nothing more; the last messages have a moment to leave."""
+        self._router.close(linger=LINGER_MS)
 
     def _frame(self, payload: Buffer | np.ndarray) -> zmq.Frame:
         # The n sends of one result come one after the other and share one frame.

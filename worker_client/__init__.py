@@ -21,6 +21,7 @@ _LAZY = {"Client": "worker_client.client", "Work": "worker_client.work"}
 def init(
     *,
     servers: str | Sequence[str] | None = None,
+    embedded: bool | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     job: str | None = None,
@@ -38,6 +39,8 @@ def init(
     Args:
         servers: ``"host:port,host:port"`` or a list, the same at every rank. None given anywhere:
             every rank hosts a reducer for its share.
+        embedded: whether every rank hosts a reducer besides the servers, if there are fewer of them
+            than ranks; by default only without servers.
         rank: by default the process group's, or the launcher's RANK.
         world_size: by default the process group's, or the launcher's WORLD_SIZE.
         job: name of the job on the reducers.
@@ -55,6 +58,7 @@ def init(
     default = import_module("worker_client.startup").DEFAULT
     client: Client = default.get(
         servers=servers,
+        embedded=embedded,
         rank=rank,
         world_size=world_size,
         job=job,

@@ -42,7 +42,7 @@ cdef extern from "flight.h" nogil:
 
     struct flight:
         flight_link *links
-        uint32_t link_count, start
+        uint32_t link_count
         uint64_t watermark, next
 
     ctypedef struct range_t "struct range":
@@ -52,8 +52,9 @@ cdef extern from "flight.h" nogil:
     struct contribution:
         header_t header
 
-    bint flight_init(flight *self, const void *identity, uint32_t links, uint64_t window,
-                     uint32_t start, uint64_t max_chunk_bytes) noexcept
+    bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
+    bint flight_add_link(flight *self, uint64_t window) noexcept
+    uint32_t flight_start(const flight *self) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
                                uint8_t op, uint64_t tag, const range_t *ranges,
@@ -87,8 +88,8 @@ cdef extern from "loop.h" nogil:
         int received
         zmq_msg_t *frames
 
-    bint loop_init(loop_t *self, const libzmq *zmq, flight *within, void *const *sockets,
-                   void *const *monitors) noexcept
+    bint loop_init(loop_t *self, const libzmq *zmq, flight *within) noexcept
+    bint loop_add(loop_t *self, void *socket, void *monitor) noexcept
     void loop_free(loop_t *self) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_close_message(loop_t *self) noexcept
@@ -106,12 +107,10 @@ cdef class CompiledFlight:
     cdef flight its
     cdef dict _views  # by sequence number: keeps the memory for as long as it is used
 
-    def __cinit__(self, identity, uint32_t links, uint64_t window, uint32_t start):
+    def __cinit__(self, identity):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
         self._views = {}
-        if not flight_init(
-            &self.its, PyBytes_AS_STRING(frame), links, window, start, MAX_CHUNK_BYTES
-        ):
+        if not flight_init(&self.its, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
             raise MemoryError
 
     def __dealloc__(self):
@@ -121,6 +120,11 @@ cdef class CompiledFlight:
     def watermark(self):
         """Every all-reduce below this number is finished here."""
         return self.its.watermark
+
+    def add_link(self, uint64_t window):
+        """Add a link, which is shut."""
+        if not flight_add_link(&self.its, window):
+            raise MemoryError
 
     def submit(self, operation, ranges):
         """Queue an all-reduce and return its sequence number."""
@@ -171,7 +175,7 @@ cdef class CompiledFlight:
         while sent:
             sent = False
             for step in range(links):
-                link = (self.its.start + step) % links
+                link = (flight_start(&self.its) + step) % links
                 if flight_next(&self.its, link, now_ns, &next):
                     sent = True
                     view = self._views[next.header.sequence]
@@ -250,33 +254,31 @@ cdef class Loop:
     Args:
         flight: what it sends from and receives into.
         functions: addresses of libzmq's functions, in the order of `reducer.libzmq.FUNCTIONS`.
-        sockets, monitors: addresses of libzmq's sockets, one of each per link. They must live for
-            as long as `run` and `refill` are called.
     """
 
     cdef loop_t its
     cdef CompiledFlight _flight
 
-    def __cinit__(self, CompiledFlight flight, functions, sockets, monitors):
+    def __cinit__(self, CompiledFlight flight, functions):
         cdef libzmq zmq
-        cdef uint32_t links = flight.its.link_count
-        cdef void **handles = <void **>calloc(2 * links, sizeof(void *))
-        if handles == NULL:
-            raise MemoryError
-        try:
-            for at, address in enumerate(functions):
-                (<void **>&zmq)[at] = <void *><uintptr_t>address
-            for at in range(links):
-                handles[at] = <void *><uintptr_t>sockets[at]
-                handles[links + at] = <void *><uintptr_t>monitors[at]
-            if not loop_init(&self.its, &zmq, &flight.its, handles, handles + links):
-                raise OSError(errno, "the loop cannot be set up")
-        finally:
-            free(handles)
+        for at, address in enumerate(functions):
+            (<void **>&zmq)[at] = <void *><uintptr_t>address
+        if not loop_init(&self.its, &zmq, &flight.its):
+            raise OSError(errno, "the loop cannot be set up")
         self._flight = flight
 
     def __dealloc__(self):
         loop_free(&self.its)
+
+    def add(self, socket, monitor):
+        """Give the next link of the flight its sockets.
+
+        Args:
+            socket, monitor: addresses of libzmq's sockets, which must live for as long as `run` and
+                `refill` are called.
+        """
+        if not loop_add(&self.its, <void *><uintptr_t>socket, <void *><uintptr_t>monitor):
+            raise MemoryError
 
     def run(self, long timeout_ms):
         """Wait until there is something for the session, or the time is up.

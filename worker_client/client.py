@@ -21,7 +21,7 @@ from worker_client import config, implementation
 from worker_client.flight import Send
 from worker_client.host_buffer import HostBuffer, host_buffer
 from worker_client.operation import Operation
-from worker_client.session import Action, Session, Settings
+from worker_client.session import Action, Connect, Session, Settings
 from worker_client.transport import Completed, Connected, Disconnected, Event
 from worker_client.work import Work
 
@@ -43,6 +43,7 @@ class Client:
         connect_timeout_s: how long to wait for every reducer's welcome.
         impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
         io_threads: threads of libzmq that serve the connections.
+        context: libzmq's context of the reducer that this process hosts, if it does.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
 
     Raises:
@@ -59,6 +60,7 @@ class Client:
         connect_timeout_s: float,
         impl: str | None = None,
         io_threads: int = 1,
+        context: Any = None,
         on_shutdown: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
@@ -77,7 +79,9 @@ class Client:
         self._pid = os.getpid()
         for address in settings.reducers:
             _resolve(address)
-        self._transport = chosen.transport(settings.reducers, io_threads, self._session.flight)
+        self._transport = chosen.transport(self._session.flight, io_threads, context)
+        for link in self._session.links:
+            self._transport.connect(self._session.endpoint(link))
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
         try:
@@ -211,6 +215,8 @@ class Client:
         for action in actions:
             if isinstance(action, Send):
                 self._transport.send(*action)
+            elif isinstance(action, Connect):
+                self._transport.connect(action.endpoint)
             else:
                 self._finish(action.operation, action.error)
         self._transport.refill()

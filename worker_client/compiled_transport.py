@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reducer import libzmq
 from worker_client._flight import Loop
 from worker_client.transport import Completed, Message, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from reducer.wire.header import Buffer
     from worker_client._flight import CompiledFlight
@@ -34,19 +34,20 @@ class CompiledTransport(Transport):
         """
         libzmq.addresses()
 
-    def __init__(self, addresses: Sequence[str], io_threads: int, flight: CompiledFlight) -> None:
-        functions = libzmq.addresses()
-        super().__init__(addresses, io_threads)
+    def __init__(self, flight: CompiledFlight, io_threads: int, context: Any = None) -> None:
+        super().__init__(io_threads, context)
         self._flight = flight
-        self._loop = Loop(
-            flight,
-            functions,
-            [socket.underlying for socket, _ in self._links],
-            [monitor.underlying for _, monitor in self._links],
-        )
+        self._loop = Loop(flight, libzmq.addresses())
+
+    def connect(self, address: str) -> None:
+        """Add a link to a reducer."""
+        super().connect(address)
+        socket, monitor = self._links[-1]
+        self._loop.add(socket.underlying, monitor.underlying)
 
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """Wait for something that is not a healthy result and yield it; at once after `wake`."""
+        yield from self._news()
         completed, message, changed = self._loop.run(math.ceil(timeout_s * 1000))
         if completed:
             yield Completed(completed)

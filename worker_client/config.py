@@ -68,6 +68,11 @@ class WorkerConfig(BaseSettings):
     """Addresses of the reducers, ``host:port,host:port``, the same at every rank. Empty: every rank
     hosts a reducer for its share (embedded)."""
 
+    embedded: bool | None = None
+    """Whether every rank hosts a reducer for a share of each buffer: by default if there are no
+    servers. With fewer servers than ranks it makes use of all links (mixed); with as many, none is
+    hosted."""
+
     job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default one that no other run has, agreed on through the
     process group; without a process group ``default``."""

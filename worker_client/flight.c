@@ -136,18 +136,23 @@ static void abandon(struct flight_link *link, struct part *part)
 
 /* -- all links and operations ---------------------------------------------------------------- */
 
-bool flight_init(struct flight *flight, const void *identity, uint32_t links, uint64_t window,
-                 uint32_t start, uint64_t max_chunk_bytes)
+bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes)
 {
-    *flight = (struct flight){.link_count = links, .start = start, .mask = 63};
-    flight->max_chunk_bytes = max_chunk_bytes;
+    *flight = (struct flight){.mask = 63, .max_chunk_bytes = max_chunk_bytes};
     memcpy(&flight->identity, identity, HEADER_BYTES);
-    flight->links = calloc(links, sizeof(struct flight_link));
     flight->ring = calloc(flight->mask + 1, sizeof(struct operation *));
-    if (flight->links == NULL || flight->ring == NULL)
+    return flight->ring != NULL;
+}
+
+bool flight_add_link(struct flight *flight, uint64_t window)
+{
+    size_t count = flight->link_count;
+    struct flight_link *links = realloc(flight->links, (count + 1) * sizeof *links);
+    if (links == NULL)
         return false;
-    for (uint32_t link = 0; link < links; link++)
-        flight->links[link].window = window;
+    links[count] = (struct flight_link){.window = window};
+    flight->links = links;
+    flight->link_count++;
     return true;
 }
 

@@ -50,7 +50,6 @@ struct flight_link {
 struct flight {
     struct flight_link *links;
     uint32_t link_count;
-    uint32_t start; /* the link that is refilled first */
     uint64_t max_chunk_bytes;
     struct header identity; /* of every contribution */
     /* Operations in progress, at sequence & mask; those from watermark to next may be there. */
@@ -71,9 +70,17 @@ struct contribution {
 };
 
 /* False: out of memory. `identity` is a header of 96 bytes. */
-bool flight_init(struct flight *flight, const void *identity, uint32_t links, uint64_t window,
-                 uint32_t start, uint64_t max_chunk_bytes);
+bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes);
+/* Adds a link, which is shut. False: out of memory. */
+bool flight_add_link(struct flight *flight, uint64_t window);
 void flight_free(struct flight *flight);
+
+/* The link that is refilled first: another one for every rank, so that no reducer is hit by all of
+ * them at once. */
+static inline uint32_t flight_start(const struct flight *flight)
+{
+    return flight->link_count == 0 ? 0 : flight->identity.rank % flight->link_count;
+}
 
 /* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer.
  * NULL: out of memory. */

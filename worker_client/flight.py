@@ -49,14 +49,14 @@ class Flight(Protocol):
 
     Args:
         identity: header with the job, the generation and the rank of every contribution.
-        links: number of reducers.
-        window: bytes that may be in flight on each link, until `set_window` says otherwise.
-        start: the link that is refilled first.
 
-    Links are shut until `open`. Times are in seconds of the caller's clock.
+    Times are in seconds of the caller's clock.
     """
 
-    def __init__(self, identity: Header, links: int, window: int, start: int) -> None: ...
+    def __init__(self, identity: Header) -> None: ...
+
+    def add_link(self, window: int) -> None:
+        """Add a link, shut until `open`, with so many bytes that may be in flight."""
 
     @property
     def watermark(self) -> int:
@@ -82,7 +82,8 @@ class Flight(Protocol):
     def refill(self, now: float) -> list[Send]:
         """Return the contributions that the windows have room for.
 
-        Every link gets a chunk before any gets a second one, so that all reducers have work early.
+        Every link gets a chunk before any gets a second one, so that all reducers have work early;
+        another one is first for every rank, so that no reducer is hit by all of them at once.
         """
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:

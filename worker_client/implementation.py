@@ -10,8 +10,6 @@ from worker_client.plain_flight import PlainFlight
 from worker_client.transport import PlainTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from worker_client.flight import Flight
     from worker_client.transport import Transport
 
@@ -21,8 +19,8 @@ log = logging.getLogger(__name__)
 class MakeTransport(Protocol):
     """The constructor of the two transports."""
 
-    def __call__(self, addresses: Sequence[str], io_threads: int, flight: Any) -> Transport:
-        """Connect to the reducers; the flight is of the same implementation."""
+    def __call__(self, flight: Any, io_threads: int, context: Any = None) -> Transport:
+        """Make a transport for a flight of the same implementation."""
 
 
 class Implementation(NamedTuple):

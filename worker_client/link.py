@@ -14,7 +14,9 @@ class Link:
     """One link (sans I/O); what travels over it, the flight knows.
 
     Attributes:
-        index: which of the job's reducers this is.
+        index: which of the worker's links this is.
+        reducer: which of the job's reducers it leads to.
+        lane: to which of that reducer's threads.
         address: ``host:port``, for errors.
         state: as in `reducer.wire.states`.
         up: whether the transport is connected.
@@ -23,10 +25,12 @@ class Link:
             told when it is back.
     """
 
-    __slots__ = ("address", "index", "owed", "refusal", "state", "up")
+    __slots__ = ("address", "index", "lane", "owed", "reducer", "refusal", "state", "up")
 
-    def __init__(self, index: int, address: str) -> None:
+    def __init__(self, index: int, reducer: int, lane: int, address: str) -> None:
         self.index = index
+        self.reducer = reducer
+        self.lane = lane
         self.address = address
         self.state = LinkState.STRANGER
         self.up = False

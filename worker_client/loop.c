@@ -40,23 +40,32 @@ static bool make_pipe(struct loop *loop)
     return true;
 }
 
-bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight,
-               void *const *sockets, void *const *monitors)
+bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight)
 {
     keep_large_blocks();
-    uint32_t links = flight->link_count;
     *loop = (struct loop){.zmq = *zmq, .flight = flight, .pipe_read = -1, .pipe_write = -1};
-    loop->sockets = calloc(links, sizeof *loop->sockets);
-    loop->items = calloc(1 + 2 * (size_t)links, sizeof *loop->items);
-    if (loop->sockets == NULL || loop->items == NULL || !make_pipe(loop))
+    loop->items = calloc(1, sizeof *loop->items);
+    if (loop->items == NULL || !make_pipe(loop))
         return false;
     loop->items[0] = (zmq_pollitem_t){.fd = loop->pipe_read, .events = ZMQ_POLLIN};
-    for (uint32_t link = 0; link < links; link++) {
-        loop->sockets[link] = sockets[link];
-        loop->items[1 + link] = (zmq_pollitem_t){.socket = sockets[link], .events = ZMQ_POLLIN};
-        loop->items[1 + links + link] =
-            (zmq_pollitem_t){.socket = monitors[link], .events = ZMQ_POLLIN};
-    }
+    return true;
+}
+
+bool loop_add(struct loop *loop, void *socket, void *monitor)
+{
+    size_t links = loop->links;
+    void **sockets = realloc(loop->sockets, (links + 1) * sizeof *sockets);
+    if (sockets == NULL)
+        return false;
+    loop->sockets = sockets;
+    zmq_pollitem_t *items = realloc(loop->items, (2 * links + 3) * sizeof *items);
+    if (items == NULL)
+        return false;
+    loop->items = items;
+    sockets[links] = socket;
+    items[1 + 2 * links] = (zmq_pollitem_t){.socket = socket, .events = ZMQ_POLLIN};
+    items[2 + 2 * links] = (zmq_pollitem_t){.socket = monitor, .events = ZMQ_POLLIN};
+    loop->links++;
     return true;
 }
 
@@ -166,13 +175,13 @@ static bool send_next(struct loop *loop, uint32_t link, uint64_t now)
 
 void loop_refill(struct loop *loop)
 {
-    uint32_t links = loop->flight->link_count;
+    uint32_t links = loop->links;
     uint64_t now = now_ns();
     /* One chunk per link and pass, so that every reducer has work as early as possible. */
     for (bool sent = true; sent;) {
         sent = false;
         for (uint32_t step = 0; step < links; step++)
-            sent |= send_next(loop, (loop->flight->start + step) % links, now);
+            sent |= send_next(loop, (flight_start(loop->flight) + step) % links, now);
     }
 }
 
@@ -223,14 +232,14 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
 
 static enum loop_event wait(struct loop *loop, long timeout_ms)
 {
-    int links = (int)loop->flight->link_count;
-    int ready = loop->zmq.poll(loop->items, 1 + 2 * links, timeout_ms);
+    int items = 1 + 2 * (int)loop->links;
+    int ready = loop->zmq.poll(loop->items, items, timeout_ms);
     loop->polled_ns = now_ns();
     if (ready < 0)
         return loop->zmq.last_errno() == EINTR ? LOOP_QUIET : LOOP_FAILED;
     if (loop->items[0].revents != 0)
         drain(loop);
-    for (int monitor = 1 + links; monitor < 1 + 2 * links; monitor++)
+    for (int monitor = 2; monitor < items; monitor += 2)
         if (loop->items[monitor].revents != 0)
             return LOOP_CHANGE;
     return LOOP_QUIET;
@@ -238,7 +247,7 @@ static enum loop_event wait(struct loop *loop, long timeout_ms)
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
-    uint32_t links = loop->flight->link_count;
+    uint32_t links = loop->links;
     uint64_t now = now_ns(), until = now + (uint64_t)timeout_ms * 1000 * 1000;
     uint64_t completed_ns = 0;
     for (;;) {

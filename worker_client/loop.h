@@ -19,8 +19,9 @@ enum loop_event {
 struct loop {
     struct libzmq zmq;
     struct flight *flight;
+    uint32_t links;
     void **sockets;        /* one DEALER per link */
-    zmq_pollitem_t *items; /* the waker's pipe, then per link its socket, then its monitor */
+    zmq_pollitem_t *items; /* the waker's pipe, then per link its socket and its monitor */
     int pipe_read, pipe_write;
     atomic_bool woken;
     uint64_t polled_ns; /* when the monitors were last looked at */
@@ -30,9 +31,10 @@ struct loop {
     zmq_msg_t frames[2];
 };
 
-/* False, with errno: out of memory or of files. The arrays are copied. */
-bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight,
-               void *const *sockets, void *const *monitors);
+/* False, with errno: out of files. */
+bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight);
+/* Gives the next link of the flight its sockets. False: out of memory. */
+bool loop_add(struct loop *loop, void *socket, void *monitor);
 void loop_free(struct loop *loop);
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms);

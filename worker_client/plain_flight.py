@@ -113,10 +113,9 @@ class _Link:
 class PlainFlight:
     """Queues, windows, chunks and results of all links; see `worker_client.flight.Flight`."""
 
-    def __init__(self, identity: Header, links: int, window: int, start: int) -> None:
+    def __init__(self, identity: Header) -> None:
         self._identity = identity._replace(type=MessageType.CONTRIBUTION)
-        self._links = [_Link(window) for _ in range(links)]
-        self._order = [(start + step) % links for step in range(links)]
+        self._links: list[_Link] = []
         self._active: dict[int, _Progress] = {}  # in the order of their sequence numbers
         self._next_sequence = 0
 
@@ -124,6 +123,10 @@ class PlainFlight:
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
         return next(iter(self._active), self._next_sequence)
+
+    def add_link(self, window: int) -> None:
+        """Add a link, shut until `open`."""
+        self._links.append(_Link(window))
 
     def submit(self, operation: Operation, ranges: Sequence[Range]) -> int:
         """Queue an all-reduce and return its sequence number."""
@@ -153,9 +156,11 @@ class PlainFlight:
         """Return the contributions that the windows have room for."""
         sends: list[Send] = []
         before = -1
+        links = len(self._links)
+        order = [(self._identity.rank + step) % links for step in range(links)]
         while before != len(sends):
             before = len(sends)
-            sends += filter(None, (self._next(link, now) for link in self._order))
+            sends += filter(None, (self._next(link, now) for link in order))
         return sends
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
@@ -184,7 +189,7 @@ class PlainFlight:
         progress.remaining -= 1
         if progress.remaining:
             return []
-        del self._active[header.sequence]
+        self._retire(header.sequence)
         return [header.sequence]
 
     def expects(self, link: int, sequence: int, offset: int) -> bool:
@@ -203,8 +208,9 @@ class PlainFlight:
 
     def end(self, sequence: int) -> None:
         """End an all-reduce that has failed."""
-        for part in self._active.pop(sequence).parts:
+        for part in self._active[sequence].parts:
             self._links[part.link].abandon(part)
+        self._retire(sequence)
 
     def reset(self, link: int) -> list[int]:
         """Shut a link, forget what it carried, and return which all-reduces needed it."""
@@ -217,6 +223,10 @@ class PlainFlight:
         for sequence in needed:
             self.forget(link, sequence)
         return needed
+
+    def _retire(self, sequence: int) -> None:
+        # Parts refer to what they are part of: cut that knot, and the buffer is free at once.
+        self._active.pop(sequence).parts.clear()
 
     def _parts(self, link: int, sequence: int) -> list[_Part]:
         progress = self._active.get(sequence)

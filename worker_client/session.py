@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +37,7 @@ from worker_client.flight import Send
 from worker_client.link import Link
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from worker_client.flight import Flight
     from worker_client.operation import Operation
@@ -53,7 +55,13 @@ class Finish(NamedTuple):
     error: ReductionError | None
 
 
-Action = Send | Finish
+class Connect(NamedTuple):
+    """Add a connection; the link that it is of counts them in order."""
+
+    endpoint: str
+
+
+Action = Send | Finish | Connect
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Settings:
         reducers: addresses, ``host:port``, in the same order at every rank.
         window_bytes: bytes in flight over all reducers.
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
+        weights: share of each reducer, relative to the others; equal if empty.
+        inproc: endpoints of reducers' threads in this process, by address.
     """
 
     job: str
@@ -74,6 +84,8 @@ class Settings:
     reducers: tuple[str, ...]
     window_bytes: int
     chunk_bytes: int = 0
+    weights: tuple[int, ...] = ()
+    inproc: Mapping[str, str] = field(default_factory=dict)
 
     def window_per_reducer(self) -> int:
         """Share of one reducer: never below two chunks, so that sending and reducing overlap."""
@@ -92,7 +104,7 @@ class Session:
 
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
-        self.links = [Link(index, address) for index, address in enumerate(settings.reducers)]
+        self.links: list[Link] = []
         self._submitted = 0
         self._active: dict[int, Operation] = {}  # in the order of their sequence numbers
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
@@ -103,9 +115,11 @@ class Session:
             generation=settings.generation,
             rank=settings.rank,
         )
-        # Ranks start at different reducers, so that no reducer is hit by all of them at once.
-        start = settings.rank % len(self.links)
-        self.flight = flight(self._identity, len(self.links), settings.window_per_reducer(), start)
+        self.flight = flight(self._identity)
+        self._owners: list[int] = []  # links in the order in which they take shards
+        self._weights: list[int] = []  # of the owners
+        for reducer, address in enumerate(settings.reducers):
+            self._add_link(reducer, 0, address)
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.WELCOME: self._welcome,
             MessageType.RESULT: self._result,
@@ -159,9 +173,10 @@ class Session:
         body = Hello(
             job=s.job,
             world_size=s.world_size,
-            reducers=len(self.links),
-            reducer_index=index,
+            reducers=len(s.reducers),
+            reducer_index=link.reducer,
             chunk_bytes=s.chunk_bytes,
+            lane=link.lane,
         )
         header = self._identity._replace(watermark=self.watermark, window=s.window_per_reducer())
         return [*actions, Send(index, header.pack(), encode(body))]
@@ -179,8 +194,11 @@ class Session:
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
-        forced, weights = self.settings.chunk_bytes, [1] * len(self.links)
-        cut = shards(operation.view.nbytes, weights, self._submitted, forced)
+        forced = self.settings.chunk_bytes
+        cut = [
+            shard._replace(reducer=self._owners[shard.reducer])
+            for shard in shards(operation.view.nbytes, self._weights, self._submitted, forced)
+        ]
         plan = [
             range_ for shard in cut for range_ in ranges(shard, self.settings.world_size, forced)
         ]
@@ -243,11 +261,33 @@ class Session:
     # -- messages -----------------------------------------------------------------------------
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        decode(Welcome, payload)
+        welcome = decode(Welcome, payload)
         self.flight.set_window(link.index, header.window)
         self.flight.open(link.index)
         owed, link.owed = link.owed, {}
-        return [self._abort(link, sequence, error) for sequence, error in owed.items()]
+        actions: list[Action] = [self._abort(link, *failed) for failed in owed.items()]
+        host = link.address.rpartition(":")[0]
+        known = sum(other.reducer == link.reducer for other in self.links)
+        for lane, port in enumerate(welcome.lanes[known - 1 :], known):
+            actions.append(self._add_link(link.reducer, lane, f"{host}:{port}"))
+        return actions
+
+    def _add_link(self, reducer: int, lane: int, address: str) -> Connect:
+        link = Link(len(self.links), reducer, lane, address)
+        self.links.append(link)
+        self.flight.add_link(self.settings.window_per_reducer())
+        # Lanes answer in any order, but every rank must cut buffers alike.
+        links = sorted(self.links, key=lambda link: (link.reducer, link.lane))
+        lanes = Counter(link.reducer for link in links)
+        whole = math.lcm(*lanes.values())
+        weights = self.settings.weights or (1,) * len(self.settings.reducers)
+        self._owners = [link.index for link in links]
+        self._weights = [weights[link.reducer] * whole // lanes[link.reducer] for link in links]
+        return Connect(self.endpoint(link))
+
+    def endpoint(self, link: Link) -> str:
+        """Return where the transport connects: ``host:port``, or ``inproc://`` in this process."""
+        return self.settings.inproc.get(link.address, link.address)
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         """Say what is wrong with a result that the flight did not take."""

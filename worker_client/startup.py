@@ -8,13 +8,15 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
+from reducer.wire.layout import mixed_weights
 from worker_client import config, process_group
 from worker_client.client import Client
 from worker_client.session import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from reducer.server import Server
     from worker_client.config import WorkerConfig
     from worker_client.process_group import ProcessGroup
 
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 def connect(
     *,
     servers: str | Sequence[str] | None = None,
+    embedded: bool | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     job: str | None = None,
@@ -36,6 +39,7 @@ def connect(
     """Join a job and return a client of its own; `worker_client.init` describes the arguments."""
     settings = config.load(
         servers=servers,
+        embedded=embedded,
         job=job,
         generation=generation,
         chunk_bytes=chunk_bytes,
@@ -46,9 +50,11 @@ def connect(
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     group = process_group.current() if rank is None and world_size is None else None
     rank, world_size = _identify(rank, world_size, group)
-    addresses, on_shutdown = settings.servers, None
-    if not addresses:
-        addresses, on_shutdown = _embed(group)
+    addresses, weights = settings.servers, (1,) * len(settings.servers)
+    hosted: Server | None = None
+    if _hosts_reducer(settings, world_size):
+        hosted, own = _embed(group)
+        addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
         return Client(
             Settings(
@@ -59,16 +65,19 @@ def connect(
                 reducers=addresses,
                 window_bytes=settings.window,
                 chunk_bytes=int(settings.chunk_bytes),
+                weights=weights,
+                inproc=hosted.inproc if hosted else {},
             ),
             timeout_s=settings.timeout,
             connect_timeout_s=settings.connect_timeout,
             impl=settings.impl,
             io_threads=settings.io_threads,
-            on_shutdown=on_shutdown,
+            context=hosted.context if hosted else None,
+            on_shutdown=hosted.stop if hosted else None,
         )
     except BaseException:
-        if on_shutdown is not None:
-            on_shutdown()
+        if hosted is not None:
+            hosted.stop()
         raise
 
 
@@ -116,7 +125,19 @@ def _identify(
     return rank, world_size
 
 
-def _embed(group: ProcessGroup | None) -> tuple[tuple[str, ...], Callable[[], None]]:
+def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
+    """Whether this rank hosts a reducer: with as many others as ranks, it would have no share."""
+    if settings.embedded is False and not settings.servers:
+        raise ConfigError(
+            "there are no reducers: set REDUCTION_SERVERS=host:port,host:port, or do not set "
+            "REDUCTION_EMBEDDED=0"
+        )
+    if settings.embedded is None:
+        return not settings.servers
+    return settings.embedded and len(settings.servers) < world_size
+
+
+def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
     if group is None:
         raise ConfigError(
             "there are no reducers to use: set REDUCTION_SERVERS=host:port,host:port, or call "
@@ -124,8 +145,7 @@ def _embed(group: ProcessGroup | None) -> tuple[tuple[str, ...], Callable[[], No
         )
     from worker_client import embedded  # noqa: PLC0415 (loads the reducer's code)
 
-    server, addresses = embedded.start(group)
-    return addresses, server.stop
+    return embedded.start(group)
 
 
 def _job_name(settings: WorkerConfig, group: ProcessGroup | None) -> str:

@@ -12,8 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from reducer.wire.header import Buffer
     from worker_client.flight import Flight
@@ -75,20 +74,33 @@ Event = Connected | Disconnected | Message | Completed
 class Transport(ABC):
     """Connections to all reducers of a job, and a way to wake up whoever polls them.
 
-    One thread uses it, but for `wake`.
+    One thread uses it, but for `wake`. An event's `link` counts the connections in order.
 
     Args:
-        addresses: ``host:port`` of each reducer; an event's `link` is the position here.
         io_threads: threads of libzmq that serve the connections.
+        context: libzmq's context of a reducer in this process, to reach it at ``inproc://``.
     """
 
-    def __init__(self, addresses: Sequence[str], io_threads: int) -> None:
-        self._context = zmq.Context(io_threads)
-        self._links = [self._connect(address) for address in addresses]
+    def __init__(self, io_threads: int, context: Any = None) -> None:
+        self._shared = context is not None
+        self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context(io_threads)
+        self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        self._reached: list[int] = []  # links whose sockets tell no story of their own
 
     @abstractmethod
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """Wait for something to happen and yield it; at once after `wake`."""
+
+    def connect(self, address: str) -> None:
+        """Add a link to a reducer.
+
+        Args:
+            address: ``host:port``, or ``inproc://...`` of a reducer in this process.
+        """
+        inproc = address.startswith("inproc://")
+        if inproc:
+            self._reached.append(len(self._links))
+        self._links.append(self._socket(address if inproc else f"tcp://{address}"))
 
     @abstractmethod
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
@@ -111,9 +123,13 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
-        self._context.destroy(linger=LINGER_MS)
+        for socket, monitor in self._links:
+            monitor.close(linger=0)
+            socket.close(linger=LINGER_MS)
+        if not self._shared:
+            self._context.destroy(linger=LINGER_MS)
 
-    def _connect(self, address: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    def _socket(self, endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),  # nothing is queued to a reducer that is not there
@@ -133,12 +149,17 @@ class Transport(ABC):
         ):
             socket.setsockopt(option, value)
         monitor = socket.get_monitor_socket(_WATCHED)
-        socket.connect(f"tcp://{address}")
+        socket.connect(endpoint)
         return socket, monitor
 
     def _send(self, link: int, frames: list[bytes | zmq.Frame]) -> None:
         with contextlib.suppress(zmq.Again):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
+
+    def _news(self) -> Iterator[Event]:
+        reached, self._reached = self._reached, []
+        for link in reached:
+            yield Connected(link)
 
     def _messages(self, link: int, limit: int = sys.maxsize) -> Iterator[Event]:
         socket, _ = self._links[link]
@@ -167,22 +188,29 @@ class Transport(ABC):
 class PlainTransport(Transport):
     """A transport that needs nothing compiled."""
 
-    def __init__(self, addresses: Sequence[str], io_threads: int, flight: Flight) -> None:
-        super().__init__(addresses, io_threads)
+    def __init__(self, flight: Flight, io_threads: int, context: Any = None) -> None:
+        super().__init__(io_threads, context)
         self._flight = flight
         # Per link, what libzmq sends out of the caller's memory: in the order of sending.
-        self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = [deque() for _ in addresses]
+        self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = []
         self._waker = self._context.socket(zmq.PAIR)
         self._wakened = self._context.socket(zmq.PAIR)
         wake = f"inproc://wake-{id(self)}"
         self._wakened.bind(wake)
         self._waker.connect(wake)
         self._poller = zmq.Poller()
-        for socket in (self._wakened, *chain.from_iterable(self._links)):
+        self._poller.register(self._wakened, zmq.POLLIN)
+
+    def connect(self, address: str) -> None:
+        """Add a link to a reducer."""
+        super().connect(address)
+        self._unsent.append(deque())
+        for socket in self._links[-1]:
             self._poller.register(socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """Wait for something to happen and yield it; at once after `wake`."""
+        yield from self._news()
         ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
         self._forget_sent()
         if self._wakened in ready:
@@ -221,6 +249,12 @@ class PlainTransport(Transport):
         """Make `poll` return at once."""
         with contextlib.suppress(zmq.Again):  # a full pipe wakes as well as a fuller one
             self._waker.send(b"", zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Give the last messages a moment to leave, then free everything."""
+        self._waker.close()
+        self._wakened.close()
+        super().close()
 
     def _forget_sent(self) -> None:
         for unsent in self._unsent:

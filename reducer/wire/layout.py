@@ -81,6 +81,26 @@ def shards(
     return [shard for shard in cut if shard.end > shard.start] or cut[:1]
 
 
+def mixed_weights(workers: int, pool: int) -> tuple[int, ...]:
+    """Return what each reducer should own if every worker hosts one besides the pool's.
+
+    With n workers, k < n reducers in the pool and equal links, each of the pool's owns
+    2(n-1)/(n*n+kn-2k) of a buffer and each worker's (n-k)/(n*n+kn-2k): then all links are busy to
+    the end (Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
+    Heterogeneous GPU/CPU Clusters", OSDI 2020).
+
+    Args:
+        workers: number of workers, n.
+        pool: number of reducers in the pool, k; with 0 all shares are equal.
+
+    Returns:
+        Weights, first of the pool's reducers, then of the workers'.
+    """
+    if workers == 1 or pool >= workers:
+        return (1,) * pool + (0 if pool else 1,) * workers
+    return (2 * (workers - 1),) * pool + (workers - pool,) * workers
+
+
 def largest_chunk(world_size: int) -> int:
     """Return the size of the largest chunk that the rule chooses, in bytes.
 

@@ -32,6 +32,8 @@ WAYS: list[tuple[str, str, Any]] = [
     ("servers", " a:1 , b.example:65535,", ("a:1", "b.example:65535")),
     ("servers", "[::1]:5555", ("[::1]:5555",)),
     ("servers", "", ()),
+    ("embedded", "1", True),
+    ("embedded", "false", False),
     ("job", "digits", "digits"),
     ("job", "x" * 128, "x" * 128),
     ("generation", "3", 3),
@@ -59,6 +61,7 @@ WAYS: list[tuple[str, str, Any]] = [
 ]
 DEFAULTS = {
     "servers": (),
+    "embedded": None,
     "job": None,
     "generation": 0,
     "chunk_bytes": 0,
