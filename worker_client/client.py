@@ -101,6 +101,12 @@ class Client:
         return self.settings.world_size
 
     @property
+    def lanes(self) -> list[int]:
+        """Number of connections to each reducer, one for each of its threads."""
+        reducers = [link.reducer for link in self._session.links]
+        return [reducers.count(reducer) for reducer in range(len(self.settings.reducers))]
+
+    @property
     def usable(self) -> bool:
         """Whether this process may call `all_reduce`."""
         return not self._closing and os.getpid() == self._pid

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from reducer import local_pool
+
 pytest.importorskip("torch", reason="needs torch")
 
 START = """
@@ -24,7 +26,7 @@ rank, n = dist.get_rank(), dist.get_world_size()
 client = worker_client.init()
 """
 EXACT = """
-assert len(client.settings.reducers) == n
+assert len(client.settings.reducers) == {reducers}
 for step in range(20):
     rows = [numpy.random.default_rng([step, r]).standard_normal(100_003) for r in range(n)]
     rows = [row.astype(numpy.float32) for row in rows]
@@ -54,7 +56,7 @@ def heed_ctrl_c() -> None:
 
 
 @contextmanager
-def ranks(world_size: int, code: str):
+def ranks(world_size: int, code: str, **settings: str):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,6 +66,7 @@ def ranks(world_size: int, code: str):
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
+        **settings,
     }
     started = [
         subprocess.Popen(
@@ -86,10 +89,23 @@ def ranks(world_size: int, code: str):
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_bits_and_leaving_in_any_order(turn: int) -> None:
-    with ranks(3, EXACT + LEAVE.format(turn=turn)) as started:
+    with ranks(3, EXACT.format(reducers="n") + LEAVE.format(turn=turn)) as started:
         for process in started:
             out, err = process.communicate(timeout=50)
             assert (process.returncode, out) == (0, "exact\n"), err
+
+
+@pytest.mark.parametrize(
+    ("pool", "reducers"), [(1, "1 + n"), (2, "2 + n"), (3, "3")], ids=["one", "two", "enough"]
+)
+def test_a_small_pool_is_helped_by_the_ranks(pool: int, reducers: str) -> None:
+    with local_pool(pool) as servers:
+        settings = {"REDUCTION_SERVERS": ",".join(servers), "REDUCTION_EMBEDDED": "1"}
+        code = EXACT.format(reducers=reducers) + LEAVE.format(turn=0)
+        with ranks(3, code, **settings) as started:
+            for process in started:
+                out, err = process.communicate(timeout=50)
+                assert (process.returncode, out) == (0, "exact\n"), err
 
 
 def interrupted_in() -> float:

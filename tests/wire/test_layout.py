@@ -16,6 +16,7 @@ from reducer.wire.layout import (
     Shard,
     charge,
     largest_chunk,
+    mixed_weights,
     ranges,
     shards,
 )
@@ -125,3 +126,22 @@ def test_how_a_shard_is_cut() -> None:
 
 def test_the_smallest_contribution_takes_something_of_a_window() -> None:
     assert [charge(nbytes) for nbytes in (0, 1, 1024, 1025)] == [1024, 1024, 1024, 1025]
+
+
+@pytest.mark.parametrize("workers", range(1, 10))
+@pytest.mark.parametrize("pool", range(10))
+def test_a_mixed_job_keeps_every_link_equally_busy(workers: int, pool: int) -> None:
+    weights = mixed_weights(workers, pool)
+    assert len(weights) == pool + workers
+    if workers == 1:
+        return  # nothing has to travel
+    share = [weight / sum(weights) for weight in weights]
+    # In and out of a worker's link: what others own of its buffer, and what it owns of others'.
+    worker = (1 - share[-1]) + (workers - 1) * share[-1]
+    assert worker == pytest.approx(1 + (workers - 2) * share[-1])
+    if 0 < pool < workers:
+        assert workers * share[0] == pytest.approx(worker)  # the pool's links take as long
+    if pool >= workers:
+        assert worker == 1
+    if pool == 0:
+        assert worker == pytest.approx(2 * (workers - 1) / workers)  # as a ring

@@ -1,0 +1,114 @@
+"""Where reducers are: several threads of one, one in the worker's own process, and both kinds."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from reducer import config, implementation, kernels
+from reducer.server import Server
+from reducer.wire.constants import DType, ReduceOp
+from tests.conftest import joined
+from worker_client.client import Client
+from worker_client.session import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
+
+
+@contextmanager
+def server(impl: str, threads: int = 1) -> Iterator[Server]:
+    started = Server(config.load(bind="tcp://127.0.0.1:0", threads=threads, impl=impl))
+    started.start()
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
+    rows = [np.random.default_rng([step, client.rank]).standard_normal(count) for client in clients]
+    rows = [row.astype(np.float32) for row in rows]
+    expected = np.empty(count, np.float32)
+    sources = [row.copy().view(np.uint8) for row in rows]
+    kernels.select("numpy").reduce(sources, expected.view(np.uint8), DType.FLOAT32, ReduceOp.MEAN)
+    works = [client.all_reduce(row) for client, row in zip(clients, rows, strict=True)]
+    for work in works:
+        assert work.wait(30).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("impl", implementation.NAMES)
+def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_IMPL", impl)
+    with server(impl, threads=3) as three, server(impl, threads=1) as one:
+        with joined(3, servers=[three.address, one.address], job="lanes") as clients:
+            assert [client.lanes for client in clients] == [[3, 1]] * 3
+            for step in range(3):
+                for count in SIZES:
+                    check_bits(clients, count, step)
+            total = 4 * sum(SIZES) * 3
+            time.sleep(0.3)  # counters are brought up to date ten times a second
+            # Of large buffers both reducers own one half, whatever the number of their threads.
+            for reducer in (three, one):
+                assert reducer.counters.bytes_in == pytest.approx(3 * total / 2, rel=0.02)
+
+
+def test_threads_listen_one_port_after_the_other() -> None:
+    with server("compiled", threads=1) as probe:
+        port = int(probe.address.rpartition(":")[2])
+    started = Server(config.load(bind=f"tcp://127.0.0.1:{port}", threads=3))
+    started.start()
+    try:
+        assert list(started.inproc) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
+    finally:
+        started.stop()
+
+
+@contextmanager
+def beside(servers: list[Server], impl: str) -> Iterator[list[Client]]:
+    """One client in the process of each server, as embedded ranks are."""
+    addresses = tuple(server.address for server in servers)
+
+    def join(rank: int) -> Client:
+        hosted = servers[rank]
+        settings = Settings(
+            "beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc
+        )
+        return Client(
+            settings, timeout_s=30, connect_timeout_s=10, impl=impl, context=hosted.context
+        )
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
+        yield [stack.enter_context(client) for client in pool.map(join, range(len(servers)))]
+
+
+@pytest.mark.parametrize("impl", implementation.NAMES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_reducer_in_the_same_process(impl: str, threads: int) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(server(impl, threads)) for _ in range(3)]
+        with beside(servers, impl) as clients:
+            for count in SIZES:
+                check_bits(clients, count)
+
+
+def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() -> None:
+    # The reducer holds the caller's own memory: it may neither put the result there, nor send from
+    # there what the caller may overwrite as soon as its all-reduce is done.
+    count = 300_000
+    with server("compiled") as first, server("compiled") as second:
+        with beside([first, second], "compiled") as (one, two):
+            for step in range(100):
+                mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
+                later = two.all_reduce(others, op="sum")
+                one.all_reduce(mine, op="sum").wait(30)
+                assert (mine == 3.0).all()
+                mine[:] = -1.0
+                assert (later.wait(30) == 3.0).all(), step
