@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench import pool, theory
-from bench.crew import Control, Crew, CrewError, unavailable
+from bench.crew import REPLY_S, Control, Crew, CrewError, unavailable
 from bench.results import Row
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BLOCK_S = 0.5  # a round's share of one contender, unless one all-reduce takes longer
 MOST = 2000  # iterations in a block
+SLOW = 20e6  # bytes per second that any contender should reach unshaped, even on few cores
 ITEM = 4  # bytes of an fp32 element
 
 
@@ -178,9 +179,11 @@ class Contest:
     def _block(self, crew: Crew, tally: Tally, nbytes: int, iterations: int | None) -> None:
         count = nbytes // ITEM
         estimate = tally.time_s if tally.rounds else 0.0
+        slow_s = estimate or self._workers * nbytes / next(iter(self.payload_rates), SLOW)
         # Comparing costs a further all-reduce: where that takes long, the first round's must do.
         check = estimate < BLOCK_S
-        replies = crew.ask("prepare", count=count, check=check)
+        patience_s = REPLY_S + 10 * slow_s
+        replies = crew.ask("prepare", patience_s=patience_s, count=count, check=check)
         if check:
             tally.wrong += sum(reply["wrong"] for reply in replies)
             tally.checked += count * self._workers
@@ -189,7 +192,8 @@ class Contest:
             estimate = min(_slowest(crew.ask("run", iterations=2)))
         length = iterations or max(1, min(MOST, round(BLOCK_S / estimate)))
         before = self._reducer_cpu(crew)
-        replies = crew.ask("run", iterations=length)
+        patience_s = REPLY_S + 10 * length * estimate
+        replies = crew.ask("run", patience_s=patience_s, iterations=length)
         tally.reducer_cpu += self._reducer_cpu(crew) - before
         tally.worker_cpu += sum(reply["cpu_seconds"] for reply in replies)
         tally.rounds.append(_slowest(replies))

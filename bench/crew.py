@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,14 +20,14 @@ from bench import mpi
 from bench.contenders import Place
 
 if TYPE_CHECKING:
-    import subprocess
-
     from bench.contenders import Contender
     from bench.lab import Lab
 
 ROOT = Path(__file__).parent.parent
+ABORT_S = 5.0
+LAST_LINES = 60
 START_S = 180.0  # importing torch in 16 processes at once takes its time on few cores
-REPLY_S = 900.0
+REPLY_S = 120.0
 
 
 class CrewError(RuntimeError):
@@ -89,7 +91,7 @@ class Member:
         try:
             line = self._stream.readline()
         except TimeoutError:
-            return {"error": f"no reply within {timeout_s:g} s"}
+            return {"error": f"no reply within {timeout_s:g} s", "stalled": True}
         except OSError as error:
             return {"error": str(error)}
         reply: dict[str, Any] = json.loads(line) if line else {"error": "the process ended"}
@@ -163,8 +165,15 @@ class Crew:
         offers = [reply["offer"] for reply in self.ask("offer")]
         self.ask("join", offers=offers)
 
-    def ask(self, action: str, **arguments: Any) -> list[dict[str, Any]]:
+    def ask(
+        self, action: str, *, patience_s: float = REPLY_S, **arguments: Any
+    ) -> list[dict[str, Any]]:
         """Give all ranks one command and return their replies, in rank order.
+
+        Args:
+            action: method of `bench.worker.Worker`.
+            patience_s: when to give up.
+            arguments: of the method.
 
         Raises:
             CrewError: a rank failed or has failed before.
@@ -178,21 +187,24 @@ class Crew:
                 member.send(line)
         replies: list[dict[str, Any]] = []
         for rank, member in enumerate(members):
-            replies.append(member.receive(REPLY_S))
+            replies.append(member.receive(patience_s))
             if "error" in replies[-1]:
-                self.fail(f"rank {rank}: {replies[-1]['error']}")
+                # A process that stalls says where it is when it is aborted.
+                end = signal.SIGABRT if "stalled" in replies[-1] else signal.SIGTERM
+                self.fail(f"rank {rank}: {replies[-1]['error']}", end)
                 raise CrewError(self.failure)
         return replies
 
-    def fail(self, why: str) -> None:
-        """End all processes, and remember why with the last lines that they said."""
+    def fail(self, why: str, end: signal.Signals = signal.SIGTERM) -> None:
+        """End all processes, show what they said last, and remember why."""
+        self.failure = why
         for process in self._processes:
-            process.kill()
+            process.send_signal(end)
         for process in self._processes:
-            process.wait()
+            _end(process)
         self._said.seek(0)
         lines = [line for line in self._said.read().splitlines() if line.strip()]
-        self.failure = "; ".join([why, *lines[-3:]])
+        print(f"# {self.name}: {why}", *lines[-LAST_LINES:], sep="\n", file=sys.stderr)
 
     def stop(self) -> None:
         """Let the ranks leave; the lab ends those that do not."""
@@ -202,6 +214,14 @@ class Crew:
         for member in self.members.values():
             member.close()
         self._said.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    try:
+        process.wait(ABORT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def unavailable(contender: Contender) -> str:

@@ -7,6 +7,7 @@ lines of JSON. Between commands the process sleeps in `readline`.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -114,6 +115,7 @@ def _cpu_seconds() -> float:
 
 def main(control: str, name: str, kind: Any, place_text: str) -> None:
     """Serve the parent until it says ``close`` or is gone."""
+    faulthandler.enable()  # the parent aborts a process that stalls, to learn where
     place = Place(**json.loads(place_text))
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(control)

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import oracle, theory
+from bench import options, oracle, theory
 from bench.contenders import Contender
+from bench.crew import unavailable
 from bench.results import Results, Sample
 from bench.soak import trends
 
@@ -26,10 +27,10 @@ def bench(module: str, *arguments: str | Path) -> str:
 
 
 def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
-    options = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB"]
-    options += ["--baselines", "gloo,ring", "--rounds", "1"]
+    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB"]
+    given += ["--baselines", "gloo,ring", "--rounds", "1"]
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
-    bench("allreduce", *options, "--json", file, "--plot", picture)
+    bench("allreduce", *given, "--json", file, "--plot", picture)
 
     found = Results.read(file)
     assert found.settings.mbit is None
@@ -59,9 +60,9 @@ def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
 
 
 def test_embedded_and_mixed_pools_take_part(tmp_path: Path) -> None:
-    options = ["--unshaped", "--workers", "2", "--embedded", "--mixed", "1", "--baselines", ""]
+    given = ["--unshaped", "--workers", "2", "--embedded", "--mixed", "1", "--baselines", ""]
     file = tmp_path / "found.json"
-    bench("allreduce", *options, "--sizes", "64KiB", "--rounds", "1", "--json", file)
+    bench("allreduce", *given, "--sizes", "64KiB", "--rounds", "1", "--json", file)
     rows = {row.contender: row for row in Results.read(file).rows}
     assert {name: (row.cards, row.wrong) for name, row in rows.items()} == {
         "embedded": (2, 0),
@@ -71,10 +72,10 @@ def test_embedded_and_mixed_pools_take_part(tmp_path: Path) -> None:
 
 
 def test_scaling(tmp_path: Path) -> None:
-    options = ["--unshaped", "--workers", "2,3", "--reducers", "1,3", "--size", "64KiB"]
-    options += ["--no-embedded", "--rounds", "1", "--iterations", "3"]
+    given = ["--unshaped", "--workers", "2,3", "--reducers", "1,3", "--size", "64KiB"]
+    given += ["--no-embedded", "--rounds", "1", "--iterations", "3"]
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
-    bench("scaling", *options, "--json", file, "--plot", picture)
+    bench("scaling", *given, "--json", file, "--plot", picture)
     rows = Results.read(file).rows
     assert [(row.workers, row.reducers, row.iterations, row.wrong) for row in rows] == [
         (2, 1, 3, 0),
@@ -86,8 +87,8 @@ def test_scaling(tmp_path: Path) -> None:
 
 def test_soak(tmp_path: Path) -> None:
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
-    options = ["--count", "300", "--samples", "10", "--check-every", "20"]
-    said = bench("soak", *options, "--json", file, "--plot", picture)
+    given = ["--count", "300", "--samples", "10", "--check-every", "20"]
+    said = bench("soak", *given, "--json", file, "--plot", picture)
     soak = Results.read(file).soak
     assert soak
     assert (soak.all_reduces, soak.wrong) == (300, 0)
@@ -106,6 +107,39 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "is no result of these benchmarks" in done.stderr
+
+
+def test_a_contender_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDUCTION_CHUNK_BYTES", "7")
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-m", "bench.allreduce", "--unshaped", "--workers", "2"]
+    command += ["--reducers", "1", "--baselines", "ring", "--sizes", "4KiB", "--rounds", "1"]
+    command += ["--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "# pool-1 was not measured: rank 0: ConfigError: REDUCTION_CHUNK_BYTES" in done.stdout
+    found = Results.read(file)
+    assert [row.contender for row in found.rows] == ["ring"]
+    assert found.rows[0].wrong == 0
+    assert set(found.settings.skipped) == {"pool-1"}
+    assert found.settings.environment == {"REDUCTION_CHUNK_BYTES": "7"}
+
+
+def test_without_root_links_are_not_shaped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    found = options.begin("allreduce", 400.0, [2], 1)
+    assert found.settings.mbit is None
+    assert "shaped links need root" in capsys.readouterr().out
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "install Open MPI" in unavailable(Contender("mpi"))
+    assert not unavailable(Contender("ring"))
 
 
 @pytest.mark.parametrize("exact", [True, False])
