@@ -28,7 +28,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         bool, typer.Option("--embedded", help="Ours without reducers: ranks host them.")
     ] = False,
     mixed: Annotated[
-        int, typer.Option(min=0, help="Ours with this many reducers and one beside every rank.")
+        int, typer.Option(min=0, help="Ours with this many reducers and one in every rank.")
     ] = 0,
     mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 400.0,
     unshaped: Annotated[

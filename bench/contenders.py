@@ -167,7 +167,10 @@ class Gloo:
 
 
 class Embedded(Gloo):
-    """Ours, without reducers: the ranks find each other through a process group."""
+    """Ours, with a reducer in every rank, and maybe a pool besides.
+
+    The ranks find each other through a process group.
+    """
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -181,7 +184,7 @@ class Embedded(Gloo):
         super().join(offers)
         import worker_client  # noqa: PLC0415 (baselines do not load it)
 
-        self._client = worker_client.init()
+        self._client = worker_client.init(servers=self._place.servers or None, embedded=True)
 
     def bind(self, array: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""
@@ -236,7 +239,7 @@ def create(kind: Kind, place: Place) -> AllReduce:
         return ring
     classes: dict[Kind, Callable[[Place], AllReduce]] = {
         "pool": Pool,
-        "mixed": Pool,
+        "mixed": Embedded,
         "embedded": Embedded,
         "gloo": Gloo,
         "mpi": Mpi,

@@ -157,14 +157,11 @@ class Contest:
 
     def _start_reducers(self, stack: ExitStack) -> None:
         n, hosts = self._workers, self._lab.hosts
-        dedicated = pool.start(hosts[n : hosts_needed(n, self._contenders)])
-        mixed = any(contender.kind == "mixed" for contender in self._contenders)
-        beside = pool.start(hosts[:n]) if mixed else []
-        for reducer in (*dedicated, *beside):
+        reducers = pool.start(hosts[n : hosts_needed(n, self._contenders)])
+        for reducer in reducers:
             stack.callback(reducer.stop)
         for contender in self._contenders:
-            used = dedicated[: contender.reducers]
-            self._reducers[contender.name] = used + (beside if contender.kind == "mixed" else [])
+            self._reducers[contender.name] = reducers[: contender.reducers]
 
     def _attempt(self, crew: Crew, action: Any, *arguments: Any) -> None:
         """Do something with a crew; one that fails is out, and the others go on."""

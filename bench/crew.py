@@ -231,6 +231,6 @@ def unavailable(contender: Contender) -> str:
             return "mpirun is missing: install Open MPI (openmpi-bin)"
         if not find_spec("mpi4py"):
             return "mpi4py is missing: pip install mpi4py"
-    if contender.kind in {"gloo", "embedded"} and not find_spec("torch"):
+    if contender.kind in {"gloo", "embedded", "mixed"} and not find_spec("torch"):
         return "torch is missing: pip install torch"
     return ""

@@ -79,14 +79,16 @@ def _all_reduce(figure: Figure, results: Results) -> None:
 
 def _scaling(figure: Figure, results: Results) -> None:
     over_workers, over_reducers = figure.subplots(1, 2)
-    full = [row for row in results.rows if row.ours and row.reducers == row.workers]
+    full = [row for row in results.rows if row.contender == f"pool-{row.workers}"]
     _series(over_workers, full, "workers", "pool, k = n")
     for name in _names(row for row in results.rows if not row.reducers):
         _series(over_workers, [r for r in results.rows if r.contender == name], "workers", name)
     over_workers.set_xlabel("workers (n)")
     for n in results.settings.workers:
-        pools = [row for row in results.rows if row.workers == n and row.reducers]
-        _series(over_reducers, pools, "reducers", f"n = {n}")
+        for kind in ("pool", "mixed"):
+            some = [row for row in results.rows if row.workers == n and row.reducers]
+            some = [row for row in some if row.contender.startswith(kind)]
+            _series(over_reducers, some, "reducers", f"{kind}, n = {n}")
     over_reducers.set_xlabel("reducers (k)")
     for axes in (over_workers, over_reducers):
         axes.set_ylabel("algbw, MB/s")

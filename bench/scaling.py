@@ -35,6 +35,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
     ] = False,
     embedded: Annotated[bool, typer.Option(help="Reducers that ranks host, too.")] = True,
+    mixed: Annotated[
+        bool, typer.Option("--mixed", help="Pools smaller than n beside reducers in ranks, too.")
+    ] = False,
     baselines: Annotated[str, typer.Option(help="Of gloo, mpi and ring.")] = "",
     iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
@@ -52,7 +55,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     print(tables.heading(names))
     try:
         for n in ranks:
-            contenders = [Contender("pool", k) for k in pools if k <= n] + others
+            contenders = [Contender("pool", k) for k in pools if k <= n]
+            contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
+            contenders += others
             hosts = hosts_needed(n, contenders)
             with (
                 options.lab(hosts, found.settings.mbit) as lab,
@@ -77,7 +82,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
 
 def flatness(found: Results) -> list[str]:
     """Say how much algbw is left at the most workers, of what it is at the fewest."""
-    full = [row for row in found.rows if row.ours and row.reducers == row.workers]
+    full = [row for row in found.rows if row.contender == f"pool-{row.workers}"]
     series = {"pool with k = n": full}
     for row in found.rows:
         if not row.reducers:

@@ -44,6 +44,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     largest: Annotated[str, typer.Option(help="Largest size, at most 3 MiB.")] = "2MiB",
     samples: Annotated[int, typer.Option(min=4, help="Looks at memory, files, threads.")] = 200,
     check_every: Annotated[int, typer.Option(min=1, help="Compare the result of each n-th.")] = 100,
+    check: Annotated[bool, typer.Option("--check", help="Fail if memory grows.")] = False,
     json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
 ) -> None:
@@ -79,7 +80,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     soak.trends = trends(soak.samples)
     print(f"# {tables.conditions(found.settings)}")
     print(tables.soak(soak))
-    sys.exit(options.finish(found, json, plot))
+    grows = not all(trend.flat for trend in soak.trends)
+    sys.exit(options.finish(found, json, plot) or int(check and grows))
 
 
 @dataclass(frozen=True)

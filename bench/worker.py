@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench import oracle
-from bench.contenders import Mpi, Place, create
+from bench.contenders import OURS, Mpi, Place, create
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +124,7 @@ def main(control: str, name: str, kind: Any, place_text: str) -> None:
             contender = create(kind, place)
             if isinstance(contender, Mpi):
                 place = Place(contender.rank, place.world_size, place.address, place.leader)
-            exact = kind in {"pool", "embedded", "mixed"}
+            exact = kind in OURS
             worker = Worker(contender, place, exact=exact)
             _say(stream, {"name": name, "rank": place.rank, "pid": os.getpid()})
             for line in stream:
