@@ -214,7 +214,7 @@ class Client:
         if isinstance(event, Disconnected):
             return self._session.disconnected(event.link, event.reason)
         if isinstance(event, Completed):
-            return self._session.completed(event.sequences)
+            return self._session.completed(event.sequences, time.monotonic())
         return self._session.receive(*event, time.monotonic())
 
     def _do(self, actions: list[Action]) -> None:

@@ -23,7 +23,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import charge, largest_chunk, ranges, shards
+from reducer.wire.layout import largest_chunk, ranges, shards
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -34,6 +34,7 @@ from reducer.wire.messages import (
 )
 from reducer.wire.states import LinkState, Role, after
 from worker_client.flight import Send
+from worker_client.flow import FlowControl, most_per_link
 from worker_client.link import Link
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Settings:
     Attributes:
         job, generation, rank, world_size: who we are.
         reducers: addresses, ``host:port``, in the same order at every rank.
-        window_bytes: bytes in flight over all reducers.
+        window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
@@ -88,9 +89,10 @@ class Settings:
     inproc: Mapping[str, str] = field(default_factory=dict)
 
     def window_per_reducer(self) -> int:
-        """Share of one reducer: never below two chunks, so that sending and reducing overlap."""
-        chunk = self.chunk_bytes or largest_chunk(self.world_size)
-        return max(self.window_bytes // len(self.reducers), 2 * charge(chunk))
+        """Return the most bytes that will be in flight at one reducer."""
+        return most_per_link(
+            self.window_bytes, self.chunk_bytes, self.world_size, len(self.reducers)
+        )
 
 
 class Session:
@@ -116,6 +118,8 @@ class Session:
             rank=settings.rank,
         )
         self.flight = flight(self._identity)
+        largest = settings.chunk_bytes or largest_chunk(settings.world_size)
+        self._flow = FlowControl(self.flight, largest, forced=settings.window_bytes > 0)
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
         for reducer, address in enumerate(settings.reducers):
@@ -204,6 +208,7 @@ class Session:
         ]
         operation.sequence = self.flight.submit(operation, plan)
         self._submitted += 1
+        self._flow.begin(operation.view.nbytes, now)
         self._active[operation.sequence] = operation
         self._expect(operation, now + operation.timeout_s)
         if operation.name:
@@ -218,7 +223,7 @@ class Session:
         """Take one message from a reducer."""
         done = self.flight.take(index, frame, payload, now)
         if done is not None:
-            return self.completed(done)
+            return self.completed(done, now)
         link = self.links[index]
         try:
             header = Header.unpack(frame)
@@ -235,8 +240,10 @@ class Session:
         link.state = state
         return actions
 
-    def completed(self, sequences: list[int]) -> list[Action]:
+    def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
+        for sequence in sequences:
+            self._flow.end(self._active[sequence].view.nbytes, now)
         return [self._finish(self._active[sequence], None) for sequence in sequences]
 
     def tick(self, now: float) -> list[Action]:
@@ -245,6 +252,7 @@ class Session:
         while (due := self.next_deadline()) is not None and now >= due:
             _, sequence = heappop(self._deadlines)
             actions += self._expire(self._active[sequence], now)
+        self._flow.tick(now)
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:
@@ -262,7 +270,7 @@ class Session:
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         welcome = decode(Welcome, payload)
-        self.flight.set_window(link.index, header.window)
+        self._flow.admit(link.index, header.window)
         self.flight.open(link.index)
         owed, link.owed = link.owed, {}
         actions: list[Action] = [self._abort(link, *failed) for failed in owed.items()]
@@ -358,6 +366,7 @@ class Session:
         del self._active[operation.sequence]
         if error is not None:
             self.flight.end(operation.sequence)
+            self._flow.end(operation.view.nbytes, None)
             error = copy.copy(error)
             error.name = operation.name
             error.sequence = operation.sequence

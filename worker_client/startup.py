@@ -63,7 +63,7 @@ def connect(
                 rank=rank,
                 world_size=world_size,
                 reducers=addresses,
-                window_bytes=settings.window,
+                window_bytes=int(settings.window_bytes),
                 chunk_bytes=int(settings.chunk_bytes),
                 weights=weights,
                 inproc=hosted.inproc if hosted else {},

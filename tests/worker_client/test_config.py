@@ -136,12 +136,6 @@ def test_an_argument_beats_the_environment(
     assert getattr(config.load(**{name: argument}), name) == expected
 
 
-def test_window_with_auto_resolved() -> None:
-    assert config.load().window == 16 * MIB
-    assert config.load(window_bytes="auto").window == 16 * MIB
-    assert config.load(window_bytes="64MB").window == 64_000_000
-
-
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config.load().timeout = 1.0

@@ -1,0 +1,132 @@
+"""Windows follow what is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker_client.flight import LinkStats
+from worker_client.flow import (
+    CHUNKS,
+    LOOK_S,
+    MEASURED_BYTES,
+    MOST_BYTES,
+    SAMPLES,
+    FlowControl,
+    most_per_link,
+)
+
+MIB = 1 << 20
+KIB = 1 << 10
+
+
+class Path:
+    """Links of one rate and round trip, as far as flow control sees them."""
+
+    def __init__(self, links: int, rate: float, rtt_s: float) -> None:
+        self.rate, self.rtt_s = rate, rtt_s
+        self.windows = [0] * links
+        self.received = [0] * links
+
+    def set_window(self, link: int, nbytes: int) -> None:
+        self.windows[link] = nbytes
+
+    def stats(self, link: int) -> LinkStats:
+        return LinkStats(self.windows[link], 0, 0, self.received[link], 0, 0.0, self.rtt_s)
+
+    def carry(self, seconds: float) -> None:
+        """As much as the window and the rate allow."""
+        for link, window in enumerate(self.windows):
+            self.received[link] += int(seconds * min(self.rate, window / self.rtt_s))
+
+
+def run(flow: FlowControl, path: Path, rounds: int, nbytes: int = 64 * MIB) -> None:
+    for now in range(rounds):
+        flow.begin(nbytes, now)
+        path.carry(0.5)
+        flow.end(nbytes, now + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("forced", "chunk", "world_size", "reducers", "expected"),
+    [
+        (0, 0, 4, 4, 8 * MIB),
+        (0, 0, 2, 300, 3 * MIB),  # three of the largest chunks
+        (0, 4 * MIB, 2, 4, 12 * MIB),
+        (16 * MIB, 0, 4, 4, 4 * MIB),
+        (1, 64 * KIB, 4, 4, 128 * KIB),  # two chunks
+    ],
+)
+def test_the_most_that_is_asked_for(
+    forced: int, chunk: int, world_size: int, reducers: int, expected: int
+) -> None:
+    assert most_per_link(forced, chunk, world_size, reducers) == expected
+
+
+def test_a_near_network_needs_little_more_than_three_chunks() -> None:
+    path = Path(4, rate=12e6, rtt_s=0.001)
+    flow = FlowControl(path, 512 * KIB, forced=False)
+    for link in range(4):
+        flow.admit(link, 8 * MIB)
+    assert path.windows == [CHUNKS * 512 * KIB] * 4
+    run(flow, path, 5)
+    assert path.windows == [pytest.approx(CHUNKS * 512 * KIB + 2 * 12e6 * 0.001, rel=0.01)] * 4
+
+
+def test_a_far_network_gets_twice_what_it_holds() -> None:
+    path = Path(1, rate=1.2e9, rtt_s=0.010)  # 12 MB
+    flow = FlowControl(path, MIB, forced=False)
+    flow.admit(0, MOST_BYTES)
+    run(flow, path, 1)
+    assert path.windows[0] == pytest.approx(3 * CHUNKS * MIB, rel=0.01)  # it tripled
+    run(flow, path, 5)
+    assert path.windows[0] == pytest.approx(CHUNKS * MIB + 24e6, rel=0.01)
+    path.rate /= 10
+    run(flow, path, SAMPLES)
+    assert path.windows[0] == pytest.approx(CHUNKS * MIB + 2.4e6, rel=0.01)
+
+
+def test_never_more_than_the_reducer_allows() -> None:
+    path = Path(1, rate=1e10, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, MIB)
+    run(flow, path, 5)
+    assert path.windows == [MIB]
+    flow.admit(0, 100 * KIB)  # less than three chunks
+    assert path.windows == [100 * KIB]
+
+
+def test_a_forced_window_stays() -> None:
+    path = Path(1, rate=1e9, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=True)
+    flow.admit(0, 5 * MIB)
+    run(flow, path, 5)
+    assert path.windows == [5 * MIB]
+
+
+def test_small_and_failed_all_reduces_say_nothing() -> None:
+    path = Path(1, rate=1e9, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, 5 * MIB)
+    run(flow, path, 5, MEASURED_BYTES - 1)
+    flow.begin(MIB, 10.0)
+    path.carry(0.5)
+    flow.end(MIB, None)
+    assert path.windows == [CHUNKS * 64 * KIB]
+    path.received[0] += 1 << 40  # in small ones
+    path.rate = 0
+    run(flow, path, 1)
+    assert path.windows == [CHUNKS * 64 * KIB]
+
+
+def test_a_long_all_reduce_is_measured_on_the_way() -> None:
+    path = Path(1, rate=1e9, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, 1 << 30)
+    flow.tick(5.0)
+    flow.begin(1 << 30, 10.0)
+    path.carry(LOOK_S / 2)
+    flow.tick(10.0 + LOOK_S / 2)
+    assert path.windows == [CHUNKS * 64 * KIB]
+    path.carry(LOOK_S / 2)
+    flow.tick(10.0 + LOOK_S)
+    assert path.windows[0] > CHUNKS * 64 * KIB
