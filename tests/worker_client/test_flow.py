@@ -128,5 +128,5 @@ def test_a_long_all_reduce_is_measured_on_the_way() -> None:
     flow.tick(10.0 + LOOK_S / 2)
     assert path.windows == [CHUNKS * 64 * KIB]
     path.carry(LOOK_S / 2)
-    flow.tick(10.0 + LOOK_S)
+    flow.tick(10.0 + 2 * LOOK_S)
     assert path.windows[0] > CHUNKS * 64 * KIB
