@@ -74,7 +74,7 @@ def _all_reduce(figure: Figure, results: Results) -> None:
     times.set_ylabel("time, ms")
     times.set_yscale("log")
     rates.legend(fontsize="small")
-    figure.suptitle(f"{workers} workers; {conditions(results.settings)}", fontsize="medium")
+    figure.suptitle(f"{workers} workers\n{conditions(results.settings)}", fontsize="medium")
 
 
 def _scaling(figure: Figure, results: Results) -> None:
@@ -95,7 +95,7 @@ def _scaling(figure: Figure, results: Results) -> None:
         axes.set_ylim(bottom=0)
         axes.legend(fontsize="small")
     sizes = ", ".join(size(nbytes) for nbytes in sorted({row.nbytes for row in results.rows}))
-    title = f"{sizes}; dotted: what the links allow; {conditions(results.settings)}"
+    title = f"{sizes}; dotted: what the links allow\n{conditions(results.settings)}"
     figure.suptitle(title, fontsize="medium")
 
 

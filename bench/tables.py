@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from bench.results import Row, Settings, Soak, Trend
 
 MIB = 1 << 20
+ENDS = (min, max)
 
 # Title and width; README.md defines the columns.
 COLUMNS = (
@@ -40,7 +41,7 @@ def conditions(settings: Settings) -> str:
     busy = f"; load average at the start {settings.load:.1f}" if settings.load >= 1 else ""
     if settings.mbit is None:
         return f"unshaped, so that processors are the limit{busy}"
-    rates = ", ".join(f"{rate / 1e6:.2f}" for rate in settings.payload_rates)
+    rates = " to ".join(dict.fromkeys(f"{end(settings.payload_rates) / 1e6:.2f}" for end in ENDS))
     return f"links of {settings.mbit:g} Mbit/s each way, {rates} MB/s of payload by iperf3{busy}"
 
 
