@@ -51,15 +51,19 @@ cdef extern from "flight.h" nogil:
 
     struct contribution:
         header_t header
+        uint32_t link
+
+    ctypedef struct turn_t "struct turn":
+        uint32_t step, idle
 
     bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
     bint flight_add_link(flight *self, uint64_t window) noexcept
-    uint32_t flight_start(const flight *self) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
                                uint8_t op, uint64_t tag, const range_t *ranges,
                                size_t count) noexcept
-    bint flight_next(flight *self, uint32_t link, uint64_t now_ns, contribution *next) noexcept
+    bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
+                             contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
                      const void *payload, size_t payload_bytes, uint64_t now_ns) noexcept
     operation_t *flight_find(const flight *self, uint64_t sequence) noexcept
@@ -89,7 +93,7 @@ cdef extern from "loop.h" nogil:
         zmq_msg_t *frames
 
     bint loop_init(loop_t *self, const libzmq *zmq, flight *within) noexcept
-    bint loop_add(loop_t *self, void *socket, void *monitor) noexcept
+    bint loop_add(loop_t *self, void *socket, int socket_fd, int monitor_fd) noexcept
     void loop_free(loop_t *self) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_close_message(loop_t *self) noexcept
@@ -150,7 +154,7 @@ cdef class CompiledFlight:
         return submitted.sequence
 
     def open(self, link):
-        """Let contributions be sent to a reducer, and take its results."""
+        """Let contributions be sent to a reducer."""
         self.its.links[self.check(link)].open = True
 
     def set_window(self, link, nbytes):
@@ -167,20 +171,14 @@ cdef class CompiledFlight:
 
     def refill(self, double now):
         """Return the contributions that the windows have room for."""
-        cdef uint32_t links = self.its.link_count
         cdef uint64_t now_ns = nanoseconds(now)
+        cdef turn_t turn = turn_t(0, 0)
         cdef contribution next
         sends = []
-        cdef bint sent = True
-        while sent:
-            sent = False
-            for step in range(links):
-                link = (flight_start(&self.its) + step) % links
-                if flight_next(&self.its, link, now_ns, &next):
-                    sent = True
-                    view = self._views[next.header.sequence]
-                    payload = view[next.header.offset:next.header.offset + next.header.nbytes]
-                    sends.append(Send(link, (<char *>&next.header)[:HEADER_BYTES], payload))
+        while flight_next_in_turn(&self.its, &turn, now_ns, &next):
+            view = self._views[next.header.sequence]
+            payload = view[next.header.offset:next.header.offset + next.header.nbytes]
+            sends.append(Send(next.link, (<char *>&next.header)[:HEADER_BYTES], payload))
         return sends
 
     def take(self, link, frame, payload, double now):
@@ -270,14 +268,15 @@ cdef class Loop:
     def __dealloc__(self):
         loop_free(&self.its)
 
-    def add(self, socket, monitor):
-        """Give the next link of the flight its sockets.
+    def add(self, socket, socket_fd, monitor_fd):
+        """Give the next link of the flight its socket.
 
         Args:
-            socket, monitor: addresses of libzmq's sockets, which must live for as long as `run` and
-                `refill` are called.
+            socket: address of libzmq's socket, which must live for as long as `run` and `refill`
+                are called.
+            socket_fd, monitor_fd: descriptors of that socket and of its monitor.
         """
-        if not loop_add(&self.its, <void *><uintptr_t>socket, <void *><uintptr_t>monitor):
+        if not loop_add(&self.its, <void *><uintptr_t>socket, socket_fd, monitor_fd):
             raise MemoryError
 
     def run(self, long timeout_ms):

@@ -43,7 +43,7 @@ class CompiledTransport(Transport):
         """Add a link to a reducer."""
         super().connect(address)
         socket, monitor = self._links[-1]
-        self._loop.add(socket.underlying, monitor.underlying)
+        self._loop.add(socket.underlying, socket.fileno(), monitor.fileno())
 
     def poll(self, timeout_s: float) -> Iterator[Event]:
         """Wait for something that is not a healthy result and yield it; at once after `wake`."""

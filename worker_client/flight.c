@@ -251,6 +251,7 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     link->in_flight += window_charge(nbytes);
     link->bytes_sent += nbytes;
     next->of = operation;
+    next->link = link_index;
     struct header *header = &next->header;
     *header = flight->identity;
     header->watermark = flight->watermark;
@@ -262,6 +263,20 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     header->op = operation->op;
     header->tag = operation->tag;
     return true;
+}
+
+bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_ns,
+                         struct contribution *next)
+{
+    while (turn->idle < flight->link_count) {
+        uint32_t link = (flight->identity.rank + turn->step++) % flight->link_count;
+        if (flight_next(flight, link, now_ns, next)) {
+            turn->idle = 0;
+            return true;
+        }
+        turn->idle++;
+    }
+    return false;
 }
 
 static void measure(struct flight_link *link, uint64_t sent_ns, uint64_t now_ns)
@@ -278,7 +293,7 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
 {
     struct flight_link *link = &flight->links[link_index];
     struct header header;
-    if (!link->open || !header_read(&header, frame, frame_bytes) || header.type != TYPE_RESULT)
+    if (!header_read(&header, frame, frame_bytes) || header.type != TYPE_RESULT)
         return false;
     if (!header_chunk_is_sound(&header, payload_bytes, flight->max_chunk_bytes))
         return false;

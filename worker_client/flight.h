@@ -41,7 +41,7 @@ struct operation {
 
 struct flight_link {
     struct part *first, *last; /* the queue: parts with chunks to send, in order */
-    bool open;                 /* contributions may be sent and results are expected */
+    bool open;                 /* contributions may be sent */
     uint64_t window, in_flight;
     uint64_t bytes_sent, bytes_received, results;
     uint64_t rtt_ns, min_rtt_ns; /* from sending a contribution to its result; 0: unknown */
@@ -67,6 +67,12 @@ struct range {
 struct contribution {
     struct header header;
     struct operation *of;
+    uint32_t link;
+};
+
+/* Where a refill of all links is; starts as zero. */
+struct turn {
+    uint32_t step, idle;
 };
 
 /* False: out of memory. `identity` is a header of 96 bytes. */
@@ -74,13 +80,6 @@ bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk
 /* Adds a link, which is shut. False: out of memory. */
 bool flight_add_link(struct flight *flight, uint64_t window);
 void flight_free(struct flight *flight);
-
-/* The link that is refilled first: another one for every rank, so that no reducer is hit by all of
- * them at once. */
-static inline uint32_t flight_start(const struct flight *flight)
-{
-    return flight->link_count == 0 ? 0 : flight->identity.rank % flight->link_count;
-}
 
 /* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer.
  * NULL: out of memory. */
@@ -90,6 +89,12 @@ struct operation *flight_submit(struct flight *flight, void *data, uint64_t tota
 
 /* Takes the next chunk of a link, if its window has room. */
 bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct contribution *next);
+
+/* Takes the next chunk of any link whose window has room. Every link gives one before any gives
+ * another, so that all reducers have work early; every rank begins with another link, so that no
+ * reducer is hit by all of them at once. */
+bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_ns,
+                         struct contribution *next);
 
 /* Takes a message if it is a healthy result; false: nothing was changed, the session knows why. */
 bool flight_take(struct flight *flight, uint32_t link, const void *frame, size_t frame_bytes,

@@ -71,7 +71,7 @@ class Flight(Protocol):
         """
 
     def open(self, link: int) -> None:
-        """Let contributions be sent to a reducer, and take its results."""
+        """Let contributions be sent to a reducer."""
 
     def set_window(self, link: int, nbytes: int) -> None:
         """Change how many bytes may be in flight on a link."""

@@ -47,25 +47,30 @@ bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *fligh
     loop->items = calloc(1, sizeof *loop->items);
     if (loop->items == NULL || !make_pipe(loop))
         return false;
-    loop->items[0] = (zmq_pollitem_t){.fd = loop->pipe_read, .events = ZMQ_POLLIN};
+    loop->items[0] = (struct pollfd){.fd = loop->pipe_read, .events = POLLIN};
     return true;
 }
 
-bool loop_add(struct loop *loop, void *socket, void *monitor)
+bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd)
 {
     size_t links = loop->links;
     void **sockets = realloc(loop->sockets, (links + 1) * sizeof *sockets);
     if (sockets == NULL)
         return false;
     loop->sockets = sockets;
-    zmq_pollitem_t *items = realloc(loop->items, (2 * links + 3) * sizeof *items);
+    bool *ready = realloc(loop->ready, (links + 1) * sizeof *ready);
+    if (ready == NULL)
+        return false;
+    loop->ready = ready;
+    struct pollfd *items = realloc(loop->items, (2 * links + 3) * sizeof *items);
     if (items == NULL)
         return false;
     loop->items = items;
     sockets[links] = socket;
-    items[1 + 2 * links] = (zmq_pollitem_t){.socket = socket, .events = ZMQ_POLLIN};
-    items[2 + 2 * links] = (zmq_pollitem_t){.socket = monitor, .events = ZMQ_POLLIN};
+    items[1 + 2 * links] = (struct pollfd){.fd = socket_fd, .events = POLLIN};
+    items[2 + 2 * links] = (struct pollfd){.fd = monitor_fd, .events = POLLIN};
     loop->links++;
+    loop->added = true;
     return true;
 }
 
@@ -78,8 +83,10 @@ void loop_free(struct loop *loop)
         close(loop->pipe_write);
     loop->pipe_read = loop->pipe_write = -1;
     free(loop->sockets);
+    free(loop->ready);
     free(loop->items);
     loop->sockets = NULL;
+    loop->ready = NULL;
     loop->items = NULL;
 }
 
@@ -151,38 +158,31 @@ static bool send_frame(struct loop *loop, uint32_t link, zmq_msg_t *frame, int f
     return false;
 }
 
-/* Sends one contribution if the window has room. One to a reducer that is not connected, or for
- * which there is no memory, is dropped: the monitor tells, or the deadline. */
-static bool send_next(struct loop *loop, uint32_t link, uint64_t now)
+/* One to a reducer that is not connected, or for which there is no memory, is dropped: the monitor
+ * tells, or the deadline. */
+static void send_contribution(struct loop *loop, const struct contribution *next)
 {
-    struct contribution next;
-    if (!flight_next(loop->flight, link, now, &next))
-        return false;
     zmq_msg_t header, payload;
-    if (!make_payload(loop, &payload, &next))
-        return true;
+    if (!make_payload(loop, &payload, next))
+        return;
     if (loop->zmq.msg_init_size(&header, HEADER_BYTES) != 0) {
         loop->zmq.msg_close(&payload);
-        return true;
+        return;
     }
-    memcpy(loop->zmq.msg_data(&header), &next.header, HEADER_BYTES);
-    if (send_frame(loop, link, &header, ZMQ_SNDMORE))
-        send_frame(loop, link, &payload, 0);
+    memcpy(loop->zmq.msg_data(&header), &next->header, HEADER_BYTES);
+    if (send_frame(loop, next->link, &header, ZMQ_SNDMORE))
+        send_frame(loop, next->link, &payload, 0);
     else
         loop->zmq.msg_close(&payload);
-    return true;
 }
 
 void loop_refill(struct loop *loop)
 {
-    uint32_t links = loop->links;
+    struct turn turn = {0};
+    struct contribution next;
     uint64_t now = now_ns();
-    /* One chunk per link and pass, so that every reducer has work as early as possible. */
-    for (bool sent = true; sent;) {
-        sent = false;
-        for (uint32_t step = 0; step < links; step++)
-            sent |= send_next(loop, (flight_start(loop->flight) + step) % links, now);
-    }
+    while (flight_next_in_turn(loop->flight, &turn, now, &next))
+        send_contribution(loop, &next);
 }
 
 /* -- receive --------------------------------------------------------------------------------- */
@@ -225,62 +225,88 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
                      zmq->msg_size(&loop->frames[1]), now))
         return false;
     loop_close_message(loop);
-    while (send_next(loop, link, now))
-        ;
+    struct contribution next;
+    while (flight_next(loop->flight, link, now, &next))
+        send_contribution(loop, &next);
     return true;
 }
 
+/* Receives from one link until it has nothing more, or others have waited long enough. */
+static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *completed_ns)
+{
+    for (int receives = 0; receives < RECEIVES_PER_TURN; receives++) {
+        if (!receive(loop, link)) {
+            int reason = loop->zmq.last_errno();
+            loop->ready[link] = reason == EINTR;
+            return reason == EINTR || reason == EAGAIN ? LOOP_QUIET : LOOP_FAILED;
+        }
+        uint64_t now = now_ns();
+        if (!take(loop, link, now)) {
+            loop->link = link;
+            return LOOP_MESSAGE;
+        }
+        if (loop->flight->completed == NULL)
+            continue;
+        if (*completed_ns == 0)
+            *completed_ns = now;
+        if (now - *completed_ns > PATIENCE_NS)
+            return LOOP_QUIET;
+    }
+    return LOOP_QUIET;
+}
+
+/* Waits until a socket or a monitor has news, or it is woken. libzmq's own poll asks every socket
+ * with several system calls each time; their descriptors tell as much with one for all. */
 static enum loop_event wait(struct loop *loop, long timeout_ms)
 {
-    int items = 1 + 2 * (int)loop->links;
-    int ready = loop->zmq.poll(loop->items, items, timeout_ms);
+    nfds_t items = 1 + 2 * (nfds_t)loop->links;
+    int found = poll(loop->items, items, (int)timeout_ms);
     loop->polled_ns = now_ns();
-    if (ready < 0)
-        return loop->zmq.last_errno() == EINTR ? LOOP_QUIET : LOOP_FAILED;
+    if (found < 0)
+        return errno == EINTR ? LOOP_QUIET : LOOP_FAILED;
+    if (found == 0)
+        return LOOP_QUIET;
     if (loop->items[0].revents != 0)
         drain(loop);
-    for (int monitor = 2; monitor < items; monitor += 2)
-        if (loop->items[monitor].revents != 0)
-            return LOOP_CHANGE;
-    return LOOP_QUIET;
+    enum loop_event event = LOOP_QUIET;
+    for (uint32_t link = 0; link < loop->links; link++) {
+        if (loop->items[1 + 2 * link].revents != 0)
+            loop->ready[link] = true;
+        if (loop->items[2 + 2 * link].revents != 0)
+            event = LOOP_CHANGE;
+    }
+    return event;
 }
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
     uint32_t links = loop->links;
-    uint64_t now = now_ns(), until = now + (uint64_t)timeout_ms * 1000 * 1000;
+    uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     uint64_t completed_ns = 0;
+    for (uint32_t link = 0; link < links; link++)
+        loop->ready[link] = true; /* something was sent since it was last received from */
+    if (loop->added) {
+        loop->added = false;
+        return LOOP_CHANGE;
+    }
     for (;;) {
-        bool heard = false;
+        bool more = false;
         for (uint32_t step = 0; step < links; step++) {
             uint32_t link = loop->turn;
             loop->turn = (link + 1) % links;
-            for (int receives = 0; receives < RECEIVES_PER_TURN && receive(loop, link); receives++) {
-                heard = true;
-                now = now_ns();
-                if (!take(loop, link, now)) {
-                    loop->link = link;
-                    return LOOP_MESSAGE;
-                }
-                if (loop->flight->completed == NULL)
-                    continue;
-                if (completed_ns == 0)
-                    completed_ns = now;
-                if (now - completed_ns > PATIENCE_NS)
-                    return LOOP_QUIET;
-            }
-        }
-        if (heard && now < until && now - loop->polled_ns < LOOK_NS) {
-            if (heed(loop))
-                return LOOP_QUIET;
-            continue;
+            enum loop_event event = loop->ready[link] ? serve(loop, link, &completed_ns) : LOOP_QUIET;
+            if (event != LOOP_QUIET)
+                return event;
+            more |= loop->ready[link];
         }
         if (heed(loop) || loop->flight->completed != NULL)
             return LOOP_QUIET;
-        long left_ms = heard || now >= until ? 0 : (long)((until - now + 999999) / 1000000);
+        uint64_t now = now_ns();
+        if (more && now < until && now - loop->polled_ns < LOOK_NS)
+            continue;
+        long left_ms = more || now >= until ? 0 : (long)((until - now + 999999) / 1000000);
         enum loop_event event = wait(loop, left_ms);
-        now = loop->polled_ns;
-        if (event != LOOP_QUIET || heed(loop) || now >= until)
+        if (event != LOOP_QUIET || heed(loop) || loop->polled_ns >= until)
             return event;
     }
 }

@@ -6,6 +6,8 @@
 #ifndef WORKER_LOOP_H
 #define WORKER_LOOP_H
 
+#include <poll.h>
+
 #include "flight.h"
 #include "libzmq.h"
 
@@ -20,11 +22,15 @@ struct loop {
     struct libzmq zmq;
     struct flight *flight;
     uint32_t links;
-    void **sockets;        /* one DEALER per link */
-    zmq_pollitem_t *items; /* the waker's pipe, then per link its socket and its monitor */
+    void **sockets; /* one DEALER per link */
+    /* Per link: whether it may hold a message of which its descriptor tells nothing. Whatever is
+     * done with a socket may take in the news that made the descriptor readable. */
+    bool *ready;
+    bool added; /* a link, whose monitor has to be looked at once before its descriptor tells */
+    struct pollfd *items; /* the waker's pipe, then per link its socket's and its monitor's */
     int pipe_read, pipe_write;
     atomic_bool woken;
-    uint64_t polled_ns; /* when the monitors were last looked at */
+    uint64_t polled_ns; /* when the descriptors were last looked at */
     uint32_t turn;      /* the link that is next to be received from */
     uint32_t link;
     int received; /* frames of the message at hand, at most 3 */
@@ -33,8 +39,9 @@ struct loop {
 
 /* False, with errno: out of files. */
 bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight);
-/* Gives the next link of the flight its sockets. False: out of memory. */
-bool loop_add(struct loop *loop, void *socket, void *monitor);
+/* Gives the next link of the flight its socket and the descriptors (ZMQ_FD) of that and of its
+ * monitor. False: out of memory. */
+bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd);
 void loop_free(struct loop *loop);
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms);

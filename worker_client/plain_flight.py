@@ -138,7 +138,7 @@ class PlainFlight:
         return sequence
 
     def open(self, link: int) -> None:
-        """Let contributions be sent to a reducer, and take its results."""
+        """Let contributions be sent to a reducer."""
         self._links[link].open = True
 
     def set_window(self, link: int, nbytes: int) -> None:
@@ -165,10 +165,9 @@ class PlainFlight:
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
         """Take a healthy result and return what it completes; None if it is anything else."""
-        its = self._links[link]
         try:
             header = Header.unpack(frame)
-            if header.type is not MessageType.RESULT or not its.open:
+            if header.type is not MessageType.RESULT:
                 return None
             check_chunk(header, len(payload), MAX_CHUNK_BYTES)
         except ReductionError:
@@ -182,6 +181,7 @@ class PlainFlight:
         if (header.total_bytes, header.nbytes, header.dtype, header.op) != expected:
             return None
         operation.view[header.offset : header.offset + header.nbytes] = payload
+        its = self._links[link]
         its.measure(now - part.sent_at[chunk])
         its.settle(part, chunk)
         its.received += header.nbytes
