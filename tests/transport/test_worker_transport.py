@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import zmq
 
-from reducer import libzmq
 from reducer.errors import (
     LocalProtocolError,
     ReducerLostError,
@@ -388,36 +387,30 @@ def test_a_reducer_in_this_process_sees_that_memory_is_shared(
     context: zmq.Context, nbytes: int
 ) -> None:
     compiled = implementation.select("compiled")
-    from worker_client._flight import Loop  # noqa: PLC0415 (may not be built where others run)
-
-    with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
+    flight = compiled.flight(Header(M.HELLO))
+    flight.add_link(1 << 30)
+    flight.open(0)
+    transport = compiled.transport(flight, 1, context)
+    with context.socket(zmq.ROUTER) as router, contextlib.closing(transport):
         router.bind("inproc://reducer")
-        monitor = dealer.get_monitor_socket()
-        dealer.connect("inproc://reducer")
-        flight = compiled.flight(Header(M.HELLO))
-        flight.add_link(1 << 30)
-        flight.open(0)
-        loop = Loop(flight, libzmq.addresses())
-        loop.add(dealer.underlying, monitor.underlying)
+        transport.connect("inproc://reducer")
         data = bytearray(nbytes)
         for _ in range(2):
             address = np.frombuffer(data, np.uint8).ctypes.data
             mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
-            sequence = flight.submit(mine, [Range(0, 0, nbytes, nbytes)])
-            del mine
-            loop.refill()
+            mine.sequence = flight.submit(mine, [Range(0, 0, nbytes, nbytes)])
+            transport.refill()
             _, header, payload = router.recv_multipart(copy=False)
-            assert Header.unpack(header.buffer).sequence == sequence
+            assert Header.unpack(header.buffer).sequence == mine.sequence
             assert payload.get(zmq.SHARED) == 1
             received = np.frombuffer(payload.buffer, np.uint8)
             assert received.ctypes.data == address  # no copy was made
-            flight.end(sequence)
-            assert flight.reads(sequence)
-            with pytest.raises(BufferError):  # somebody looks at it
+            flight.end(mine.sequence)
+            assert transport.reads(mine)
+            mine.view = memoryview(b"")
+            with pytest.raises(BufferError):  # the flight looks at it
                 data.append(0)
             del received, payload
-            assert not flight.reads(sequence)
+            assert not transport.reads(mine)
             data.append(0)
             data.pop()
-        dealer.disable_monitor()
-        monitor.close()
