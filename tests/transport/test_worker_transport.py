@@ -26,10 +26,13 @@ from worker_client import implementation
 from worker_client.client import Client
 from worker_client.operation import Operation
 from worker_client.session import Settings
+from worker_client.transport import Completed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from worker_client._flight import CompiledFlight
+    from worker_client.transport import Transport
     from worker_client.work import Work
 
 M = MessageType
@@ -382,35 +385,77 @@ def test_shutting_down_gives_every_buffer_back(stalled: tuple) -> None:
         work.wait(0)
 
 
-@pytest.mark.parametrize("nbytes", [CHUNK, 2 * MIB])
-def test_a_reducer_in_this_process_sees_that_memory_is_shared(
-    context: zmq.Context, nbytes: int
-) -> None:
+# -- reducers in this process ---------------------------------------------------------------------
+
+
+class Inside(NamedTuple):
+    """A compiled transport without a client, and reducers that it reaches without a network."""
+
+    flight: CompiledFlight
+    transport: Transport
+    reducers: list[zmq.Socket]
+
+
+@pytest.fixture
+def inside(context: zmq.Context) -> Iterator[Inside]:
+    """Two links whose messages arrive as soon as they are sent."""
     compiled = implementation.select("compiled")
-    flight = compiled.flight(Header(M.HELLO))
-    flight.add_link(1 << 30)
-    flight.open(0)
+    flight: Any = compiled.flight(Header(M.HELLO))
     transport = compiled.transport(flight, 1, context)
-    with context.socket(zmq.ROUTER) as router, contextlib.closing(transport):
-        router.bind("inproc://reducer")
-        transport.connect("inproc://reducer")
-        data = bytearray(nbytes)
-        for _ in range(2):
-            address = np.frombuffer(data, np.uint8).ctypes.data
-            mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
-            mine.sequence = flight.submit(mine, [Range(0, 0, nbytes, nbytes)])
-            transport.refill()
-            _, header, payload = router.recv_multipart(copy=False)
-            assert Header.unpack(header.buffer).sequence == mine.sequence
-            assert payload.get(zmq.SHARED) == 1
-            received = np.frombuffer(payload.buffer, np.uint8)
-            assert received.ctypes.data == address  # no copy was made
-            flight.end(mine.sequence)
-            assert transport.reads(mine)
-            mine.view = memoryview(b"")
-            with pytest.raises(BufferError):  # the flight looks at it
-                data.append(0)
-            del received, payload
-            assert not transport.reads(mine)
+    reducers = [context.socket(zmq.ROUTER) for _ in range(2)]
+    for link, reducer in enumerate(reducers):
+        reducer.rcvhwm = reducer.sndhwm = 0
+        reducer.bind(f"inproc://reducer-{link}")
+        flight.add_link(1 << 30)
+        flight.open(link)
+        transport.connect(f"inproc://reducer-{link}")
+    yield Inside(flight, transport, reducers)
+    transport.close()
+    for reducer in reducers:
+        reducer.close()
+
+
+def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: Inside) -> None:
+    flight, transport, reducers = inside
+    long, short = (memoryview(bytearray(size)) for size in (500 * CHUNK, 8))
+    for view, link in ((long, 0), (short, 1)):
+        operation = Operation(view, DType.UINT8, ReduceOp.MAX, None, 1.0)
+        flight.submit(operation, [Range(link, 0, view.nbytes, CHUNK)])
+    transport.refill()
+    for reducer, chunks in zip(reducers, (500, 1), strict=True):
+        for _ in range(chunks):
+            peer, frame, payload = reducer.recv_multipart(zmq.NOBLOCK)
+            header = Header.unpack(frame)._replace(type=M.RESULT, rank=0, watermark=0)
+            reducer.send_multipart([peer, header.pack(), payload])
+    done = [
+        event.sequences
+        for _ in range(20)
+        for event in transport.poll(0.1)
+        if isinstance(event, Completed)
+    ]
+    assert done == [[1], [0]]
+
+
+@pytest.mark.parametrize("nbytes", [CHUNK, 2 * MIB])
+def test_a_reducer_in_this_process_sees_that_memory_is_shared(inside: Inside, nbytes: int) -> None:
+    flight, transport, (reducer, _) = inside
+    data = bytearray(nbytes)
+    for _ in range(2):
+        address = np.frombuffer(data, np.uint8).ctypes.data
+        mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
+        mine.sequence = flight.submit(mine, [Range(0, 0, nbytes, nbytes)])
+        transport.refill()
+        _, header, payload = reducer.recv_multipart(copy=False)
+        assert Header.unpack(header.buffer).sequence == mine.sequence
+        assert payload.get(zmq.SHARED) == 1
+        received = np.frombuffer(payload.buffer, np.uint8)
+        assert received.ctypes.data == address  # no copy was made
+        flight.end(mine.sequence)
+        assert transport.reads(mine)
+        mine.view = memoryview(b"")
+        with pytest.raises(BufferError):  # the flight looks at it
             data.append(0)
-            data.pop()
+        del received, payload
+        assert not transport.reads(mine)
+        data.append(0)
+        data.pop()
