@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reducer import local_pool
+from reducer import implementation, local_pool
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
@@ -24,11 +25,21 @@ def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
         clients = pool.map(
             lambda rank: connect(rank=rank, world_size=world_size, **arguments), range(world_size)
         )
-        yield [stack.enter_context(client) for client in clients]
+        joined = [stack.enter_context(client) for client in clients]
+        assert {client.impl for client in joined} == {os.environ.get("REDUCTION_IMPL", "compiled")}
+        yield joined
+
+
+@pytest.fixture(scope="module", params=implementation.NAMES)
+def impl(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Make the test's workers and reducers plain, and then compiled ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDUCTION_IMPL", request.param)
+        yield request.param
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[str]]:
+def servers(impl: str) -> Iterator[list[str]]:
     """Two real reducer processes."""
     with local_pool(2) as addresses:
         yield addresses

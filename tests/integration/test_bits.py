@@ -99,11 +99,18 @@ def test_every_rank_gets_the_oracles_bits() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kernel", kernels.variants())
-def test_a_second_run_gives_the_same_bits_with_any_kernel(kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "impl"),
+    [*((kernel, "compiled") for kernel in kernels.variants()), (kernels.variants()[0], "plain")],
+)
+def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
+    kernel: str, impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The test above is the first run.
     with local_pool(2, kernel=kernel) as servers:
+        monkeypatch.setenv("REDUCTION_IMPL", impl)
         for world_size in (1, 3, 8):
             with clients(world_size, servers, "64KiB") as members:
+                assert {client.impl for client in members} == {impl}
                 for (dtype, op), size in product(CASES, SIZES):
                     check(members, dtype, op, size)

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 
     from worker_client.client import Client
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("impl"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:
@@ -101,6 +104,9 @@ def test_disagreement_is_named_at_every_rank(
 
 def test_another_order_is_named(job: Callable[..., list[Client]]) -> None:
     clients = job(2)
+    for name in ("weights", "bias"):  # a rank knows those names alone that it has used itself
+        for work in [client.all_reduce(ones(), name=name) for client in clients]:
+            work.wait(10)
     orders = [("weights", "bias"), ("bias", "weights")]
     works = [
         client.all_reduce(ones(), name=name)
