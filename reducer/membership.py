@@ -14,7 +14,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.layout import charge, largest_chunk
+from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
     from reducer.slots import Member, Rounds, SlotsModule
@@ -42,7 +42,7 @@ class Job:
         self.hello = hello
         self.first_rank = header.rank
         self.world_size = hello.world_size
-        self.max_chunk_bytes = hello.chunk_bytes or largest_chunk(hello.world_size)
+        self.max_chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
         self.members: dict[int, Member] = {}
         self.gone: dict[int, tuple[int, RankLostError]] = {}
         self.rounds = rounds

@@ -229,7 +229,8 @@ class Client:
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         # Whoever hears of an error may write to the buffer, and other ranks must not see that.
-        if error is not None and self._transport.reads(operation):
+        begun = operation.sequence >= 0
+        if error is not None and begun and self._transport.reads(operation):
             self._unsent.append((operation, error))
         else:
             self._end(operation, error)

@@ -86,7 +86,7 @@ class WorkerConfig(BaseSettings):
 
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
     """Bytes in flight over all reducers; ``auto`` (0) follows the measured rate and round trip, up
-    to 32 MiB: enough for a 10 Gbit/s link with 10 ms round trip."""
+    to 16 MiB: enough for a 10 Gbit/s link with 10 ms round trip."""
 
     timeout: Seconds = 300.0
     """Time after which an all-reduce fails, naming who is missing. Long, because a rank may load

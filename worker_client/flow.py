@@ -6,58 +6,56 @@ the caches, and make chunks of several ranks that belong together arrive far apa
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from typing import TYPE_CHECKING
 
-from reducer.wire.layout import charge, largest_chunk
+from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
     from worker_client.flight import Flight
 
-MOST_BYTES = 32 << 20  # over all links; a reducer sets aside as much for every worker
-CHUNKS = 3  # per link: one arrives, one is summed or comes back, and one is ready to follow
+MOST_BYTES = 16 << 20  # over all links; a reducer sets aside as much for every worker
+BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
+BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
 MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
 LOOK_S = 0.2  # while a large one is in progress
 SAMPLES = 16  # the best rate of so many measurements counts
 
 
-def most_per_link(window_bytes: int, chunk_bytes: int, world_size: int, reducers: int) -> int:
+def most_per_link(window_bytes: int, chunk_bytes: int, reducers: int) -> int:
     """Return what a worker asks a reducer for: the most that it will ever have in flight there.
 
     Args:
         window_bytes: forced for all reducers together, 0 for the rule.
         chunk_bytes: forced size of chunks, 0 for the rule.
-        world_size: number of ranks.
         reducers: how many share the window.
 
     Returns:
-        Bytes; never below two chunks if forced, three by the rule.
+        Bytes; never below two chunks.
     """
-    chunk = charge(chunk_bytes or largest_chunk(world_size))
-    if window_bytes:
-        return max(window_bytes // reducers, 2 * chunk)
-    return max(MOST_BYTES // reducers, CHUNKS * chunk)
+    chunk = charge(chunk_bytes or LARGEST_CHUNK)
+    return max((window_bytes or MOST_BYTES) // reducers, 2 * chunk)
 
 
 class FlowControl:
     """Chooses the windows of a worker's links from what it measures.
 
-    A link's window is three chunks, which is what it takes to send, sum and receive at the same
-    time, and twice the product of its rate and its shortest round trip: a window that is too small
-    for the distance doubles with every look until the rate grows no more.
+    A link's window is the product of its rate and its shortest round trip, and what it takes
+    besides to keep both ends busy. A window that is too small for the distance so grows with every
+    look until the rate grows no more.
 
     Args:
         flight: whose windows are set.
+        forced: use all that the reducers allow.
+
+    Attributes:
         chunk_bytes: the largest chunk.
-        forced: use all that the reducers allow, and measure nothing.
     """
 
     def __init__(self, flight: Flight, chunk_bytes: int, forced: bool) -> None:
+        self.chunk_bytes = chunk_bytes
         self._flight = flight
-        self._measured_bytes = sys.maxsize if forced else MEASURED_BYTES
         self._forced = forced
-        self._least = CHUNKS * charge(chunk_bytes)
         self._most: dict[int, int] = {}
         self._rates: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
@@ -74,11 +72,16 @@ class FlowControl:
         self._most[link] = most
         self._rates[link] = deque(maxlen=SAMPLES)
         self._received[link] = self._flight.stats(link).bytes_received
-        self._flight.set_window(link, most if self._forced else min(most, self._least))
+        self._set_window(link, 0.0)
+
+    @property
+    def rate(self) -> float:
+        """What the links carry together, bytes per second; 0 if that is not known yet."""
+        return sum(max(rates, default=0.0) for rates in self._rates.values())
 
     def begin(self, nbytes: int, now: float) -> None:
         """Take note that an all-reduce of `nbytes` begins at `now`, in seconds."""
-        if nbytes < self._measured_bytes:
+        if nbytes < MEASURED_BYTES:
             return
         if self._measured == 0:
             for link in self._most:
@@ -88,7 +91,7 @@ class FlowControl:
 
     def end(self, nbytes: int, now: float | None) -> None:
         """Take note that an all-reduce of `nbytes` has ended, well at `now` or badly at None."""
-        if nbytes >= self._measured_bytes:
+        if nbytes >= MEASURED_BYTES:
             self._measured -= 1
             if now is not None:
                 self._look(now)
@@ -103,10 +106,15 @@ class FlowControl:
         if elapsed <= 0:
             return
         self._looked = now
-        for link, most in self._most.items():
+        for link in self._most:
             stats = self._flight.stats(link)
             received = stats.bytes_received - self._received[link]
             self._received[link] = stats.bytes_received
             self._rates[link].append(received / elapsed)
-            window = self._least + int(2 * max(self._rates[link]) * stats.min_rtt_s)
-            self._flight.set_window(link, min(most, window))
+            self._set_window(link, max(self._rates[link]) * stats.min_rtt_s)
+
+    def _set_window(self, link: int, distance: float) -> None:
+        most = self._most[link]
+        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
+        window = busy + int(distance)
+        self._flight.set_window(link, most if self._forced else min(most, window))

@@ -23,7 +23,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import largest_chunk, ranges, shards
+from reducer.wire.layout import SMALLEST_CHUNK, ranges, shards
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -36,6 +36,7 @@ from reducer.wire.states import LinkState, Role, after
 from worker_client.flight import Send
 from worker_client.flow import FlowControl, most_per_link
 from worker_client.link import Link
+from worker_client.tuning import ChunkTuner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -90,9 +91,7 @@ class Settings:
 
     def window_per_reducer(self) -> int:
         """Return the most bytes that will be in flight at one reducer."""
-        return most_per_link(
-            self.window_bytes, self.chunk_bytes, self.world_size, len(self.reducers)
-        )
+        return most_per_link(self.window_bytes, self.chunk_bytes, len(self.reducers))
 
 
 class Session:
@@ -107,7 +106,7 @@ class Session:
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links: list[Link] = []
-        self._submitted = 0
+        self._started = 0
         self._active: dict[int, Operation] = {}  # in the order of their sequence numbers
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
         self._names: dict[str, str] = {}  # of the latest all-reduces, by tag as errors print it
@@ -118,8 +117,10 @@ class Session:
             rank=settings.rank,
         )
         self.flight = flight(self._identity)
-        largest = settings.chunk_bytes or largest_chunk(settings.world_size)
-        self._flow = FlowControl(self.flight, largest, forced=settings.window_bytes > 0)
+        self._tuner = ChunkTuner(settings.world_size, settings.chunk_bytes)
+        self._flow = FlowControl(self.flight, self._tuner.largest, settings.window_bytes > 0)
+        self._question: Operation | None = None  # which the ranks are agreeing by
+        self._held: list[tuple[Operation, float]] = []  # calls that wait for the answer
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
         for reducer, address in enumerate(settings.reducers):
@@ -198,16 +199,25 @@ class Session:
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
+        if self._question is not None:
+            self._held.append((operation, now))
+            return []
+        if self._tuner.due(operation.view.nbytes):
+            self._held.append((operation, now))
+            self._question = self._tuner.question(self._flow.rate, operation.timeout_s)
+            return self._start(self._question, now)
+        return self._start(operation, now)
+
+    def _start(self, operation: Operation, now: float) -> list[Action]:
         forced = self.settings.chunk_bytes
         cut = [
             shard._replace(reducer=self._owners[shard.reducer])
-            for shard in shards(operation.view.nbytes, self._weights, self._submitted, forced)
+            for shard in shards(operation.view.nbytes, self._weights, self._started, forced)
         ]
-        plan = [
-            range_ for shard in cut for range_ in ranges(shard, self.settings.world_size, forced)
-        ]
+        largest, smallest = self._tuner.largest, forced or SMALLEST_CHUNK
+        plan = [range_ for shard in cut for range_ in ranges(shard, largest, smallest)]
         operation.sequence = self.flight.submit(operation, plan)
-        self._submitted += 1
+        self._started += 1
         self._flow.begin(operation.view.nbytes, now)
         self._active[operation.sequence] = operation
         self._expect(operation, now + operation.timeout_s)
@@ -218,6 +228,19 @@ class Session:
                 why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
                 return self._fail(operation, link.refusal or self._lost(link, why))
         return []
+
+    def _answered(self, error: ReductionError | None) -> list[Action]:
+        """Go on with what the ranks have agreed on, or with what was before."""
+        self._question = None
+        if error is None:
+            self._tuner.answer()
+            self._flow.chunk_bytes = self._tuner.largest
+            log.debug("chunks of up to %d bytes", self._tuner.largest)
+        (asked, *others), self._held = self._held, []
+        actions = self._start(*asked)  # it was counted when it asked
+        for call in others:
+            actions += self.submit(*call)
+        return actions
 
     def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:
         """Take one message from a reducer."""
@@ -242,9 +265,12 @@ class Session:
 
     def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
+        actions: list[Action] = []
         for sequence in sequences:
-            self._flow.end(self._active[sequence].view.nbytes, now)
-        return [self._finish(self._active[sequence], None) for sequence in sequences]
+            operation = self._active[sequence]
+            self._flow.end(operation.view.nbytes, now)
+            actions += self._finish(operation, None)
+        return actions
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
@@ -257,8 +283,13 @@ class Session:
 
     def close(self, error: ReductionError) -> list[Action]:
         """Leave the job; whatever is in progress fails with `error`."""
-        active = list(self._active.values())
-        actions: list[Action] = [self._finish(operation, error) for operation in active]
+        held, self._held = self._held, []
+        question, self._question = self._question, None
+        actions: list[Action] = []
+        for operation in list(self._active.values()):
+            finished = self._finish(operation, error)
+            actions += [] if operation is question else finished
+        actions += [Finish(operation, _own(error, operation)) for operation, _ in held]
         goodbye = self._header(MessageType.GOODBYE).pack()
         for link in self.links:
             if link.member:
@@ -308,6 +339,10 @@ class Session:
 
     def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         error = self._in_own_words(decode_error(payload, header.sequence))
+        if isinstance(error, MismatchError) and error.field == "chunk_bytes":
+            # Some rank has missed an answer. All hear of it, so all begin anew.
+            self._tuner.reset()
+            self._flow.chunk_bytes = self._tuner.largest
         if link.state is LinkState.JOINING:
             link.refusal = error
         if header.sequence == NO_SEQUENCE:
@@ -350,7 +385,7 @@ class Session:
         self, operation: Operation, error: ReductionError, told_by: Link | None = None
     ) -> list[Action]:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
-        actions: list[Action] = [self._finish(operation, error)]
+        actions = self._finish(operation, error)
         sequence = operation.sequence
         if sequence >= self._limit:
             return actions  # too far ahead for a reducer to know; our watermark tells it in time
@@ -362,15 +397,14 @@ class Session:
                 actions.append(self._abort(link, sequence, error))
         return actions
 
-    def _finish(self, operation: Operation, error: ReductionError | None) -> Finish:
+    def _finish(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         del self._active[operation.sequence]
         if error is not None:
             self.flight.end(operation.sequence)
             self._flow.end(operation.view.nbytes, None)
-            error = copy.copy(error)
-            error.name = operation.name
-            error.sequence = operation.sequence
-        return Finish(operation, error)
+        if operation is self._question:
+            return self._answered(error)
+        return [Finish(operation, _own(error, operation))]
 
     def _expect(self, operation: Operation, deadline: float) -> None:
         operation.deadline = deadline
@@ -418,3 +452,12 @@ class Session:
         self._names[f"#{operation.tag:016x}"] = str(operation.name)
         if len(self._names) > _NAMES_KEPT:
             del self._names[next(iter(self._names))]
+
+
+def _own(error: ReductionError | None, operation: Operation) -> ReductionError | None:
+    """Return an error of this all-reduce alone, which names it."""
+    if error is not None:
+        error = copy.copy(error)
+        error.name = operation.name
+        error.sequence = None if operation.sequence < 0 else operation.sequence
+    return error

@@ -47,17 +47,20 @@ def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
 @pytest.mark.parametrize("impl", implementation.NAMES)
 def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_IMPL", impl)
-    with server(impl, threads=3) as three, server(impl, threads=1) as one:
-        with joined(3, servers=[three.address, one.address], job="lanes") as clients:
-            assert [client.lanes for client in clients] == [[3, 1]] * 3
-            for step in range(3):
-                for count in SIZES:
-                    check_bits(clients, count, step)
-            total = 4 * sum(SIZES) * 3
-            time.sleep(0.3)  # counters are brought up to date ten times a second
-            # Of large buffers both reducers own one half, whatever the number of their threads.
-            for reducer in (three, one):
-                assert reducer.counters.bytes_in == pytest.approx(3 * total / 2, rel=0.02)
+    with (
+        server(impl, threads=3) as three,
+        server(impl, threads=1) as one,
+        joined(3, servers=[three.address, one.address], job="lanes") as clients,
+    ):
+        assert [client.lanes for client in clients] == [[3, 1]] * 3
+        for step in range(3):
+            for count in SIZES:
+                check_bits(clients, count, step)
+        total = 4 * sum(SIZES) * 3
+        time.sleep(0.3)  # counters are brought up to date ten times a second
+        # Of large buffers both reducers own one half, whatever the number of their threads.
+        for reducer in (three, one):
+            assert reducer.counters.bytes_in == pytest.approx(3 * total / 2, rel=0.02)
 
 
 def test_threads_listen_one_port_after_the_other() -> None:
@@ -103,12 +106,15 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() ->
     # The reducer holds the caller's own memory: it may neither put the result there, nor send from
     # there what the caller may overwrite as soon as its all-reduce is done.
     count = 300_000
-    with server("compiled") as first, server("compiled") as second:
-        with beside([first, second], "compiled") as (one, two):
-            for step in range(100):
-                mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
-                later = two.all_reduce(others, op="sum")
-                one.all_reduce(mine, op="sum").wait(30)
-                assert (mine == 3.0).all()
-                mine[:] = -1.0
-                assert (later.wait(30) == 3.0).all(), step
+    with (
+        server("compiled") as first,
+        server("compiled") as second,
+        beside([first, second], "compiled") as (one, two),
+    ):
+        for step in range(100):
+            mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
+            later = two.all_reduce(others, op="sum")
+            one.all_reduce(mine, op="sum").wait(30)
+            assert (mine == 3.0).all()
+            mine[:] = -1.0
+            assert (later.wait(30) == 3.0).all(), step

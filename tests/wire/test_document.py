@@ -87,7 +87,8 @@ def test_only_the_named_sender_says_a_message() -> None:
         (7, "two chunks of 64 KiB", layout.SMALLEST_CHUNK == 64 << 10),
         (7, "two chunks of 64 KiB", layout.CHUNKS_PER_SIZE == 2),
         (7, "at most 1 MiB", layout.LARGEST_CHUNK == 1 << 20),
-        (7, "2 MiB divided by the number of ranks", layout.SLOT_BYTES == 2 << 20),
+        (7, "1 MiB divided by the number of ranks", layout.SLOT_BYTES == 1 << 20),
+        (7, "in one millisecond", layout.CHUNK_S == 0.001),
         (7, "at most 4 MiB", constants.MAX_CHUNK_BYTES == 4 << 20),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from worker_client.flight import LinkStats
 from worker_client.flow import (
-    CHUNKS,
+    BUSY_BYTES,
     LOOK_S,
     MEASURED_BYTES,
     MOST_BYTES,
@@ -47,42 +47,45 @@ def run(flow: FlowControl, path: Path, rounds: int, nbytes: int = 64 * MIB) -> N
 
 
 @pytest.mark.parametrize(
-    ("forced", "chunk", "world_size", "reducers", "expected"),
+    ("forced", "chunk", "reducers", "expected"),
     [
-        (0, 0, 4, 4, 8 * MIB),
-        (0, 0, 2, 300, 3 * MIB),  # three of the largest chunks
-        (0, 4 * MIB, 2, 4, 12 * MIB),
-        (16 * MIB, 0, 4, 4, 4 * MIB),
-        (1, 64 * KIB, 4, 4, 128 * KIB),  # two chunks
+        (0, 0, 4, 4 * MIB),
+        (0, 0, 300, 2 * MIB),  # two of the largest chunks
+        (0, 4 * MIB, 4, 8 * MIB),
+        (32 * MIB, 0, 4, 8 * MIB),
+        (1, 64 * KIB, 4, 128 * KIB),
     ],
 )
-def test_the_most_that_is_asked_for(
-    forced: int, chunk: int, world_size: int, reducers: int, expected: int
-) -> None:
-    assert most_per_link(forced, chunk, world_size, reducers) == expected
+def test_the_most_that_is_asked_for(forced: int, chunk: int, reducers: int, expected: int) -> None:
+    assert most_per_link(forced, chunk, reducers) == expected
 
 
-def test_a_near_network_needs_little_more_than_three_chunks() -> None:
+def test_a_near_network_needs_little_more_than_two_chunks() -> None:
     path = Path(4, rate=12e6, rtt_s=0.001)
     flow = FlowControl(path, 512 * KIB, forced=False)
     for link in range(4):
         flow.admit(link, 8 * MIB)
-    assert path.windows == [CHUNKS * 512 * KIB] * 4
+    assert flow.rate == 0
+    assert path.windows == [MIB] * 4
     run(flow, path, 5)
-    assert path.windows == [pytest.approx(CHUNKS * 512 * KIB + 2 * 12e6 * 0.001, rel=0.01)] * 4
+    assert path.windows == [pytest.approx(MIB + 12e6 * 0.001, rel=0.01)] * 4
+    assert flow.rate == pytest.approx(48e6, rel=0.01)
+    flow.chunk_bytes = 64 * KIB
+    run(flow, path, 1)
+    assert path.windows == [pytest.approx(BUSY_BYTES + 12e6 * 0.001, rel=0.01)] * 4
 
 
-def test_a_far_network_gets_twice_what_it_holds() -> None:
+def test_a_far_network_gets_what_it_holds() -> None:
     path = Path(1, rate=1.2e9, rtt_s=0.010)  # 12 MB
     flow = FlowControl(path, MIB, forced=False)
     flow.admit(0, MOST_BYTES)
     run(flow, path, 1)
-    assert path.windows[0] == pytest.approx(3 * CHUNKS * MIB, rel=0.01)  # it tripled
-    run(flow, path, 5)
-    assert path.windows[0] == pytest.approx(CHUNKS * MIB + 24e6, rel=0.01)
+    assert path.windows[0] == pytest.approx(4 * MIB, rel=0.01)  # it grew by what it was
+    run(flow, path, 10)
+    assert path.windows[0] == pytest.approx(2 * MIB + 12e6, rel=0.01)
     path.rate /= 10
     run(flow, path, SAMPLES)
-    assert path.windows[0] == pytest.approx(CHUNKS * MIB + 2.4e6, rel=0.01)
+    assert path.windows[0] == pytest.approx(2 * MIB + 1.2e6, rel=0.01)
 
 
 def test_never_more_than_the_reducer_allows() -> None:
@@ -91,7 +94,7 @@ def test_never_more_than_the_reducer_allows() -> None:
     flow.admit(0, MIB)
     run(flow, path, 5)
     assert path.windows == [MIB]
-    flow.admit(0, 100 * KIB)  # less than three chunks
+    flow.admit(0, 100 * KIB)  # less than two chunks
     assert path.windows == [100 * KIB]
 
 
@@ -111,11 +114,12 @@ def test_small_and_failed_all_reduces_say_nothing() -> None:
     flow.begin(MIB, 10.0)
     path.carry(0.5)
     flow.end(MIB, None)
-    assert path.windows == [CHUNKS * 64 * KIB]
+    assert path.windows == [BUSY_BYTES]
     path.received[0] += 1 << 40  # in small ones
     path.rate = 0
     run(flow, path, 1)
-    assert path.windows == [CHUNKS * 64 * KIB]
+    assert path.windows == [BUSY_BYTES]
+    assert flow.rate == 0
 
 
 def test_a_long_all_reduce_is_measured_on_the_way() -> None:
@@ -126,7 +130,7 @@ def test_a_long_all_reduce_is_measured_on_the_way() -> None:
     flow.begin(1 << 30, 10.0)
     path.carry(LOOK_S / 2)
     flow.tick(10.0 + LOOK_S / 2)
-    assert path.windows == [CHUNKS * 64 * KIB]
+    assert path.windows == [BUSY_BYTES]
     path.carry(LOOK_S / 2)
     flow.tick(10.0 + 2 * LOOK_S)
-    assert path.windows[0] > CHUNKS * 64 * KIB
+    assert path.windows[0] > BUSY_BYTES

@@ -1,0 +1,103 @@
+"""Ranks agree on the size of chunks, whatever each of them has measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.errors import LocalProtocolError, MismatchError
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header
+from tests.engine.network import Network
+from tests.engine.twins import IMPLEMENTATIONS
+from worker_client.operation import Operation
+from worker_client.session import Finish
+from worker_client.tuning import LARGE_BYTES
+
+KIB = 1 << 10
+
+
+def operation() -> Operation:
+    view = memoryview(bytearray(b"\1" * LARGE_BYTES))
+    return Operation(view, DType.UINT8, ReduceOp.SUM, "large", 60.0)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def network(request: pytest.FixtureRequest) -> Network:
+    """Two ranks and two reducers, every rank with another idea of the rate."""
+    network = Network(2, 2, 0, 0, request.param)
+    network.connect()
+    network.deliver_all()
+    for rank, worker in enumerate(network.workers):
+        worker.session._flow._rates = {0: [(1 + rank) * 150e6], 1: [(1 + rank) * 150e6]}
+    return network
+
+
+def largest(network: Network) -> list[int]:
+    return [worker.session._tuner.largest for worker in network.workers]
+
+
+def chunk_sizes(network: Network) -> set[int]:
+    """Of the contributions that are under way."""
+    headers = [Header.unpack(header) for queue in network.up.values() for header, _ in queue]
+    return {header.nbytes for header in headers if header.type is MessageType.CONTRIBUTION}
+
+
+def call(network: Network, ranks: tuple[int, ...] = (0, 1)) -> None:
+    for rank in ranks:
+        network.submit(rank, operation())
+
+
+def test_the_slowest_rank_decides(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    assert largest(network) == [512 * KIB] * 2  # 1 MiB over two ranks
+    for _ in range(3):
+        call(network)
+    assert chunk_sizes(network) == {8}, "all wait for the answer"
+    network.deliver_all()
+    assert largest(network) == [256 * KIB] * 2  # 300 MB/s
+    for worker in network.workers:
+        # The question has the number 2 and is nobody's call.
+        assert worker.ended == {0: None, 1: None, 3: None, 4: None, 5: None}
+        assert all(bytes(done.view) == b"\2" * LARGE_BYTES for done in worker.started)
+
+
+def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    call(network)
+    for worker in network.workers:
+        error = LocalProtocolError("a failure")
+        network.do(0, [])
+        actions = worker.session._fail(worker.session._question, error)
+        network.do(network.workers.index(worker), actions)
+    network.deliver_all()
+    assert largest(network) == [512 * KIB] * 2
+    assert all(worker.ended[3] is None for worker in network.workers)
+
+
+def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network: Network) -> None:
+    network.workers[0].session._tuner.largest = 64 * KIB
+    call(network)
+    network.deliver_all()
+    errors = [worker.ended[0] for worker in network.workers]
+    assert all(isinstance(error, MismatchError) for error in errors)
+    assert {error.field for error in errors} == {"chunk_bytes"}
+    assert largest(network) == [512 * KIB] * 2
+    call(network)
+    network.deliver_all()
+    assert all(worker.ended[1] is None for worker in network.workers)
+
+
+def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    for _ in range(2):
+        call(network, (0,))
+    actions = network.workers[0].session.close(LocalProtocolError("left"))
+    ended = [action for action in actions if isinstance(action, Finish)]
+    assert [finish.operation for finish in ended] == network.workers[0].started[2:]
+    assert all(isinstance(finish.error, LocalProtocolError) for finish in ended)

@@ -1,0 +1,69 @@
+"""How large chunks are: agreed on by all ranks through all-reduces of what they have measured.
+
+Every rank must cut a buffer alike, but each measures another rate. So at certain calls, which are
+the same at every rank, the slowest rank's rate is found with an all-reduce of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.layout import largest_chunk
+from worker_client.operation import Operation
+
+LARGE_BYTES = 4 << 20  # of smaller buffers the size of chunks hardly matters
+FIRST_CALL = 3  # of the large ones; then twice as late each time
+LAST_DOUBLING = 96  # from then on at every multiple of it
+
+_RATE = struct.Struct("<q")
+
+
+class ChunkTuner:
+    """Says when to agree, and what the agreement means.
+
+    Args:
+        world_size: number of ranks.
+        forced: size of all chunks, bytes; 0 to choose it.
+
+    Attributes:
+        largest: size of the largest chunks, bytes.
+    """
+
+    def __init__(self, world_size: int, forced: int) -> None:
+        self._world_size = world_size
+        self._forced = forced
+        self._large = 0  # large all-reduces so far
+        self._buffer = bytearray(_RATE.size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to what every rank begins with."""
+        self.largest = self._forced or largest_chunk(self._world_size)
+
+    def due(self, nbytes: int) -> bool:
+        """Count a call of so many bytes; whether ranks are to agree before it."""
+        if self._forced or nbytes < LARGE_BYTES or self._world_size == 1:
+            return False
+        self._large += 1
+        turns, rest = divmod(self._large, FIRST_CALL)
+        return rest == 0 and (
+            turns & (turns - 1) == 0
+            if self._large <= LAST_DOUBLING
+            else self._large % LAST_DOUBLING == 0
+        )
+
+    def question(self, rate: float, timeout_s: float) -> Operation:
+        """Return the all-reduce that finds the slowest rank's rate.
+
+        Args:
+            rate: what this rank has measured, bytes per second.
+            timeout_s: seconds until it fails.
+        """
+        self._buffer = bytearray(_RATE.pack(int(rate)))
+        return Operation(memoryview(self._buffer), DType.INT64, ReduceOp.MIN, None, timeout_s)
+
+    def answer(self) -> None:
+        """Take the result of the latest question."""
+        (rate,) = _RATE.unpack(self._buffer)
+        self.largest = largest_chunk(self._world_size, rate)
