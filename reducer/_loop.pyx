@@ -53,6 +53,7 @@ cdef extern from "loop.h" nogil:
     ctypedef struct loop_t "struct loop":
         const libzmq *zmq
         void *socket
+        int fd
         const fold_table *kernels
         map members
         map rounds
@@ -80,13 +81,14 @@ cdef class Core:
     cdef list _served  # (rounds, members, job) of the jobs in which every rank is here
     cdef object _arranged  # the engine's count of changes when that was found
 
-    def __cinit__(self, engine, socket=0):
+    def __cinit__(self, engine, socket=0, fd=-1):
         self._engine = engine
         self._kernels = engine.kernels
         self._served = []
         self.its.zmq = functions()
         self.its.kernels = self._kernels.table
         self.its.socket = <void *><uintptr_t>socket
+        self.its.fd = fd
         self.arrange()
 
     def __dealloc__(self):
@@ -225,7 +227,7 @@ class Loop(PlainLoop):
     def __init__(self, engine, transport):
         super().__init__(engine, transport)
         keep_large_blocks()
-        self._core = Core(engine, transport.underlying)
+        self._core = Core(engine, transport.underlying, transport.fd)
 
     def step(self, timeout_s):
         """Serve for `timeout_s` seconds at most, and let the engine see the clock."""

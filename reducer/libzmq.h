@@ -15,14 +15,7 @@ typedef struct zmq_msg_t {
 
 typedef void zmq_free_fn(void *data, void *hint);
 
-typedef struct zmq_pollitem_t {
-    void *socket;
-    int fd;
-    short events;
-    short revents;
-} zmq_pollitem_t;
-
-enum { ZMQ_DONTWAIT = 1, ZMQ_SNDMORE = 2, ZMQ_SHARED = 3, ZMQ_POLLIN = 1 };
+enum { ZMQ_DONTWAIT = 1, ZMQ_SNDMORE = 2, ZMQ_SHARED = 3 };
 
 struct libzmq {
     int (*msg_init)(zmq_msg_t *message);
@@ -38,7 +31,6 @@ struct libzmq {
     int (*msg_get)(const zmq_msg_t *message, int property);
     int (*msg_send)(zmq_msg_t *message, void *socket, int flags); /* takes the message if >= 0 */
     int (*msg_recv)(zmq_msg_t *message, void *socket, int flags);
-    int (*poll)(zmq_pollitem_t *items, int count, long timeout_ms);
     int (*last_errno)(void);
 };
 

@@ -24,7 +24,6 @@ FUNCTIONS = (
     "zmq_msg_get",
     "zmq_msg_send",
     "zmq_msg_recv",
-    "zmq_poll",
     "zmq_errno",
 )
 

@@ -21,6 +21,7 @@ enum loop_event {
 struct loop {
     const struct libzmq *zmq;
     void *socket; /* ROUTER, with ROUTER_MANDATORY */
+    int fd;       /* its descriptor, ZMQ_FD */
     const struct fold_table *kernels;
     struct map members; /* by peer key: those of jobs where every rank is here */
     struct map rounds;  /* of the same members */

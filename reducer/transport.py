@@ -57,7 +57,7 @@ class Transport:
         inproc: where workers of this process connect that use the same context; nothing is copied
             or sent through the kernel there.
         host, port: what the socket is bound to.
-        underlying: address of the socket for the compiled loop.
+        underlying, fd: address and descriptor of the socket, for the compiled loop.
 
     Raises:
         ConfigError: the endpoint cannot be bound; the message says what to change.
@@ -77,6 +77,7 @@ class Transport:
         self.inproc = f"inproc://reducer-{id(self)}"
         self._router.bind(self.inproc)
         self.underlying = int(self._router.underlying)
+        self.fd = self._router.fileno()
         self._shared: tuple[object, zmq.Frame] | None = None
 
     def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer]]:

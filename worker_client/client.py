@@ -196,7 +196,7 @@ class Client:
                 unsent, self._unsent = self._unsent, []
                 for failed in unsent:
                     self._finish(*failed)
-                if session.joined or session.refusal is not None:
+                if not self._changed.is_set() and (session.joined or session.refusal is not None):
                     self._changed.set()
             self._close(LocalProtocolError("the client was shut down"))
         except BaseException as error:

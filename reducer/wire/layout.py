@@ -10,7 +10,7 @@ from reducer.wire.constants import MIN_CHARGE, SHARD_ALIGNMENT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-MIN_SHARD = 16 << 10  # bytes; a smaller one costs more in messages than it saves in time
+MIN_SHARD = 32 << 10  # bytes; a smaller one costs more in messages than it saves in time
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 1 << 20
 SLOT_BYTES = 1 << 20  # what a slot holds over all ranks while the rate is not known

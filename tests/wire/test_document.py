@@ -83,7 +83,7 @@ def test_only_the_named_sender_says_a_message() -> None:
         (5, "least 1024 bytes", constants.MIN_CHARGE == 1024),
         (5, "below watermark + 16384", constants.MAX_ROUNDS_AHEAD == 16384),
         (7, "`u = ceil(total_bytes/64)`", constants.SHARD_ALIGNMENT == 64),
-        (7, "16 KiB for each", layout.MIN_SHARD == 16 << 10),
+        (7, "32 KiB for each", layout.MIN_SHARD == 32 << 10),
         (7, "two chunks of 64 KiB", layout.SMALLEST_CHUNK == 64 << 10),
         (7, "two chunks of 64 KiB", layout.CHUNKS_PER_SIZE == 2),
         (7, "at most 1 MiB", layout.LARGEST_CHUNK == 1 << 20),
