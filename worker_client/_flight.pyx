@@ -98,6 +98,7 @@ cdef extern from "loop.h" nogil:
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_close_message(loop_t *self) noexcept
     void loop_refill(loop_t *self) noexcept
+    void loop_touch(loop_t *self, uint32_t link) noexcept
     void loop_wake(loop_t *self) noexcept
 
 
@@ -300,6 +301,10 @@ cdef class Loop:
     def refill(self):
         """Send what the windows have room for."""
         loop_refill(&self.its)
+
+    def touch(self, link):
+        """Take note that something else than `refill` has sent over a link."""
+        loop_touch(&self.its, self._flight.check(link))
 
     def wake(self):
         """Make `run` return at once; any thread may call it."""

@@ -60,6 +60,7 @@ class CompiledTransport(Transport):
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
         """Hand a message that is no contribution to libzmq."""
         self._send(link, [header] if payload is None else [header, bytes(payload)])
+        self._loop.touch(link)
 
     def refill(self) -> None:
         """Send the contributions that the windows have room for."""

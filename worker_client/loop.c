@@ -13,7 +13,7 @@
 enum {
     RECEIVES_PER_TURN = 64,      /* so that no link starves the others */
     COPY_BELOW = 16 << 10,       /* sharing a smaller payload costs more than copying it */
-    LOOK_NS = 10 * 1000 * 1000,  /* while messages pour in, monitors are looked at this often */
+    LOOK_NS = 1000 * 1000,       /* while messages pour in, descriptors are looked at this often */
     PATIENCE_NS = 20 * 1000      /* for more results, once an operation has completed */
 };
 
@@ -67,6 +67,7 @@ bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd)
         return false;
     loop->items = items;
     sockets[links] = socket;
+    ready[links] = true;
     items[1 + 2 * links] = (struct pollfd){.fd = socket_fd, .events = POLLIN};
     items[2 + 2 * links] = (struct pollfd){.fd = monitor_fd, .events = POLLIN};
     loop->links++;
@@ -170,10 +171,16 @@ static void send_contribution(struct loop *loop, const struct contribution *next
         return;
     }
     memcpy(loop->zmq.msg_data(&header), &next->header, HEADER_BYTES);
+    loop_touch(loop, next->link);
     if (send_frame(loop, next->link, &header, ZMQ_SNDMORE))
         send_frame(loop, next->link, &payload, 0);
     else
         loop->zmq.msg_close(&payload);
+}
+
+void loop_touch(struct loop *loop, uint32_t link)
+{
+    loop->ready[link] = true;
 }
 
 void loop_refill(struct loop *loop)
@@ -283,11 +290,14 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms)
     uint32_t links = loop->links;
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     uint64_t completed_ns = 0;
-    for (uint32_t link = 0; link < links; link++)
-        loop->ready[link] = true; /* something was sent since it was last received from */
     if (loop->added) {
         loop->added = false;
         return LOOP_CHANGE;
+    }
+    if (now_ns() - loop->polled_ns >= LOOK_NS) { /* it may have returned before it waited */
+        enum loop_event event = wait(loop, 0);
+        if (event != LOOP_QUIET)
+            return event;
     }
     for (;;) {
         bool more = false;

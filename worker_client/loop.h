@@ -49,6 +49,9 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms);
 void loop_close_message(struct loop *loop);
 /* Sends what all windows have room for. */
 void loop_refill(struct loop *loop);
+/* Says that somebody else has sent over a link: libzmq may have taken note then of messages that its
+ * descriptor tells no more. */
+void loop_touch(struct loop *loop, uint32_t link);
 void loop_wake(struct loop *loop);
 
 #endif

@@ -427,12 +427,9 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
             peer, frame, payload = reducer.recv_multipart(zmq.NOBLOCK)
             header = Header.unpack(frame)._replace(type=M.RESULT, rank=0, watermark=0)
             reducer.send_multipart([peer, header.pack(), payload])
-    done = [
-        event.sequences
-        for _ in range(20)
-        for event in transport.poll(0.1)
-        if isinstance(event, Completed)
-    ]
+    done: list[list[int]] = []
+    while len(done) < 2:
+        done += [e.sequences for e in transport.poll(5) if isinstance(e, Completed)]
     assert done == [[1], [0]]
 
 
