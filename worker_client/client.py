@@ -67,6 +67,7 @@ class Client:
         self.timeout_s = timeout_s
         self.bytes_reduced = 0
         self._on_shutdown = on_shutdown
+        self._host_failure: BaseException | None = None
         chosen = implementation.select(impl)
         self.impl = chosen.name
         self._session = Session(settings, chosen.flight)
@@ -170,8 +171,8 @@ class Client:
                 self._transport.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        if first and self._on_shutdown is not None:
-            self._on_shutdown()
+            if self._host_failure is not None:
+                raise self._host_failure
 
     def __enter__(self) -> Client:
         return self
@@ -205,8 +206,17 @@ class Client:
             raise
         finally:
             transport.close()
+            self._stop_host()
             for failed in self._unsent:
                 self._end(*failed)
+
+    def _stop_host(self) -> None:
+        # Before buffers are given back that it reads: it still sums what it has for the others.
+        try:
+            if self._on_shutdown is not None:
+                self._on_shutdown()
+        except BaseException as error:  # noqa: BLE001 (whoever shuts the client down gets it)
+            self._host_failure = error
 
     def _take(self, event: Event) -> list[Action]:
         if isinstance(event, Connected):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from reducer import config, implementation, kernels
+from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
 from reducer.server import Server
 from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined
@@ -19,6 +20,8 @@ from worker_client.session import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from worker_client.work import Work
 
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
 
@@ -85,7 +88,12 @@ def beside(servers: list[Server], impl: str) -> Iterator[list[Client]]:
             "beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc
         )
         return Client(
-            settings, timeout_s=30, connect_timeout_s=10, impl=impl, context=hosted.context
+            settings,
+            timeout_s=30,
+            connect_timeout_s=10,
+            impl=impl,
+            context=hosted.context,
+            on_shutdown=hosted.stop,
         )
 
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
@@ -118,3 +126,31 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() ->
             assert (mine == 3.0).all()
             mine[:] = -1.0
             assert (later.wait(30) == 3.0).all(), step
+
+
+@pytest.mark.parametrize("impl", implementation.NAMES)
+def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl: str) -> None:
+    count = 1_000_000
+    with (
+        server(impl) as first,
+        server(impl) as second,
+        beside([first, second], impl) as (one, two),
+    ):
+        mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
+        work = one.all_reduce(mine, op="sum")
+        late: list[Work] = []
+
+        def overwrite(_: object) -> None:
+            mine[:] = 99.0
+            late.append(two.all_reduce(others, op="sum"))
+            with suppress(ReductionError):
+                late[0].wait(5)
+
+        work.future().add_done_callback(overwrite)
+        time.sleep(0.2)  # until its contributions lie in the reducers' slots
+        one.shutdown()
+        with pytest.raises(LocalProtocolError):
+            work.wait(5)
+        with pytest.raises((RankLostError, ReducerLostError)):
+            late[0].wait(5)
+        assert set(others) <= {2.0, 3.0}
