@@ -2,9 +2,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-KERNEL_SOURCES := $(wildcard reducer/kernels/*.c reducer/kernels/*.h reducer/kernels/*.pxd) \
-	reducer/kernels/_kernels.pyx
-GENERATED := reducer/kernels/_kernels.c
+INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
+GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c
+COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
+	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 
 .PHONY: demo test lint bench clean
 
@@ -21,13 +22,19 @@ lint: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint reducer worker_client
 	$(BIN)/lint-imports
 
-bench: .venv/ready
-	$(BIN)/python -m bench.kernels
+bench: .venv/bench-ready
+	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build dist *.egg-info reducer/kernels/*.so $(GENERATED)
+	rm -rf .venv build dist *.egg-info $(GENERATED)
+	rm -f reducer/*.so reducer/kernels/*.so worker_client/*.so
 
-.venv/ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(KERNEL_SOURCES))
+.venv/ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,demo]"
+	$(INSTALL) -e ".[dev,demo]"
+	touch $@
+
+# Apart, so that what only the benchmarks need is never needed by a test.
+.venv/bench-ready: .venv/ready
+	$(INSTALL) -e ".[bench]"
 	touch $@

@@ -1,0 +1,99 @@
+"""A short run of every benchmark, and one page of all results: ``python -m bench``.
+
+It takes less than three minutes on 2 cores. Every command is printed before it is run, to be
+repeated with other options; README.md says what each measures.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.lab import Lab, LabUnavailable
+
+RESULTS = Path("bench/results")
+
+
+class Step(NamedTuple):
+    """One benchmark.
+
+    Attributes:
+        name: of its files.
+        command: module and options.
+        shaped: whether it needs hosts with links of their own, and so root.
+    """
+
+    name: str
+    command: str
+    shaped: bool = False
+
+
+STEPS = [
+    Step(
+        "allreduce-shaped",
+        "bench.allreduce --workers 4 --reducers 4 --mbit 1000 --sizes 4KiB,256KiB,4MiB,64MiB "
+        "--baselines gloo --rounds 3",
+        shaped=True,
+    ),
+    Step(
+        "allreduce-unshaped",
+        "bench.allreduce --unshaped --workers 4 --embedded --sizes 4KiB,256KiB,4MiB,64MiB "
+        "--baselines gloo --rounds 3",
+    ),
+    Step("kernels", "bench.kernels --sizes 64KiB,1MiB,16MiB"),
+    Step(
+        "ddp-shaped",
+        "bench.ddp --model mlp --workers 4 --reducers 4 --mbit 1000 --gloo-caps 25 --rounds 3",
+        shaped=True,
+    ),
+    Step("soak", "bench.soak --count 3000 --samples 60"),
+]
+
+
+def main() -> int:
+    """Run all steps that can run here; return 1 if one of them failed."""
+    start = time.monotonic()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    obstacle = why_unshaped()
+    if obstacle:
+        print(f"# links cannot be shaped, only the unshaped part is run: {obstacle}")
+    files, failed = [], []
+    for step in STEPS:
+        if step.shaped and obstacle:
+            continue
+        file = RESULTS / f"{step.name}.json"
+        file.unlink(missing_ok=True)
+        if run(f"{step.command} --json {file} --plot {file.with_suffix('.png')}"):
+            failed.append(step.name)
+        if file.exists():
+            files.append(str(file))
+    if files and run(f"bench.report {' '.join(files)} -o {RESULTS / 'report.html'}"):
+        failed.append("report")
+    print(f"# {time.monotonic() - start:.0f} s; failed: {', '.join(failed) or 'nothing'}")
+    return int(bool(failed))
+
+
+def run(command: str) -> int:
+    """Print a command, run it, and return its exit code."""
+    print(f"\npython -m {command}", flush=True)
+    return subprocess.run([sys.executable, "-m", *shlex.split(command)], check=False).returncode
+
+
+def why_unshaped() -> str:
+    """Say why there can be no hosts with links of their own; nothing if there can."""
+    if not shutil.which("iperf3"):
+        return "iperf3, which measures what a link carries, is missing: install the package iperf3"
+    try:
+        with Lab(hosts=2, mbit=1000):
+            return ""
+    except LabUnavailable as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

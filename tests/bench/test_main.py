@@ -1,0 +1,61 @@
+"""The short run of all benchmarks; here only which commands it runs."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+
+from bench import __main__ as short
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("step", short.STEPS, ids=lambda step: step.name)
+def test_every_command_exists_with_its_options(step: short.Step) -> None:
+    module, *options = shlex.split(step.command)
+    app = typer.Typer()
+    app.command()(import_module(module).main)
+    options += ["--json", "found.json", "--plot", "found.png"]
+    assert typer.main.get_command(app).make_context(module, options)
+
+
+@pytest.mark.parametrize("obstacle", ["", "no root"])
+def test_what_fails_or_cannot_run_is_said_and_the_rest_goes_on(
+    obstacle: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands = []
+
+    def run(command: str) -> int:
+        commands.append(command)
+        if "bench.kernels" in command:
+            return 1
+        for word in shlex.split(command.partition("--json")[2])[:1]:
+            short.Path(word).touch()
+        return 0
+
+    monkeypatch.setattr(short, "RESULTS", tmp_path)
+    monkeypatch.setattr(short, "run", run)
+    monkeypatch.setattr(short, "why_unshaped", lambda: obstacle)
+    assert short.main() == 1
+    left = [step for step in short.STEPS if not (obstacle and step.shaped)]
+    assert [command.partition(" --json")[0] for command in commands[:-1]] == [
+        step.command for step in left
+    ]
+    reported = [f"{tmp_path}/{step.name}.json" for step in left if step.name != "kernels"]
+    assert commands[-1].split()[1:-2] == reported
+    said = capsys.readouterr().out
+    assert "failed: kernels" in said
+    assert ("no root" in said) == bool(obstacle)
+
+
+def test_without_iperf3_links_are_not_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "iperf3" in short.why_unshaped()
