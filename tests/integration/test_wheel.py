@@ -1,56 +1,130 @@
-"""The built wheel in an empty environment: a reducer needs neither torch nor a compiler."""
+"""What is built for others: an archive of sources, and wheels with and without a compiler."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
+import numpy
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
 TALK = """
-import importlib.util, shutil, subprocess, sys
+import subprocess, sys
 from pathlib import Path
 import numpy
+import reducer, worker_client
+assert Path(reducer.__file__).is_relative_to(sys.argv[1]), reducer.__file__
+command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
+with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    try:
+        address = server.stdout.readline().split()[-1]
+        client = worker_client.init(rank=0, world_size=1, servers=address)
+        print(client.impl, client.all_reduce(numpy.arange(5.0)).wait(10))
+        client.shutdown()
+        server.terminate()
+        assert server.wait(5) == 0
+    finally:
+        server.kill()
+"""
+
+EMPTY = """
+import importlib.util, shutil
 assert importlib.util.find_spec("torch") is None
 assert shutil.which("gcc") is None and shutil.which("cc") is None
-from reducer import kernels
+from reducer import implementation, kernels
 assert kernels.variants()[-1] == "numpy" and len(kernels.variants()) > 1, kernels.variants()
-import worker_client
-command = [str(Path(sys.executable).with_name("reducer")), "serve", "--bind", "tcp://127.0.0.1:0"]
-with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reducer:
-    address = reducer.stdout.readline().split()[-1]
-    client = worker_client.init(rank=0, world_size=1, servers=address)
-    print(client.all_reduce(numpy.arange(5.0)).wait(10))
-    client.shutdown()
-    reducer.terminate()
-    assert reducer.wait(5) == 0
+implementation.select("compiled", kernels.select(None))
+"""
+
+NO_COMPILER = """
+from reducer import implementation, kernels
+assert kernels.variants() == ("numpy",), kernels.variants()
+assert implementation.select(None, kernels.select(None)) is implementation.PLAIN
 """
 
 
-@pytest.mark.timeout(240)
-def test_a_reducer_runs_from_the_wheel_alone(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT],
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    home = tmp_path / "empty"
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True, capture_output=True)
+def build(*arguments: str | Path, **environment: str) -> None:
+    command = [sys.executable, "-m", "build", *map(str, arguments)]
     done = subprocess.run(
-        [python, "-c", TALK],
-        env={**os.environ, "PATH": str(home / "bin")},
-        cwd=tmp_path,
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def talk(python: str | Path, code: str, home: Path, **environment: str) -> str:
+    """Run `code`, then one all-reduce of one rank through a reducer, with the code in `home`."""
+    done = subprocess.run(
+        [python, "-c", code + TALK, home],
+        env={**os.environ, **environment},
+        cwd=home,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[0. 1. 2. 3. 4.]"
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source archive, and a wheel that was built from it and from nothing else."""
+    folder = tmp_path_factory.mktemp("dist")
+    build("--outdir", folder, ROOT)
+    return folder
+
+
+@pytest.mark.timeout(400)
+def test_a_reducer_runs_from_the_wheel_alone(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    home = tmp_path / "empty"
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", wheel], check=True, capture_output=True)
+    said = talk(python, EMPTY, home, PATH=str(home / "bin"))
+    assert said == "compiled [0. 1. 2. 3. 4.]"
+
+
+@pytest.mark.timeout(400)
+def test_without_a_compiler_the_plain_loops_serve(dist: Path, tmp_path: Path) -> None:
+    (sources,) = dist.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    build("--wheel", "--no-isolation", "--outdir", tmp_path, unpacked, CC="false")
+    (wheel,) = tmp_path.glob("*.whl")
+    home = tmp_path / "home"
+    venv.create(home)
+    (packages,) = home.glob("lib/python*/site-packages")
+    with ZipFile(wheel) as built:
+        assert not [name for name in built.namelist() if name.endswith(".so")]
+        built.extractall(packages)
+    # Our dependencies are those of this environment, but not the checkout that is installed there.
+    (packages / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
+    said = talk(home / "bin" / "python", NO_COMPILER, home)
+    assert said == "plain [0. 1. 2. 3. 4.]"
+
+
+@pytest.mark.timeout(400)
+def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(dist: Path) -> None:
+    (sources,) = dist.glob("*.tar.gz")
+    with tarfile.open(sources) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(
+        ["git", "ls-files", "reducer", "worker_client"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("this is no checkout of git's")
+    inside = {name for name in packed if name.startswith(("reducer/", "worker_client/"))}
+    files = {name for name in inside if "." in name.rpartition("/")[2]}
+    assert files == set(listed.stdout.split())
