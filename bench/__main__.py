@@ -48,10 +48,10 @@ STEPS = [
     Step("kernels", "bench.kernels --sizes 64KiB,1MiB,16MiB"),
     Step(
         "ddp-shaped",
-        "bench.ddp --model mlp --workers 4 --reducers 4 --mbit 1000 --gloo-caps 25 --rounds 3",
+        "bench.ddp --workers 4 --reducers 4 --mbit 1000 --gloo-caps 25 --rounds 2",
         shaped=True,
     ),
-    Step("soak", "bench.soak --count 3000 --samples 60"),
+    Step("soak", "bench.soak --count 4000 --samples 80"),
 ]
 
 
