@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -64,18 +65,18 @@ def test_the_quick_start_runs_as_shown() -> None:
     )
     try:
         said, _ = shell.communicate(timeout=150)
+        assert shell.returncode == 0, said
+        with pytest.raises(ProcessLookupError):
+            os.killpg(shell.pid, 0)  # the reducers have stopped, too
     finally:
-        if shell.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)
-    assert shell.returncode == 0, said
     ends = re.findall(r"rank (\d): loss (\S+), weights (\w{16}), (\d) reducers", said)
     assert sorted((int(reducers), int(rank)) for rank, _, _, reducers in ends) == [
         (reducers, rank) for reducers in (2, 3) for rank in (0, 1, 2)
     ]
     assert len({weights for _, _, weights, _ in ends}) == 1
     assert all(float(loss) < 1e-3 for _, loss, _, _ in ends)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(shell.pid, 0)  # the reducers have stopped, too
 
 
 def test_the_settings_tables_are_complete() -> None:
