@@ -47,7 +47,7 @@ cdef extern from "flight.h" nogil:
 
     ctypedef struct range_t "struct range":
         uint32_t link
-        uint64_t start, end, chunk_bytes
+        uint64_t start, end
 
     struct contribution:
         header_t header
@@ -60,8 +60,8 @@ cdef extern from "flight.h" nogil:
     bint flight_add_link(flight *self, uint64_t window) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
-                               uint8_t op, uint64_t tag, const range_t *ranges,
-                               size_t count) noexcept
+                               uint8_t op, uint64_t tag, uint64_t chunk_bytes,
+                               const range_t *ranges, size_t count) noexcept
     bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
                              contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
@@ -131,21 +131,20 @@ cdef class CompiledFlight:
         if not flight_add_link(&self.its, window):
             raise MemoryError
 
-    def submit(self, operation, ranges):
+    def submit(self, operation, parts, uint64_t chunk_bytes):
         """Queue an all-reduce and return its sequence number."""
-        cdef range_t *wanted = <range_t *>calloc(len(ranges), sizeof(range_t))
+        cdef range_t *wanted = <range_t *>calloc(len(parts), sizeof(range_t))
         if wanted == NULL:
             raise MemoryError
         cdef operation_t *submitted
         try:
-            for at, (link, start, end, chunk_bytes) in enumerate(ranges):
+            for at, (link, start, end) in enumerate(parts):
                 wanted[at].link = self.check(link)
                 wanted[at].start = start
                 wanted[at].end = end
-                wanted[at].chunk_bytes = chunk_bytes
             submitted = flight_submit(
                 &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
-                operation.dtype, operation.op, operation.tag, wanted, len(ranges),
+                operation.dtype, operation.op, operation.tag, chunk_bytes, wanted, len(parts),
             )
         finally:
             free(wanted)

@@ -10,24 +10,25 @@ void operation_drop(struct operation *operation)
         free(operation);
 }
 
-static uint64_t count_chunks(const struct range *range)
+static uint64_t count_chunks(const struct range *range, uint64_t chunk_bytes)
 {
     uint64_t nbytes = range->end - range->start;
-    return nbytes == 0 ? 1 : (nbytes - 1) / range->chunk_bytes + 1;
+    return nbytes == 0 ? 1 : (nbytes - 1) / chunk_bytes + 1;
 }
 
 /* One block of memory holds the operation, its parts, and their times of sending. */
-static struct operation *allocate(const struct range *ranges, size_t count)
+static struct operation *allocate(uint64_t chunk_bytes, const struct range *ranges, size_t count)
 {
     uint64_t chunks = 0;
     for (size_t at = 0; at < count; at++)
-        chunks += count_chunks(&ranges[at]);
+        chunks += count_chunks(&ranges[at], chunk_bytes);
     struct operation *operation = calloc(1, sizeof(struct operation) + count * sizeof(struct part) +
                                                 chunks * sizeof(uint64_t));
     if (operation == NULL)
         return NULL;
     operation->parts = (struct part *)(operation + 1);
     operation->part_count = count;
+    operation->chunk_bytes = chunk_bytes;
     operation->remaining = chunks;
     uint64_t *sent_ns = (uint64_t *)(operation->parts + count);
     for (size_t at = 0; at < count; at++) {
@@ -36,8 +37,7 @@ static struct operation *allocate(const struct range *ranges, size_t count)
         part->start = ranges[at].start;
         part->end = ranges[at].end;
         part->link = ranges[at].link;
-        part->chunk_bytes = ranges[at].chunk_bytes;
-        part->chunks = count_chunks(&ranges[at]);
+        part->chunks = count_chunks(&ranges[at], chunk_bytes);
         part->sent_ns = sent_ns;
         sent_ns += part->chunks;
     }
@@ -46,13 +46,13 @@ static struct operation *allocate(const struct range *ranges, size_t count)
 
 static uint64_t chunk_offset(const struct part *part, uint64_t chunk)
 {
-    return part->start + chunk * part->chunk_bytes;
+    return part->start + chunk * part->of->chunk_bytes;
 }
 
 static uint32_t chunk_nbytes(const struct part *part, uint64_t chunk)
 {
     uint64_t left = part->end - chunk_offset(part, chunk);
-    return (uint32_t)(left < part->chunk_bytes ? left : part->chunk_bytes);
+    return (uint32_t)(left < part->of->chunk_bytes ? left : part->of->chunk_bytes);
 }
 
 /* The part that holds an offset, or would if it reached that far. */
@@ -76,7 +76,7 @@ static bool find_chunk(const struct operation *operation, uint32_t link, uint64_
     *part = find_part(operation, offset);
     if ((*part)->link != link || offset < (*part)->start)
         return false;
-    *chunk = (offset - (*part)->start) / (*part)->chunk_bytes;
+    *chunk = (offset - (*part)->start) / operation->chunk_bytes;
     return *chunk < (*part)->next && chunk_offset(*part, *chunk) == offset &&
            (*part)->sent_ns[*chunk] != 0;
 }
@@ -202,10 +202,10 @@ static bool make_room(struct flight *flight)
 
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
                                 uint8_t dtype, uint8_t op, uint64_t tag,
-                                const struct range *ranges, size_t count)
+                                uint64_t chunk_bytes, const struct range *ranges, size_t count)
 {
     struct operation *operation =
-        make_room(flight) ? allocate(ranges, count) : NULL;
+        make_room(flight) ? allocate(chunk_bytes, ranges, count) : NULL;
     if (operation == NULL)
         return NULL;
     atomic_init(&operation->uses, 1);

@@ -10,12 +10,11 @@
 
 #include "wire/header.h"
 
-/* One range of a buffer, which travels over one link in chunks. */
+/* One part of a buffer, which travels over one link in chunks. */
 struct part {
     struct operation *of;
     struct part *before, *after; /* in its link's queue, while a chunk is still to be sent */
     uint64_t start, end;
-    uint64_t chunk_bytes; /* size of every chunk but the last */
     uint64_t chunks; /* at least one: an empty buffer travels as an empty chunk */
     uint64_t next;   /* the first chunk that was not sent */
     uint64_t waiting;
@@ -31,6 +30,7 @@ struct operation {
     struct operation *following; /* in the list `completed` or `lingering` */
     uint64_t sequence;
     uint64_t total_bytes;
+    uint64_t chunk_bytes; /* size of every chunk but the last of each part */
     uint64_t tag;
     uint64_t remaining; /* chunks whose result has not come */
     unsigned char *data;
@@ -61,7 +61,7 @@ struct flight {
 
 struct range {
     uint32_t link;
-    uint64_t start, end, chunk_bytes;
+    uint64_t start, end;
 };
 
 struct contribution {
@@ -85,7 +85,7 @@ void flight_free(struct flight *flight);
  * NULL: out of memory. */
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
                                 uint8_t dtype, uint8_t op, uint64_t tag,
-                                const struct range *ranges, size_t count);
+                                uint64_t chunk_bytes, const struct range *ranges, size_t count);
 
 /* Takes the next chunk of a link, if its window has room. */
 bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct contribution *next);

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.wire.header import Buffer, Header
-    from reducer.wire.layout import Range
     from worker_client.operation import Operation
 
 
@@ -21,6 +20,19 @@ class Send(NamedTuple):
     link: int
     header: bytes
     payload: Buffer | None
+
+
+class Part(NamedTuple):
+    """A part of a buffer that travels over one link: a shard.
+
+    Attributes:
+        link: index of the link.
+        start, end: within the buffer, bytes.
+    """
+
+    link: int
+    start: int
+    end: int
 
 
 class LinkStats(NamedTuple):
@@ -62,12 +74,13 @@ class Flight(Protocol):
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
 
-    def submit(self, operation: Operation, ranges: Sequence[Range]) -> int:
+    def submit(self, operation: Operation, parts: Sequence[Part], chunk_bytes: int) -> int:
         """Queue an all-reduce and return its sequence number.
 
         Args:
             operation: what is asked for.
-            ranges: what travels over which link: ascending, disjoint, together the whole buffer.
+            parts: what travels over which link: ascending, disjoint, together the whole buffer.
+            chunk_bytes: size of every chunk but the last of each part.
         """
 
     def open(self, link: int) -> None:

@@ -49,7 +49,7 @@ class FlowControl:
         forced: use all that the reducers allow.
 
     Attributes:
-        chunk_bytes: the largest chunk.
+        chunk_bytes: size of chunks.
     """
 
     def __init__(self, flight: Flight, chunk_bytes: int, forced: bool) -> None:

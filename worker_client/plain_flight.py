@@ -10,51 +10,26 @@ from reducer.errors import ReductionError
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk
 from reducer.wire.layout import charge
-from worker_client.flight import LinkStats, Send
+from worker_client.flight import LinkStats, Part, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reducer.wire.layout import Range
     from worker_client.operation import Operation
-
-
-class _Part:
-    """One range of a buffer, which travels over one link in chunks.
-
-    Attributes:
-        next: number of the first chunk that was not sent.
-        sent_at: when the chunks in flight were sent, by their numbers.
-    """
-
-    __slots__ = ("chunk_bytes", "chunks", "end", "link", "next", "of", "sent_at", "start")
-
-    def __init__(self, of: _Progress, range_: Range) -> None:
-        self.of = of
-        self.link, self.start, self.end, self.chunk_bytes = range_
-        # At least one: an empty buffer travels as an empty chunk.
-        self.chunks = max(1, -(-(self.end - self.start) // self.chunk_bytes))
-        self.next = 0
-        self.sent_at: dict[int, float] = {}
-
-    def offset(self, chunk: int) -> int:
-        """Where a chunk starts in the buffer."""
-        return self.start + chunk * self.chunk_bytes
-
-    def nbytes(self, chunk: int) -> int:
-        """Size of a chunk."""
-        return min(self.chunk_bytes, self.end - self.offset(chunk))
 
 
 class _Progress:
     """How far an all-reduce is; `remaining` counts the chunks whose result has not come."""
 
-    __slots__ = ("operation", "parts", "remaining", "sequence")
+    __slots__ = ("chunk_bytes", "operation", "parts", "remaining", "sequence")
 
-    def __init__(self, sequence: int, operation: Operation, ranges: Sequence[Range]) -> None:
+    def __init__(
+        self, sequence: int, operation: Operation, parts: Sequence[Part], chunk_bytes: int
+    ) -> None:
         self.sequence = sequence
         self.operation = operation
-        self.parts = [_Part(self, range_) for range_ in ranges]
+        self.chunk_bytes = chunk_bytes
+        self.parts = [_Part(self, part) for part in parts]
         self.remaining = sum(part.chunks for part in self.parts)
 
     def find(self, link: int, offset: int) -> tuple[_Part, int] | None:
@@ -63,9 +38,36 @@ class _Progress:
         if at == 0:
             return None
         part = self.parts[at - 1]
-        chunk = (offset - part.start) // part.chunk_bytes
+        chunk = (offset - part.start) // self.chunk_bytes
         found = part.link == link and chunk in part.sent_at and part.offset(chunk) == offset
         return (part, chunk) if found else None
+
+
+class _Part:
+    """One part of a buffer, which travels over one link in chunks.
+
+    Attributes:
+        next: number of the first chunk that was not sent.
+        sent_at: when the chunks in flight were sent, by their numbers.
+    """
+
+    __slots__ = ("chunks", "end", "link", "next", "of", "sent_at", "start")
+
+    def __init__(self, of: _Progress, part: Part) -> None:
+        self.of = of
+        self.link, self.start, self.end = part
+        # At least one: an empty buffer travels as an empty chunk.
+        self.chunks = max(1, -(-(self.end - self.start) // of.chunk_bytes))
+        self.next = 0
+        self.sent_at: dict[int, float] = {}
+
+    def offset(self, chunk: int) -> int:
+        """Where a chunk starts in the buffer."""
+        return self.start + chunk * self.of.chunk_bytes
+
+    def nbytes(self, chunk: int) -> int:
+        """Size of a chunk."""
+        return min(self.of.chunk_bytes, self.end - self.offset(chunk))
 
 
 class _Link:
@@ -128,11 +130,11 @@ class PlainFlight:
         """Add a link, shut until `open`."""
         self._links.append(_Link(window))
 
-    def submit(self, operation: Operation, ranges: Sequence[Range]) -> int:
+    def submit(self, operation: Operation, parts: Sequence[Part], chunk_bytes: int) -> int:
         """Queue an all-reduce and return its sequence number."""
         sequence = self._next_sequence
         self._next_sequence += 1
-        progress = self._active[sequence] = _Progress(sequence, operation, ranges)
+        progress = self._active[sequence] = _Progress(sequence, operation, parts, chunk_bytes)
         for part in progress.parts:
             self._links[part.link].queue.append(part)
         return sequence

@@ -23,7 +23,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import SMALLEST_CHUNK, ranges, shards
+from reducer.wire.layout import shards
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -33,7 +33,7 @@ from reducer.wire.messages import (
     encode_error,
 )
 from reducer.wire.states import LinkState, Role, after
-from worker_client.flight import Send
+from worker_client.flight import Part, Send
 from worker_client.flow import FlowControl, most_per_link
 from worker_client.link import Link
 from worker_client.tuning import ChunkTuner
@@ -118,7 +118,7 @@ class Session:
         )
         self.flight = flight(self._identity)
         self._tuner = ChunkTuner(settings.world_size, settings.chunk_bytes)
-        self._flow = FlowControl(self.flight, self._tuner.largest, settings.window_bytes > 0)
+        self._flow = FlowControl(self.flight, self._tuner.chunk_bytes, settings.window_bytes > 0)
         self._question: Operation | None = None  # which the ranks are agreeing by
         self._held: list[tuple[Operation, float]] = []  # calls that wait for the answer
         self._owners: list[int] = []  # links in the order in which they take shards
@@ -209,21 +209,19 @@ class Session:
         return self._start(operation, now)
 
     def _start(self, operation: Operation, now: float) -> list[Action]:
-        forced = self.settings.chunk_bytes
-        cut = [
-            shard._replace(reducer=self._owners[shard.reducer])
-            for shard in shards(operation.view.nbytes, self._weights, self._started, forced)
+        nbytes, forced = operation.view.nbytes, self.settings.chunk_bytes
+        parts = [
+            Part(self._owners[owner], start, end)
+            for owner, start, end in shards(nbytes, self._weights, self._started, forced)
         ]
-        largest, smallest = self._tuner.largest, forced or SMALLEST_CHUNK
-        plan = [range_ for shard in cut for range_ in ranges(shard, largest, smallest)]
-        operation.sequence = self.flight.submit(operation, plan)
+        operation.sequence = self.flight.submit(operation, parts, self._tuner.chunk_bytes)
         self._started += 1
-        self._flow.begin(operation.view.nbytes, now)
+        self._flow.begin(nbytes, now)
         self._active[operation.sequence] = operation
         self._expect(operation, now + operation.timeout_s)
         if operation.name:
             self._remember(operation)
-        for link in (self.links[shard.reducer] for shard in cut):
+        for link in (self.links[part.link] for part in parts):
             if link.state is not LinkState.MEMBER:
                 why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
                 return self._fail(operation, link.refusal or self._lost(link, why))
@@ -234,8 +232,8 @@ class Session:
         self._question = None
         if error is None:
             self._tuner.answer()
-            self._flow.chunk_bytes = self._tuner.largest
-            log.debug("chunks of up to %d bytes", self._tuner.largest)
+            self._flow.chunk_bytes = self._tuner.chunk_bytes
+            log.debug("chunks of %d bytes", self._tuner.chunk_bytes)
         (asked, *others), self._held = self._held, []
         actions = self._start(*asked)  # it was counted when it asked
         for call in others:
@@ -342,7 +340,7 @@ class Session:
         if isinstance(error, MismatchError) and error.field == "chunk_bytes":
             # Some rank has missed an answer. All hear of it, so all begin anew.
             self._tuner.reset()
-            self._flow.chunk_bytes = self._tuner.largest
+            self._flow.chunk_bytes = self._tuner.chunk_bytes
         if link.state is LinkState.JOINING:
             link.refusal = error
         if header.sequence == NO_SEQUENCE:

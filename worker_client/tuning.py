@@ -9,10 +9,10 @@ from __future__ import annotations
 import struct
 
 from reducer.wire.constants import DType, ReduceOp
-from reducer.wire.layout import largest_chunk
+from reducer.wire.layout import chunk_size
 from worker_client.operation import Operation
 
-LARGE_BYTES = 4 << 20  # of smaller buffers the size of chunks hardly matters
+LARGE_BYTES = 1 << 20  # of smaller buffers the size of chunks hardly matters
 FIRST_CALL = 3  # of the large ones; then twice as late each time
 LAST_DOUBLING = 96  # from then on at every multiple of it
 
@@ -27,7 +27,7 @@ class ChunkTuner:
         forced: size of all chunks, bytes; 0 to choose it.
 
     Attributes:
-        largest: size of the largest chunks, bytes.
+        chunk_bytes: size of chunks.
     """
 
     def __init__(self, world_size: int, forced: int) -> None:
@@ -39,7 +39,7 @@ class ChunkTuner:
 
     def reset(self) -> None:
         """Go back to what every rank begins with."""
-        self.largest = self._forced or largest_chunk(self._world_size)
+        self.chunk_bytes = self._forced or chunk_size(0.0)
 
     def due(self, nbytes: int) -> bool:
         """Count a call of so many bytes; whether ranks are to agree before it."""
@@ -66,4 +66,4 @@ class ChunkTuner:
     def answer(self) -> None:
         """Take the result of the latest question."""
         (rate,) = _RATE.unpack(self._buffer)
-        self.largest = largest_chunk(self._world_size, rate)
+        self.chunk_bytes = chunk_size(rate)

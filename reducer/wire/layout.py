@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.wire.constants import MIN_CHARGE, SHARD_ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 MIN_SHARD = 32 << 10  # bytes; a smaller one costs more in messages than it saves in time
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 1 << 20
-SLOT_BYTES = 1 << 20  # what a slot holds over all ranks while the rate is not known
-CHUNK_S = 0.001  # what a chunk should take on the link otherwise
-CHUNKS_PER_SIZE = 2  # of each size, on the way from the smallest to the largest
+CHUNK_S = 0.001  # what a chunk should take on the link
 
 
 class Shard(NamedTuple):
@@ -29,21 +27,6 @@ class Shard(NamedTuple):
     reducer: int
     start: int
     end: int
-
-
-class Range(NamedTuple):
-    """A part of a shard whose chunks have one size.
-
-    Attributes:
-        link: index of the reducer that owns it.
-        start, end: within the buffer, bytes.
-        chunk_bytes: size of every chunk but the last.
-    """
-
-    link: int
-    start: int
-    end: int
-    chunk_bytes: int
 
 
 def shards(
@@ -102,49 +85,21 @@ def mixed_weights(workers: int, pool: int) -> tuple[int, ...]:
     return (2 * (workers - 1),) * pool + (workers - pool,) * workers
 
 
-def largest_chunk(world_size: int, rate: float = 0.0) -> int:
-    """Return the size of a shard's largest chunks by the rule, in bytes.
+def chunk_size(rate: float) -> int:
+    """Return the size of chunks by the rule, in bytes.
 
     A large chunk costs less per byte, but nothing of it comes back before all of it has arrived
     from every rank. So it is what a link carries in about a millisecond.
 
     Args:
-        world_size: number of ranks.
         rate: what the slowest worker's links carry, bytes per second; 0 if that is not known yet.
     """
-    if not rate:
-        return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, _power_of_two(SLOT_BYTES / world_size)))
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, _power_of_two(rate * CHUNK_S)))
 
 
 def _power_of_two(value: float) -> int:
     """Return the largest power of two that is not above a value of at least 1."""
     return 1 << (int(value).bit_length() - 1) if value >= 1 else 1
-
-
-def ranges(shard: Shard, largest: int, smallest: int = SMALLEST_CHUNK) -> Iterator[Range]:
-    """Cut a shard into ranges of chunks of one size, in ascending order.
-
-    Chunks grow from the smallest size to the largest and shrink again: nothing comes back before
-    the first chunk has arrived from every rank, and after the last one was sent there is nothing
-    left to send, so both ends of a shard should be short; in between large chunks cost less.
-
-    Args:
-        shard: what to cut.
-        largest: size of the largest chunks, bytes.
-        smallest: size of the smallest ones; both are powers of two unless they are equal.
-    """
-    reducer, start, end = shard
-    after: list[Range] = []
-    size = smallest
-    while size < largest and end - start >= 2 * CHUNKS_PER_SIZE * size + 2 * size:
-        edge = CHUNKS_PER_SIZE * size
-        yield Range(reducer, start, start + edge, size)
-        after.append(Range(reducer, end - edge, end, size))
-        start, end = start + edge, end - edge
-        size *= 2
-    yield Range(reducer, start, end, size)
-    yield from reversed(after)
 
 
 def charge(nbytes: int) -> int:

@@ -7,6 +7,7 @@ import pytest
 from reducer.errors import LocalProtocolError, MismatchError
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
+from reducer.wire.layout import SMALLEST_CHUNK
 from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
 from worker_client.operation import Operation
@@ -32,8 +33,8 @@ def network(request: pytest.FixtureRequest) -> Network:
     return network
 
 
-def largest(network: Network) -> list[int]:
-    return [worker.session._tuner.largest for worker in network.workers]
+def chunk_bytes(network: Network) -> list[int]:
+    return [worker.session._tuner.chunk_bytes for worker in network.workers]
 
 
 def chunk_sizes(network: Network) -> set[int]:
@@ -51,12 +52,12 @@ def test_the_slowest_rank_decides(network: Network) -> None:
     for _ in range(2):
         call(network)
         network.deliver_all()
-    assert largest(network) == [512 * KIB] * 2  # 1 MiB over two ranks
+    assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     for _ in range(3):
         call(network)
     assert chunk_sizes(network) == {8}, "all wait for the answer"
     network.deliver_all()
-    assert largest(network) == [256 * KIB] * 2  # 300 MB/s
+    assert chunk_bytes(network) == [256 * KIB] * 2  # 300 MB/s
     for worker in network.workers:
         # The question has the number 2 and is nobody's call.
         assert worker.ended == {0: None, 1: None, 3: None, 4: None, 5: None}
@@ -70,22 +71,21 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
     call(network)
     for worker in network.workers:
         error = LocalProtocolError("a failure")
-        network.do(0, [])
         actions = worker.session._fail(worker.session._question, error)
         network.do(network.workers.index(worker), actions)
     network.deliver_all()
-    assert largest(network) == [512 * KIB] * 2
+    assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     assert all(worker.ended[3] is None for worker in network.workers)
 
 
 def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network: Network) -> None:
-    network.workers[0].session._tuner.largest = 64 * KIB
+    network.workers[0].session._tuner.chunk_bytes = 128 * KIB
     call(network)
     network.deliver_all()
     errors = [worker.ended[0] for worker in network.workers]
     assert all(isinstance(error, MismatchError) for error in errors)
     assert {error.field for error in errors} == {"chunk_bytes"}
-    assert largest(network) == [512 * KIB] * 2
+    assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     call(network)
     network.deliver_all()
     assert all(worker.ended[1] is None for worker in network.workers)

@@ -20,10 +20,10 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from reducer.wire.layout import Range
 from reducer.wire.messages import Welcome, encode, encode_error
 from worker_client import implementation
 from worker_client.client import Client
+from worker_client.flight import Part
 from worker_client.operation import Operation
 from worker_client.session import Settings
 from worker_client.transport import Completed
@@ -420,7 +420,7 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
     long, short = (memoryview(bytearray(size)) for size in (500 * CHUNK, 8))
     for view, link in ((long, 0), (short, 1)):
         operation = Operation(view, DType.UINT8, ReduceOp.MAX, None, 1.0)
-        flight.submit(operation, [Range(link, 0, view.nbytes, CHUNK)])
+        flight.submit(operation, [Part(link, 0, view.nbytes)], CHUNK)
     transport.refill()
     for reducer, chunks in zip(reducers, (500, 1), strict=True):
         for _ in range(chunks):
@@ -440,7 +440,7 @@ def test_a_reducer_in_this_process_sees_that_memory_is_shared(inside: Inside, nb
     for _ in range(2):
         address = np.frombuffer(data, np.uint8).ctypes.data
         mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
-        mine.sequence = flight.submit(mine, [Range(0, 0, nbytes, nbytes)])
+        mine.sequence = flight.submit(mine, [Part(0, 0, nbytes)], nbytes)
         transport.refill()
         _, header, payload = reducer.recv_multipart(copy=False)
         assert Header.unpack(header.buffer).sequence == mine.sequence

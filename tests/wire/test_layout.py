@@ -12,12 +12,9 @@ from reducer.wire.layout import (
     LARGEST_CHUNK,
     MIN_SHARD,
     SMALLEST_CHUNK,
-    Range,
-    Shard,
     charge,
-    largest_chunk,
+    chunk_size,
     mixed_weights,
-    ranges,
     shards,
 )
 
@@ -69,72 +66,21 @@ def test_small_buffers_go_to_each_reducer_in_turn() -> None:
 
 def test_an_empty_buffer_is_one_empty_chunk() -> None:
     assert shards(0, [1, 1, 1], 5) == [(2, 0, 0)]
-    assert list(ranges(Shard(2, 0, 0), 1 << 20)) == [(2, 0, 0, SMALLEST_CHUNK)]
-
-
-SHARDS = st.builds(
-    lambda reducer, start, size: Shard(reducer, start, start + size),
-    st.integers(0, 9),
-    st.integers(0, 1 << 30).map(lambda units: 64 * units),
-    st.integers(0, 1 << 26),
-)
-
-
-SIZES = st.integers(16, 20).map(lambda power: 1 << power)  # 64 KiB to 1 MiB
-
-
-@given(SHARDS, SIZES, st.none() | st.integers(1, 400).map(lambda n: 64 * n))
-def test_ranges_cover_a_shard(shard: Shard, largest: int, forced: int | None) -> None:
-    cut = list(ranges(shard, forced, forced) if forced else ranges(shard, largest))
-    assert cut[0].start == shard.start
-    assert cut[-1].end == shard.end
-    assert all(a.end == b.start for a, b in pairwise(cut))
-    assert {range_.link for range_ in cut} == {shard.reducer}
-    if forced:
-        assert [range_.chunk_bytes for range_ in cut] == [forced]
-
-
-@given(SHARDS, SIZES)
-def test_chunks_grow_and_shrink(shard: Shard, largest: int) -> None:
-    cut = list(ranges(shard, largest))
-    sizes = [range_.chunk_bytes for range_ in cut]
-    assert sizes[0] == sizes[-1] == SMALLEST_CHUNK
-    assert max(sizes) <= largest
-    assert sizes == sizes[::-1]
-    middle = len(sizes) // 2
-    assert all(b == 2 * a for a, b in pairwise(sizes[: middle + 1]))
-    assert all(range_.end - range_.start > 0 for range_ in cut) or len(cut) == 1
-    if shard.end - shard.start >= 16 << 20:
-        assert max(sizes) == largest
 
 
 @pytest.mark.parametrize(
-    ("world_size", "rate", "nbytes"),
+    ("rate", "nbytes"),
     [
-        (1, 0, 1 << 20),
-        (2, 0, 512 << 10),
-        (5, 0, 128 << 10),
-        (1000, 0, 64 << 10),
-        (4, 1e6, 64 << 10),
-        (4, 119e6, 64 << 10),
-        (1000, 300e6, 256 << 10),
-        (4, 1.2e9, 1 << 20),
-        (4, 1e11, 1 << 20),
+        (0.0, SMALLEST_CHUNK),
+        (1e6, SMALLEST_CHUNK),
+        (119e6, 64 << 10),
+        (300e6, 256 << 10),
+        (1.2e9, 1 << 20),
+        (1e11, LARGEST_CHUNK),
     ],
 )
-def test_the_largest_chunk_takes_a_millisecond(world_size: int, rate: float, nbytes: int) -> None:
-    assert largest_chunk(world_size, rate) == nbytes <= LARGEST_CHUNK
-
-
-def test_how_a_shard_is_cut() -> None:
-    kib = 1 << 10
-    assert list(ranges(Shard(3, 0, 1536 * kib), 256 * kib)) == [
-        Range(3, 0, 128 * kib, 64 * kib),
-        Range(3, 128 * kib, 384 * kib, 128 * kib),
-        Range(3, 384 * kib, 1152 * kib, 256 * kib),
-        Range(3, 1152 * kib, 1408 * kib, 128 * kib),
-        Range(3, 1408 * kib, 1536 * kib, 64 * kib),
-    ]
+def test_a_chunk_takes_about_a_millisecond(rate: float, nbytes: int) -> None:
+    assert chunk_size(rate) == nbytes
 
 
 def test_the_smallest_contribution_takes_something_of_a_window() -> None:
