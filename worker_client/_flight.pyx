@@ -44,6 +44,7 @@ cdef extern from "flight.h" nogil:
         flight_link *links
         uint32_t link_count
         uint64_t watermark, next
+        operation_t *completed
 
     ctypedef struct range_t "struct range":
         uint32_t link
@@ -255,6 +256,7 @@ cdef class Loop:
     """
 
     cdef loop_t its
+    cdef loop_event _event  # what `news` has not told yet
     cdef CompiledFlight _flight
 
     def __cinit__(self, CompiledFlight flight, functions):
@@ -280,7 +282,13 @@ cdef class Loop:
             raise MemoryError
 
     def run(self, long timeout_ms):
-        """Wait until there is something for the session, or the time is up.
+        """Wait until there is something for the session, or the time is up."""
+        if self._event == LOOP_QUIET and self._flight.its.completed == NULL:
+            with nogil:
+                self._event = loop_run(&self.its, timeout_ms)
+
+    def news(self):
+        """Return what there is for the session, once.
 
         Returns:
             The all-reduces that were completed; the message that is not a healthy result, as
@@ -289,9 +297,8 @@ cdef class Loop:
         Raises:
             OSError: libzmq refused.
         """
-        cdef loop_event event
-        with nogil:
-            event = loop_run(&self.its, timeout_ms)
+        cdef loop_event event = self._event
+        self._event = LOOP_QUIET
         if event == LOOP_FAILED:
             raise OSError(self.its.zmq.last_errno(), "libzmq refused to receive")
         message = self.message() if event == LOOP_MESSAGE else None

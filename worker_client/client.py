@@ -1,13 +1,9 @@
-"""The public object: `all_reduce`, and the thread that does the work."""
+"""The public object: what `all_reduce` takes and gives."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-import threading
-import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import (
@@ -18,20 +14,16 @@ from reducer.errors import (
 )
 from reducer.wire.constants import ReduceOp
 from worker_client import config, implementation
-from worker_client.flight import Send
+from worker_client.driver import Driver
 from worker_client.host_buffer import HostBuffer, host_buffer
 from worker_client.operation import Operation
-from worker_client.session import Action, Connect, Session, Settings
-from worker_client.transport import Completed, Connected, Disconnected, Event
+from worker_client.session import Session
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-IDLE_S = 0.5  # the thread looks at its clock at least this often
-UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
-
-log = logging.getLogger(__name__)
+    from worker_client.settings import Settings
 
 
 class Client:
@@ -71,20 +63,14 @@ class Client:
         chosen = implementation.select(impl)
         self.impl = chosen.name
         self._session = Session(settings, chosen.flight)
-        self._submitted: deque[Operation] = deque()
         self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
-        self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
-        self._lock = threading.Lock()  # keeps the order of calls, and guards the fields above
-        self._closing = False
-        self._changed = threading.Event()  # the session joined, or was refused
         self._pid = os.getpid()
         for address in settings.reducers:
             _resolve(address)
-        self._transport = chosen.transport(self._session.flight, io_threads, context)
+        transport = chosen.transport(self._session.flight, io_threads, context)
         for link in self._session.links:
-            self._transport.connect(self._session.endpoint(link))
-        self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
-        self._thread.start()
+            transport.connect(self._session.endpoint(link))
+        self._driver = Driver(self._session, transport, self._end, self._stop_host)
         try:
             self._join(connect_timeout_s)
         except BaseException:
@@ -110,7 +96,7 @@ class Client:
     @property
     def usable(self) -> bool:
         """Whether this process may call `all_reduce`."""
-        return not self._closing and os.getpid() == self._pid
+        return not self._driver.closing and os.getpid() == self._pid
 
     def all_reduce(
         self,
@@ -152,27 +138,23 @@ class Client:
             raise ConfigError(f"name must be a string, got {name!r}")
         timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
         operation = Operation(buffer.view, buffer.dtype, reduction, name, timeout_s)
-        work = Work(f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes")
-        with self._lock:
-            self._check_usable()
-            self._works[operation] = (work, data, buffer)
-            self._submitted.append(operation)
-            if len(self._submitted) == 1:  # otherwise the thread was woken already
-                self._transport.wake()
+        what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
+        work = Work(what, self._driver.wait)
+        self._works[operation] = (work, data, buffer)
+        try:
+            self._driver.submit(operation)
+        except LocalProtocolError:
+            del self._works[operation]
+            raise
         return work
 
     def shutdown(self) -> None:
         """Leave the job and free everything; what is in progress fails. May be called again."""
         if os.getpid() != self._pid:
             return  # the sockets and the thread belong to the parent process
-        with self._lock:
-            first, self._closing = not self._closing, True
-            if first:
-                self._transport.wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-            if self._host_failure is not None:
-                raise self._host_failure
+        self._driver.stop()
+        if self._host_failure is not None:
+            raise self._host_failure
 
     def __enter__(self) -> Client:
         return self
@@ -180,74 +162,10 @@ class Client:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    # -- the thread ---------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        session, transport = self._session, self._transport
-        try:
-            while not self._closing:
-                deadline = session.next_deadline()
-                patience = IDLE_S if deadline is None else deadline - time.monotonic()
-                longest = UNSENT_S if self._unsent else IDLE_S
-                for event in transport.poll(min(longest, max(0.0, patience))):
-                    self._do(self._take(event))
-                while self._submitted:
-                    self._do(session.submit(self._submitted.popleft(), time.monotonic()))
-                self._do(session.tick(time.monotonic()))
-                unsent, self._unsent = self._unsent, []
-                for failed in unsent:
-                    self._finish(*failed)
-                if not self._changed.is_set() and (session.joined or session.refusal is not None):
-                    self._changed.set()
-            self._close(LocalProtocolError("the client was shut down"))
-        except BaseException as error:
-            log.exception("the client stopped because of an error of its own")
-            self._close(LocalProtocolError(f"the client failed: {error!r}"))
-            raise
-        finally:
-            transport.close()
-            self._stop_host()
-            for failed in self._unsent:
-                self._end(*failed)
-
-    def _stop_host(self) -> None:
-        # Before buffers are given back that it reads: it still sums what it has for the others.
-        try:
-            if self._on_shutdown is not None:
-                self._on_shutdown()
-        except BaseException as error:  # noqa: BLE001 (whoever shuts the client down gets it)
-            self._host_failure = error
-
-    def _take(self, event: Event) -> list[Action]:
-        if isinstance(event, Connected):
-            return self._session.connected(event.link)
-        if isinstance(event, Disconnected):
-            return self._session.disconnected(event.link, event.reason)
-        if isinstance(event, Completed):
-            return self._session.completed(event.sequences, time.monotonic())
-        return self._session.receive(*event, time.monotonic())
-
-    def _do(self, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                self._transport.send(*action)
-            elif isinstance(action, Connect):
-                self._transport.connect(action.endpoint)
-            else:
-                self._finish(action.operation, action.error)
-        self._transport.refill()
-
-    def _finish(self, operation: Operation, error: ReductionError | None) -> None:
-        # Whoever hears of an error may write to the buffer, and other ranks must not see that.
-        begun = operation.sequence >= 0
-        if error is not None and begun and self._transport.reads(operation):
-            self._unsent.append((operation, error))
-        else:
-            self._end(operation, error)
+    # -- the end of an all-reduce -------------------------------------------------------------
 
     def _end(self, operation: Operation, error: ReductionError | None) -> None:
-        with self._lock:
-            work, data, buffer = self._works.pop(operation)
+        work, data, buffer = self._works.pop(operation)
         failure: Exception | None = error
         if error is None:
             self.bytes_reduced += buffer.view.nbytes
@@ -258,19 +176,17 @@ class Client:
                 failure = refused
         work.finish(data, failure)
 
-    def _close(self, error: ReductionError) -> None:
-        with self._lock:
-            self._closing = True
-            left = list(self._submitted)
-            self._submitted.clear()
-        self._do(self._session.close(error))
-        for operation in left:
-            self._end(operation, error)
+    def _stop_host(self) -> None:
+        try:
+            if self._on_shutdown is not None:
+                self._on_shutdown()
+        except BaseException as error:  # noqa: BLE001 (whoever shuts the client down gets it)
+            self._host_failure = error
 
     # -- joining ------------------------------------------------------------------------------
 
     def _join(self, timeout_s: float) -> None:
-        self._changed.wait(timeout_s)
+        self._driver.settled.wait(timeout_s)
         refusal = self._session.refusal
         if refusal is not None:
             raise refusal
@@ -289,7 +205,7 @@ class Client:
                 "this client belongs to the parent process: a forked child (such as a DataLoader "
                 "worker) cannot use it"
             )
-        if self._closing:
+        if self._driver.closing:
             raise LocalProtocolError("this client was shut down: call worker_client.init() again")
 
 

@@ -10,8 +10,6 @@ from worker_client._flight import Loop
 from worker_client.transport import Completed, Message, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from reducer.wire.header import Buffer
     from worker_client._flight import CompiledFlight
     from worker_client.operation import Operation
@@ -24,6 +22,8 @@ class CompiledTransport(Transport):
     Raises:
         ConfigError: pyzmq's libzmq cannot be called directly.
     """
+
+    any_thread = True
 
     @staticmethod
     def check() -> None:
@@ -45,17 +45,23 @@ class CompiledTransport(Transport):
         socket, monitor = self._links[-1]
         self._loop.add(socket.underlying, socket.fileno(), monitor.fileno())
 
-    def poll(self, timeout_s: float) -> Iterator[Event]:
-        """Wait for something that is not a healthy result and yield it; at once after `wake`."""
-        yield from self._news()
-        completed, message, changed = self._loop.run(math.ceil(timeout_s * 1000))
+    def wait(self, timeout_s: float) -> None:
+        """Take healthy results until something else happens or an all-reduce is done."""
+        if not self._reached:
+            self._loop.run(math.ceil(timeout_s * 1000))
+
+    def events(self) -> list[Event]:
+        """Say what has happened."""
+        completed, message, changed = self._loop.news()
+        events = self._news()
         if completed:
-            yield Completed(completed)
+            events.append(Completed(completed))
         if message is not None:
-            yield Message(*message)
+            events.append(Message(*message))
         if changed:
             for link in range(len(self._links)):
-                yield from self._changes(link)
+                events += self._changes(link)
+        return events
 
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
         """Hand a message that is no contribution to libzmq."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here.
 DTYPES = {dtype.name.lower(): dtype for dtype in DType}
+_NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 
 class HostBuffer(NamedTuple):
@@ -70,9 +71,11 @@ def _of_array(array: np.ndarray[Any, Any]) -> HostBuffer:
     if isinstance(array, np.ma.MaskedArray):
         raise ConfigError("a masked array cannot be reduced: use array.filled(0)")
     array = np.asarray(array)  # a matrix, for one, would stay two-dimensional
-    dtype = find_dtype(array.dtype.name)
-    if not array.dtype.isnative:
-        raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
+    dtype = _NATIVE.get(array.dtype)
+    if dtype is None:  # a type that NumPy has learnt from another package, or an error
+        dtype = find_dtype(array.dtype.name)
+        if not array.dtype.isnative:
+            raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
     if not array.flags.writeable:
         raise ConfigError("the array is read-only, and the result replaces its contents: copy it")
     if array.flags.c_contiguous:

@@ -6,11 +6,7 @@ healthy and frequent, contributions and results, is the flight's business.
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
-from collections import Counter
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,7 +19,6 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import shards
 from reducer.wire.messages import (
     Hello,
     Welcome,
@@ -33,19 +28,21 @@ from reducer.wire.messages import (
     encode_error,
 )
 from reducer.wire.states import LinkState, Role, after
-from worker_client.flight import Part, Send
-from worker_client.flow import FlowControl, most_per_link
+from worker_client.flight import Send
+from worker_client.flow import FlowControl
 from worker_client.link import Link
+from worker_client.names import Names, own
+from worker_client.plan import Plan
 from worker_client.tuning import ChunkTuner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from worker_client.flight import Flight
     from worker_client.operation import Operation
+    from worker_client.settings import Settings
 
 GRACE_S = 1.0  # after a deadline: time for a reducer to say who is missing
-_NAMES_KEPT = 4096
 
 log = logging.getLogger(__name__)
 
@@ -66,34 +63,6 @@ class Connect(NamedTuple):
 Action = Send | Finish | Connect
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a session must know; every rank of a job gives the same but for `rank`.
-
-    Attributes:
-        job, generation, rank, world_size: who we are.
-        reducers: addresses, ``host:port``, in the same order at every rank.
-        window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
-        chunk_bytes: forced chunk size, 0 for the rule of the protocol.
-        weights: share of each reducer, relative to the others; equal if empty.
-        inproc: endpoints of reducers' threads in this process, by address.
-    """
-
-    job: str
-    generation: int
-    rank: int
-    world_size: int
-    reducers: tuple[str, ...]
-    window_bytes: int
-    chunk_bytes: int = 0
-    weights: tuple[int, ...] = ()
-    inproc: Mapping[str, str] = field(default_factory=dict)
-
-    def window_per_reducer(self) -> int:
-        """Return the most bytes that will be in flight at one reducer."""
-        return most_per_link(self.window_bytes, self.chunk_bytes, len(self.reducers))
-
-
 class Session:
     """One worker's part in one job.
 
@@ -106,10 +75,9 @@ class Session:
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links: list[Link] = []
-        self._started = 0
         self._active: dict[int, Operation] = {}  # in the order of their sequence numbers
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
-        self._names: dict[str, str] = {}  # of the latest all-reduces, by tag as errors print it
+        self._names = Names()
         self._identity = Header(
             MessageType.HELLO,
             job=fingerprint(settings.job),
@@ -121,8 +89,8 @@ class Session:
         self._flow = FlowControl(self.flight, self._tuner.chunk_bytes, settings.window_bytes > 0)
         self._question: Operation | None = None  # which the ranks are agreeing by
         self._held: list[tuple[Operation, float]] = []  # calls that wait for the answer
-        self._owners: list[int] = []  # links in the order in which they take shards
-        self._weights: list[int] = []  # of the owners
+        weights = settings.weights or (1,) * len(settings.reducers)
+        self._plan = Plan(weights, settings.chunk_bytes)
         for reducer, address in enumerate(settings.reducers):
             self._add_link(reducer, 0, address)
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
@@ -209,19 +177,15 @@ class Session:
         return self._start(operation, now)
 
     def _start(self, operation: Operation, now: float) -> list[Action]:
-        nbytes, forced = operation.view.nbytes, self.settings.chunk_bytes
-        parts = [
-            Part(self._owners[owner], start, end)
-            for owner, start, end in shards(nbytes, self._weights, self._started, forced)
-        ]
+        nbytes = operation.view.nbytes
+        parts = self._plan.next(nbytes)
         operation.sequence = self.flight.submit(operation, parts, self._tuner.chunk_bytes)
-        self._started += 1
         self._flow.begin(nbytes, now)
         self._active[operation.sequence] = operation
         self._expect(operation, now + operation.timeout_s)
-        if operation.name:
-            self._remember(operation)
-        for link in (self.links[part.link] for part in parts):
+        self._names.remember(operation)
+        for part in parts:
+            link = self.links[part.link]
             if link.state is not LinkState.MEMBER:
                 why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
                 return self._fail(operation, link.refusal or self._lost(link, why))
@@ -287,7 +251,7 @@ class Session:
         for operation in list(self._active.values()):
             finished = self._finish(operation, error)
             actions += [] if operation is question else finished
-        actions += [Finish(operation, _own(error, operation)) for operation, _ in held]
+        actions += [Finish(operation, own(error, operation)) for operation, _ in held]
         goodbye = self._header(MessageType.GOODBYE).pack()
         for link in self.links:
             if link.member:
@@ -313,13 +277,7 @@ class Session:
         link = Link(len(self.links), reducer, lane, address)
         self.links.append(link)
         self.flight.add_link(self.settings.window_per_reducer())
-        # Lanes answer in any order, but every rank must cut buffers alike.
-        links = sorted(self.links, key=lambda link: (link.reducer, link.lane))
-        lanes = Counter(link.reducer for link in links)
-        whole = math.lcm(*lanes.values())
-        weights = self.settings.weights or (1,) * len(self.settings.reducers)
-        self._owners = [link.index for link in links]
-        self._weights = [weights[link.reducer] * whole // lanes[link.reducer] for link in links]
+        self._plan.use(self.links)
         return Connect(self.endpoint(link))
 
     def endpoint(self, link: Link) -> str:
@@ -336,7 +294,7 @@ class Session:
         return []
 
     def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        error = self._in_own_words(decode_error(payload, header.sequence))
+        error = self._names.restore(decode_error(payload, header.sequence))
         if isinstance(error, MismatchError) and error.field == "chunk_bytes":
             # Some rank has missed an answer. All hear of it, so all begin anew.
             self._tuner.reset()
@@ -402,7 +360,7 @@ class Session:
             self._flow.end(operation.view.nbytes, None)
         if operation is self._question:
             return self._answered(error)
-        return [Finish(operation, _own(error, operation))]
+        return [Finish(operation, own(error, operation))]
 
     def _expect(self, operation: Operation, deadline: float) -> None:
         operation.deadline = deadline
@@ -423,39 +381,5 @@ class Session:
     def _header(self, kind: MessageType) -> Header:
         return self._identity._replace(type=kind, watermark=self.watermark)
 
-    # -- errors in the caller's words ---------------------------------------------------------
-
     def _lost(self, link: Link, why: str) -> ReducerLostError:
         return ReducerLostError(f"reducer {link.address} {why}", reducer=link.address)
-
-    def _in_own_words(self, error: ReductionError) -> ReductionError:
-        """Put the caller's names for all-reduces in place of the tags that a reducer saw."""
-        if isinstance(error, MismatchError) and error.field == "name":
-            expected = self._names.get(str(error.expected), error.expected)
-            got = self._names.get(str(error.got), error.got)
-            return MismatchError(
-                f"all-reduce {error.sequence}: ranks call it by different names, so their order "
-                f"differs: rank {error.rank} says {expected!r}, "
-                f"rank {error.other_rank} says {got!r}",
-                field=error.field,
-                rank=error.rank,
-                other_rank=error.other_rank,
-                expected=expected,
-                got=got,
-                sequence=error.sequence,
-            )
-        return error
-
-    def _remember(self, operation: Operation) -> None:
-        self._names[f"#{operation.tag:016x}"] = str(operation.name)
-        if len(self._names) > _NAMES_KEPT:
-            del self._names[next(iter(self._names))]
-
-
-def _own(error: ReductionError | None, operation: Operation) -> ReductionError | None:
-    """Return an error of this all-reduce alone, which names it."""
-    if error is not None:
-        error = copy.copy(error)
-        error.name = operation.name
-        error.sequence = None if operation.sequence < 0 else operation.sequence
-    return error

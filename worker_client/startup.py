@@ -11,7 +11,7 @@ from reducer.errors import ConfigError
 from reducer.wire.layout import mixed_weights
 from worker_client import config, process_group
 from worker_client.client import Client
-from worker_client.session import Settings
+from worker_client.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

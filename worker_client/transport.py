@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from reducer.wire.header import Buffer
     from worker_client.flight import Flight
@@ -74,12 +74,17 @@ Event = Connected | Disconnected | Message | Completed
 class Transport(ABC):
     """Connections to all reducers of a job, and a way to wake up whoever polls them.
 
-    One thread uses it, but for `wake`. An event's `link` counts the connections in order.
+    One thread at a time uses it, but for `wake`. An event's `link` counts the connections in order.
 
     Args:
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of a reducer in this process, to reach it at ``inproc://``.
+
+    Attributes:
+        any_thread: whether any thread may use it in turn, even one that Ctrl-C interrupts.
     """
+
+    any_thread = False  # pyzmq may be interrupted between the two frames of a message
 
     def __init__(self, io_threads: int, context: Any = None) -> None:
         self._shared = context is not None
@@ -88,8 +93,12 @@ class Transport(ABC):
         self._reached: list[int] = []  # links whose sockets tell no story of their own
 
     @abstractmethod
-    def poll(self, timeout_s: float) -> Iterator[Event]:
-        """Wait for something to happen and yield it; at once after `wake`."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait for something to happen; at once after `wake`. An interrupt loses nothing."""
+
+    @abstractmethod
+    def events(self) -> Iterable[Event]:
+        """Say what has happened."""
 
     def connect(self, address: str) -> None:
         """Add a link to a reducer.
@@ -156,10 +165,9 @@ class Transport(ABC):
         with contextlib.suppress(zmq.Again):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
-    def _news(self) -> Iterator[Event]:
+    def _news(self) -> list[Event]:
         reached, self._reached = self._reached, []
-        for link in reached:
-            yield Connected(link)
+        return [Connected(link) for link in reached]
 
     def _messages(self, link: int, limit: int = sys.maxsize) -> Iterator[Event]:
         socket, _ = self._links[link]
@@ -200,6 +208,7 @@ class PlainTransport(Transport):
         self._waker.connect(wake)
         self._poller = zmq.Poller()
         self._poller.register(self._wakened, zmq.POLLIN)
+        self._ready: dict[Any, int] = {}
 
     def connect(self, address: str) -> None:
         """Add a link to a reducer."""
@@ -208,10 +217,14 @@ class PlainTransport(Transport):
         for socket in self._links[-1]:
             self._poller.register(socket, zmq.POLLIN)
 
-    def poll(self, timeout_s: float) -> Iterator[Event]:
-        """Wait for something to happen and yield it; at once after `wake`."""
+    def wait(self, timeout_s: float) -> None:
+        """Wait for something to happen; at once after `wake`. An interrupt loses nothing."""
+        self._ready = dict(self._poller.poll(math.ceil(timeout_s * 1000) * (not self._reached)))
+
+    def events(self) -> Iterator[Event]:
+        """Yield what has happened."""
         yield from self._news()
-        ready = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        ready, self._ready = self._ready, {}
         self._forget_sent()
         if self._wakened in ready:
             with contextlib.suppress(zmq.Again):

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import Any
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ReductionTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FUTURES = threading.Lock()  # an end and the making of a future exclude each other
 
 
 class Work:
@@ -13,12 +21,19 @@ class Work:
 
     Until it is done the buffer must be neither read nor written. After an error the buffer's
     contents are undefined: parts of it may hold the reduction.
+
+    Args:
+        what: how errors name it.
+        lead: called by whoever waits, with `done` and until when; may bring the end nearer.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, lead: Callable[[Callable[[], bool], float], None]) -> None:
         self._what = what
-        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._future.set_running_or_notify_cancel()  # what is on the wire cannot be called back
+        self._lead = lead
+        self._ended = False
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._future: concurrent.futures.Future[Any] | None = None  # made if somebody asks
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the all-reduce has ended and return the array or tensor.
@@ -31,24 +46,48 @@ class Work:
             ReductionTimeout: `timeout` has passed; the all-reduce goes on.
             ReductionError: the all-reduce failed; the class and its attributes say why.
         """
-        try:
-            return self._future.result(timeout)
-        except concurrent.futures.TimeoutError:
-            if self._future.done():  # the all-reduce's own error, which is a TimeoutError too
-                raise
-        raise ReductionTimeout(f"{self._what} is still in progress after {timeout:g} s")
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        if not self._ended:
+            self._lead(self.done, until)
+        if not self._ended:
+            left = None if timeout is None else max(0.0, until - time.monotonic())
+            concurrent.futures.wait([self.future()], left)
+        if not self._ended:
+            raise ReductionTimeout(f"{self._what} is still in progress after {timeout:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def done(self) -> bool:
         """Whether the all-reduce has ended, well or badly."""
-        return self._future.done()
+        return self._ended
 
     def future(self) -> concurrent.futures.Future[Any]:
-        """Return a future of the array or tensor. Its callbacks run on the client's thread."""
-        return self._future
+        """Return a future of the array or tensor.
+
+        Its callbacks run on the client's thread, or on one that waits for an all-reduce; they
+        must not wait for one themselves.
+        """
+        with _FUTURES:
+            if self._future is None:
+                self._future = concurrent.futures.Future()
+                # What is on the wire cannot be called back.
+                self._future.set_running_or_notify_cancel()
+                if self._ended:
+                    self._settle(self._future)
+            return self._future
 
     def finish(self, result: Any, error: Exception | None) -> None:
         """End it; for the client alone."""
-        if error is None:
-            self._future.set_result(result)
+        self._result, self._error = result, error
+        with _FUTURES:
+            self._ended = True
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: concurrent.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result)
         else:
-            self._future.set_exception(error)
+            future.set_exception(self._error)

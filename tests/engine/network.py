@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
-from worker_client.session import Finish, Session, Settings
+from worker_client.session import Finish, Session
+from worker_client.settings import Settings
 
 if TYPE_CHECKING:
     from reducer.reductions import Send as EngineSend

@@ -19,7 +19,8 @@ from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
 from tests.engine import twins
 from worker_client.operation import Operation
-from worker_client.session import GRACE_S, Finish, Send, Settings
+from worker_client.session import GRACE_S, Finish, Send
+from worker_client.settings import Settings
 
 M = MessageType
 

@@ -11,7 +11,7 @@ from worker_client.session import Session
 
 if TYPE_CHECKING:
     from reducer.reductions import Send
-    from worker_client.session import Settings
+    from worker_client.settings import Settings
 
 IMPLEMENTATIONS = implementation.NAMES
 

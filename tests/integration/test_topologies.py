@@ -16,7 +16,7 @@ from reducer.server import Server
 from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined
 from worker_client.client import Client
-from worker_client.session import Settings
+from worker_client.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

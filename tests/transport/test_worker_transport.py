@@ -25,7 +25,7 @@ from worker_client import implementation
 from worker_client.client import Client
 from worker_client.flight import Part
 from worker_client.operation import Operation
-from worker_client.session import Settings
+from worker_client.settings import Settings
 from worker_client.transport import Completed
 
 if TYPE_CHECKING:
@@ -429,7 +429,8 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
             reducer.send_multipart([peer, header.pack(), payload])
     done: list[list[int]] = []
     while len(done) < 2:
-        done += [e.sequences for e in transport.poll(5) if isinstance(e, Completed)]
+        transport.wait(5)
+        done += [e.sequences for e in transport.events() if isinstance(e, Completed)]
     assert done == [[1], [0]]
 
 

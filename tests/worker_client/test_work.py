@@ -13,7 +13,7 @@ from worker_client.work import Work
 
 @pytest.fixture
 def work() -> Work:
-    return Work("all-reduce 'grad' of 12 bytes")
+    return Work("all-reduce 'grad' of 12 bytes", lambda _done, _left: None)
 
 
 def test_the_result_is_what_was_given(work: Work) -> None:

@@ -1,0 +1,292 @@
+"""Who moves a session and its transport on: a thread of its own, or whoever waits for a result.
+
+One thread leads at a time: it alone uses the session and the transport. Usually that is the
+driver's own, and so all-reduces go on while their callers compute. But handing every call and
+every result from thread to thread takes longer than a small all-reduce itself. So a thread that
+waits for one after another leads in its place, and sends what it asks for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from reducer.errors import LocalProtocolError
+from worker_client.flight import Send
+from worker_client.session import Connect
+from worker_client.transport import Completed, Connected, Disconnected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from worker_client.operation import Operation
+    from worker_client.session import Action, Session
+    from worker_client.transport import Event, Transport
+
+IDLE_S = 0.5  # the leader looks at its clock at least this often
+UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
+REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
+OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
+ASKING_S = 0.005  # how long it does
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    """Moves all all-reduces of a client on.
+
+    Args:
+        session: decides.
+        transport: sends, receives and waits.
+        ended: called for every all-reduce that has ended, by the thread that leads.
+        left: called once, after the farewell and before buffers are given back.
+
+    Attributes:
+        closing: nothing may be submitted any more.
+        settled: set once the session has joined or was refused.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        transport: Transport,
+        ended: Callable[[Operation, ReductionError | None], None],
+        left: Callable[[], None],
+    ) -> None:
+        self.closing = False
+        self.settled = threading.Event()
+        self._session = session
+        self._transport = transport
+        self._ended = ended
+        self._left = left
+        self._queue: deque[Operation] = deque()
+        self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
+        self._failure: BaseException | None = None  # of a thread that led for a while
+        self._order = threading.Lock()  # keeps the order of calls; guards `closing`
+        self._lead = threading.RLock()  # whoever has it leads; only that thread can release it
+        self._leader = 0  # that thread
+        self._wanted_until = 0.0  # another thread asks the driver's own to step aside
+        self._waits = 0  # how often another thread has led
+        self._waited_at = 0.0
+        self._resume = threading.Event()  # ends the rest of the driver's own thread
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
+        self._thread.start()
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """Start an all-reduce.
+
+        Raises:
+            LocalProtocolError: the driver has stopped.
+        """
+        with self._order:
+            if self.closing:
+                raise LocalProtocolError("this client was shut down")
+            self._queue.append(operation)
+            first = len(self._queue) == 1
+        if not self._lead_with(self._take_lead, lambda: self._step(self._start)) and first:
+            self._wake()  # otherwise the leader was woken already
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        """Lead until `done`, or the clock says `until`, if that is faster; else return at once."""
+        if os.getpid() != self._pid:
+            return
+
+        def take() -> bool:
+            return self._take_lead() or self._ask_for_lead(until)
+
+        def lead() -> None:
+            self._waits += 1
+            while not (done() or self.closing) and (now := time.monotonic()) < until:
+                # An interrupt may end this wait, which loses nothing, ...
+                self._transport.wait(min(self._patience(now), until - now))
+                self._step(self._advance)
+            self._waits += 1
+
+        if self._lead_with(take, lead) and (self._session.active or self._queue):
+            self._resume.set()
+        self._waited_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Leave the job; what is in progress fails. May be called again."""
+        with self._order:
+            first, self.closing = not self.closing, True
+            if first:
+                self._transport.wake()
+        self._resume.set()
+        if threading.get_ident() not in {self._thread.ident, self._leader}:
+            self._thread.join()
+
+    # -- who leads ----------------------------------------------------------------------------
+
+    def _lead_with(self, take: Callable[[], bool], work: Callable[[], None]) -> bool:
+        """Do some work as the leader, if this thread is to lead; return whether it was.
+
+        Whatever interrupts it, Ctrl-C at any instant, leaves the lead free for others.
+        """
+        me = threading.get_ident()
+        if self._leader == me or self._failure or not self._transport.any_thread:
+            return False  # a callback in the middle of a step; things half done; not made for it
+        leads = False
+        try:
+            leads = take()
+            if leads:
+                work()
+        except BaseException:
+            leads = True  # perhaps
+            raise
+        finally:
+            if leads:  # from here to the release nothing is called, so nothing interrupts
+                if self._leader == me:
+                    self._leader = 0
+                try:  # noqa: SIM105 (suppress() would be a call)
+                    self._lead.release()
+                except RuntimeError:
+                    pass  # it was interrupted before it led
+        return leads
+
+    def _take_lead(self, timeout_s: float = 0.0) -> bool:
+        if not self._lead.acquire(timeout=timeout_s):
+            return False
+        self._leader = threading.get_ident()
+        return True
+
+    def _ask_for_lead(self, until: float) -> bool:
+        """Have the driver's own thread step aside, if that is likely to pay."""
+        now = time.monotonic()
+        again = now - self._waited_at < OFTEN_S
+        if not again or self._leader != self._thread.ident or self._session.active > 1:
+            return False
+        patience = max(0.0, min(ASKING_S, until - now))
+        self._wanted_until = now + patience
+        self._wake()
+        leads = self._take_lead(patience)
+        self._wanted_until = 0.0
+        return leads
+
+    def _wake(self) -> None:
+        with self._order:
+            if not self.closing:  # and so perhaps closed
+                self._transport.wake()
+
+    def _rest(self) -> None:
+        """Let others lead for as long as they do so again and again."""
+        waits = -1
+        while not self.closing and (self._is_wanted(time.monotonic()) or waits != self._waits):
+            waits = self._waits
+            if self._resume.wait(REST_S):
+                self._resume.clear()
+                return
+
+    def _is_wanted(self, now: float) -> bool:
+        return now < self._wanted_until and self._session.active <= 1
+
+    def _run(self) -> None:
+        try:
+            while not self.closing:
+                with self._lead:
+                    self._leader = threading.get_ident()
+                    while not (self.closing or self._failure):
+                        now = time.monotonic()
+                        if self._is_wanted(now):
+                            break
+                        self._transport.wait(self._patience(now))
+                        self._advance()
+                    self._leader = 0
+                if self._failure:
+                    break
+                self._rest()
+            how = "was shut down" if self._failure is None else f"failed: {self._failure!r}"
+            self._close(LocalProtocolError(f"the client {how}"))
+        except BaseException as error:
+            log.exception("the client stopped because of an error of its own")
+            self._close(LocalProtocolError(f"the client failed: {error!r}"))
+            raise
+
+    # -- what the leader does -----------------------------------------------------------------
+
+    def _patience(self, now: float) -> float:
+        deadline = self._session.next_deadline()
+        longest = UNSENT_S if self._unsent else IDLE_S
+        return longest if deadline is None else max(0.0, min(longest, deadline - now))
+
+    def _start(self) -> None:
+        """Start what has been submitted, and send what there is room for."""
+        while self._queue:
+            self._do(self._session.submit(self._queue.popleft(), time.monotonic()))
+        self._transport.refill()
+
+    def _advance(self) -> None:
+        """Do everything that is due."""
+        session = self._session
+        for event in self._transport.events():
+            self._do(self._take(event))
+        self._do(session.tick(time.monotonic()))
+        self._start()
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            for failed in unsent:
+                self._finish(*failed)
+        if not self.settled.is_set() and (session.joined or session.refusal is not None):
+            self.settled.set()
+
+    def _step(self, step: Callable[[], None]) -> None:
+        """Do a step as a leader that is not the driver's own thread."""
+        try:
+            step()
+        except BaseException as error:
+            # ... but one in here, such as Ctrl-C, may leave things half done.
+            self._failure = error
+            self._resume.set()
+            raise
+
+    def _take(self, event: Event) -> list[Action]:
+        if isinstance(event, Completed):
+            return self._session.completed(event.sequences, time.monotonic())
+        if isinstance(event, Connected):
+            return self._session.connected(event.link)
+        if isinstance(event, Disconnected):
+            return self._session.disconnected(event.link, event.reason)
+        return self._session.receive(*event, time.monotonic())
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._transport.send(*action)
+            elif isinstance(action, Connect):
+                self._transport.connect(action.endpoint)
+            else:
+                self._finish(action.operation, action.error)
+
+    def _finish(self, operation: Operation, error: ReductionError | None) -> None:
+        # Whoever hears of an error may write to the buffer, and other ranks must not see that.
+        begun = operation.sequence >= 0
+        if error is not None and begun and self._transport.reads(operation):
+            self._unsent.append((operation, error))
+        else:
+            self._ended(operation, error)
+
+    def _close(self, error: ReductionError) -> None:
+        with self._order:
+            self.closing = True
+            left = list(self._queue)
+            self._queue.clear()
+        with self._lead:
+            self._leader = threading.get_ident()
+            try:
+                self._do(self._session.close(error))
+                for operation in left:
+                    self._ended(operation, error)
+            finally:
+                self._transport.close()
+                self._left()  # a reducer here still sums what it has for the others
+                for failed in self._unsent:
+                    self._ended(*failed)
+                self._leader = 0

@@ -1,0 +1,39 @@
+"""What a session must know: who we are and where the reducers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from worker_client.flow import most_per_link
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session must know; every rank of a job gives the same but for `rank`.
+
+    Attributes:
+        job, generation, rank, world_size: who we are.
+        reducers: addresses, ``host:port``, in the same order at every rank.
+        window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
+        chunk_bytes: forced chunk size, 0 for the rule of the protocol.
+        weights: share of each reducer, relative to the others; equal if empty.
+        inproc: endpoints of reducers' threads in this process, by address.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    world_size: int
+    reducers: tuple[str, ...]
+    window_bytes: int
+    chunk_bytes: int = 0
+    weights: tuple[int, ...] = ()
+    inproc: Mapping[str, str] = field(default_factory=dict)
+
+    def window_per_reducer(self) -> int:
+        """Return the most bytes that will be in flight at one reducer."""
+        return most_per_link(self.window_bytes, self.chunk_bytes, len(self.reducers))
