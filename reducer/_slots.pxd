@@ -2,6 +2,8 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
+from reducer._libzmq cimport libzmq, zmq_msg_t
+
 
 cdef extern from "map.h" nogil:
     struct map_entry:
@@ -16,18 +18,6 @@ cdef extern from "map.h" nogil:
     void *map_get(const map *self, uint64_t key)
     bint map_put(map *self, uint64_t key, void *value)
     void map_free(map *self)
-
-
-cdef extern from "libzmq.h" nogil:
-    ctypedef struct zmq_msg_t:
-        pass
-
-    struct libzmq:
-        int (*msg_init_size)(zmq_msg_t *message, size_t nbytes) noexcept nogil
-        int (*msg_close)(zmq_msg_t *message) noexcept nogil
-        void *(*msg_data)(zmq_msg_t *message) noexcept nogil
-        size_t (*msg_size)(const zmq_msg_t *message) noexcept nogil
-        int (*last_errno)() noexcept nogil
 
 
 cdef extern from "wire/header.h" nogil:

@@ -7,18 +7,9 @@ from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
+from reducer._libzmq cimport libzmq, zmq_msg_t
 from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
 from worker_client.flight import LinkStats, Send
-
-
-cdef extern from "libzmq.h" nogil:
-    ctypedef struct zmq_msg_t:
-        pass
-
-    struct libzmq:
-        void *(*msg_data)(zmq_msg_t *message) noexcept nogil
-        size_t (*msg_size)(const zmq_msg_t *message) noexcept nogil
-        int (*last_errno)() noexcept nogil
 
 
 cdef extern from "wire/header.h" nogil:

@@ -42,7 +42,9 @@ class FlowControl:
 
     A link's window is the product of its rate and its shortest round trip, and what it takes
     besides to keep both ends busy. A window that is too small for the distance so grows with every
-    look until the rate grows no more.
+    look until the rate grows no more. A reducer that owns less than others gets less, so
+    that all are done at the same time: contributions to it must not fill the network card's queue,
+    while those to a larger owner wait at its end of the network, where all ranks meet.
 
     Args:
         flight: whose windows are set.
@@ -57,19 +59,22 @@ class FlowControl:
         self._flight = flight
         self._forced = forced
         self._most: dict[int, int] = {}
+        self._shares: dict[int, float] = {}
         self._rates: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
         self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
 
-    def admit(self, link: int, most: int) -> None:
+    def admit(self, link: int, most: int, share: float) -> None:
         """Begin with a link that the reducer has opened.
 
         Args:
             link: its index.
             most: the window that the reducer allows, bytes.
+            share: what the reducer owns, relative to the one that owns most, 0 to 1.
         """
         self._most[link] = most
+        self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
         self._received[link] = self._flight.stats(link).bytes_received
         self._set_window(link, 0.0)
@@ -116,5 +121,5 @@ class FlowControl:
     def _set_window(self, link: int, distance: float) -> None:
         most = self._most[link]
         busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
-        window = busy + int(distance)
+        window = int(busy * self._shares[link] ** 2 + distance)
         self._flight.set_window(link, most if self._forced else min(most, window))

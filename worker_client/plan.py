@@ -47,6 +47,10 @@ class Plan:
         self._weights = [weights[link.reducer] * whole // lanes[link.reducer] for link in owners]
         self._known.clear()
 
+    def share(self, link: Link) -> float:
+        """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
+        return self._weights_of_reducers[link.reducer] / max(self._weights_of_reducers)
+
     def next(self, nbytes: int) -> list[Part]:
         """Cut the buffer of the next all-reduce."""
         number, self._number = self._number, self._number + 1

@@ -86,11 +86,11 @@ class Session:
         )
         self.flight = flight(self._identity)
         self._tuner = ChunkTuner(settings.world_size, settings.chunk_bytes)
+        weights = settings.weights or (1,) * len(settings.reducers)
+        self._plan = Plan(weights, settings.chunk_bytes)
         self._flow = FlowControl(self.flight, self._tuner.chunk_bytes, settings.window_bytes > 0)
         self._question: Operation | None = None  # which the ranks are agreeing by
         self._held: list[tuple[Operation, float]] = []  # calls that wait for the answer
-        weights = settings.weights or (1,) * len(settings.reducers)
-        self._plan = Plan(weights, settings.chunk_bytes)
         for reducer, address in enumerate(settings.reducers):
             self._add_link(reducer, 0, address)
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
@@ -263,7 +263,7 @@ class Session:
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         welcome = decode(Welcome, payload)
-        self._flow.admit(link.index, header.window)
+        self._flow.admit(link.index, header.window, self._plan.share(link))
         self.flight.open(link.index)
         owed, link.owed = link.owed, {}
         actions: list[Action] = [self._abort(link, *failed) for failed in owed.items()]

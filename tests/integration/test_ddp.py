@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reducer import local_pool
+from tests.integration.launch import rank_environment
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -31,17 +30,7 @@ OPTIONS = (
 
 def run_ranks(world_size: int, group: str, out: Path, servers: list[str]) -> list[dict]:
     """Run `ddp_cases.py` at every rank and return what each wrote."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "REDUCTION_SERVERS": ",".join(servers),
-    }
+    environment = rank_environment(world_size, REDUCTION_SERVERS=",".join(servers))
     ranks = [
         subprocess.Popen(
             [sys.executable, str(CASES), str(out), group],

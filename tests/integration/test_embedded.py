@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ import psutil
 import pytest
 
 from reducer import local_pool
+from tests.integration.launch import rank_environment
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -57,17 +56,7 @@ def heed_ctrl_c() -> None:
 
 @contextmanager
 def ranks(world_size: int, code: str, **settings: str):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        **settings,
-    }
+    environment = rank_environment(world_size, **settings)
     started = [
         subprocess.Popen(
             [sys.executable, "-c", START + code],

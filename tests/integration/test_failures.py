@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,24 +16,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import psutil
 import pytest
-import zmq
 
-import worker_client
 from reducer import local_pool
 from reducer.errors import (
     CapacityError,
     ConfigError,
     DuplicateRankError,
-    LocalProtocolError,
     MismatchError,
     RankLostError,
     ReducerLostError,
-    ReductionError,
     ReductionTimeout,
     StaleGenerationError,
 )
-from reducer.wire.constants import MessageType
-from reducer.wire.header import Header
+from tests.integration.calls import all_reduce, errors_of, ones
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
@@ -46,29 +40,6 @@ pytestmark = [
     pytest.mark.usefixtures("impl"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
-
-
-def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:
-    return np.ones(count, dtype)
-
-
-def errors_of(works: list, within_s: float = 2.0) -> list[ReductionError]:
-    """The error of every rank's all-reduce; none may come later than that."""
-    deadline = time.monotonic() + within_s
-    found = []
-    for work in works:
-        with pytest.raises(ReductionError) as error:
-            work.wait(max(0.0, deadline - time.monotonic()))
-        assert work.done(), "still in progress"
-        found.append(error.value)
-    return found
-
-
-def all_reduce(clients: list[Client]) -> None:
-    """A plain all-reduce, to show that the job works."""
-    works = [client.all_reduce(ones(70_000), op="sum") for client in clients]
-    for work in works:
-        assert (work.wait(10) == len(clients)).all()
 
 
 # -- ranks that disagree ----------------------------------------------------------------------
@@ -330,145 +301,3 @@ def test_a_job_that_does_not_fit_is_refused() -> None:
         connect(rank=0, world_size=8, servers=servers)
     assert "REDUCTION_WINDOW_BYTES" in str(error.value)
     assert error.value.limit == "memory_limit"
-
-
-# -- strangers --------------------------------------------------------------------------------
-
-
-def test_garbage_disturbs_nobody(job: Callable[..., list[Client]], servers: list[str]) -> None:
-    clients = job(2)
-    all_reduce(clients)
-    host, port = servers[0].split(":")
-    rng = np.random.default_rng(0)
-    with contextlib.ExitStack() as stack, zmq.Context() as context:
-        for said in (b"GET / HTTP/1.1\r\n\r\n", rng.bytes(5000), b"\xff" * 100, b""):
-            stranger = stack.enter_context(socket.create_connection((host, int(port))))
-            stranger.sendall(said)
-        with context.socket(zmq.DEALER) as peer:
-            peer.linger = 0
-            peer.connect(f"tcp://{servers[0]}")
-            hello = Header(MessageType.HELLO, rank=0).pack()
-            for frames in (
-                [b""],
-                [rng.bytes(96)],
-                [Header(MessageType.CONTRIBUTION, sequence=1).pack(), b"xx"],
-                [hello, b"{}"],
-                [hello, b"[" * 4000],
-                [hello, b'{"job":"\\ud800"}'],
-                [hello, b"{}", b"third"],
-                [hello],
-                [b"RDSV\x09\x01"],
-            ):
-                peer.send_multipart(frames)
-                all_reduce(clients)
-                reply = peer.recv_multipart()  # told what is wrong
-                assert Header.unpack(reply[0]).type is MessageType.ERROR
-
-
-def test_slots_are_freed(job: Callable[..., list[Client]]) -> None:
-    clients = job(2)
-    reducers = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
-    assert len(reducers) == 2
-    arrays = [ones(1 << 20) for _ in clients]
-    sizes = []
-    for round_ in range(60):
-        works = [c.all_reduce(a, op="max") for c, a in zip(clients, arrays, strict=True)]
-        [work.wait(10) for work in works]
-        for _ in range(30):
-            works = [c.all_reduce(a[:50], op="max") for c, a in zip(clients, arrays, strict=True)]
-            [work.wait(10) for work in works]
-        if round_ >= 20:
-            sizes.append(sum(p.memory_info().rss for p in reducers))
-    assert max(sizes) - sizes[0] < 16 << 20  # a leak of one shard a round would be 80 MB
-
-
-# -- using the client -------------------------------------------------------------------------
-
-
-def test_many_in_flight_and_many_threads(job: Callable[..., list[Client]]) -> None:
-    clients = job(3, window_bytes="1MiB", chunk_bytes="64KiB")
-    works = [
-        [client.all_reduce(np.full(i, r + 1.0), op="sum") for i in range(300)]
-        for r, client in enumerate(clients)
-    ]
-    for of_rank in works:
-        for i, work in enumerate(of_rank):
-            assert (work.wait(20) == np.full(i, 6.0)).all()
-            assert work.done()
-
-    def call(client: Client, results: list) -> None:
-        results.extend(client.all_reduce(ones(), op="sum").wait(10)[0] for _ in range(50))
-
-    results: list[float] = []
-    threads = [threading.Thread(target=call, args=(c, results)) for c in clients for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert results == [3.0] * 300
-
-
-def test_shutdown_ends_what_is_in_flight(job: Callable[..., list[Client]]) -> None:
-    clients = job(2)
-    called = threading.Event()
-    work = clients[0].all_reduce(ones())
-    work.future().add_done_callback(lambda _: called.set())
-    with pytest.raises(ReductionTimeout, match="still in progress"):
-        work.wait(0.05)
-    clients[0].shutdown()
-    clients[0].shutdown()
-    (error,) = errors_of([work])
-    assert isinstance(error, LocalProtocolError)
-    assert called.wait(1)
-    with pytest.raises(LocalProtocolError, match="init"):
-        clients[0].all_reduce(ones())
-
-
-def test_misuse_is_refused_at_once(job: Callable[..., list[Client]]) -> None:
-    (client,) = job(1)
-    for wrong, match in (
-        ({"data": ones(), "op": "median"}, "median"),
-        ({"data": np.ones(3, np.int64), "op": "mean"}, "op='sum'"),
-        ({"data": [1.0, 2.0]}, "NumPy array"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            client.all_reduce(**wrong)
-    all_reduce([client])
-
-
-def _in_child(client: Client, answers: multiprocessing.Queue) -> None:
-    try:
-        client.all_reduce(ones())
-    except LocalProtocolError as error:
-        answers.put(str(error))
-    client.shutdown()
-
-
-def test_a_forked_child_cannot_use_the_client(job: Callable[..., list[Client]]) -> None:
-    clients = job(2)
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    child = fork.Process(target=_in_child, args=(clients[0], answers))
-    child.start()
-    assert "forked child" in answers.get(timeout=10)
-    child.join(10)
-    assert child.exitcode == 0
-    all_reduce(clients)
-
-
-def test_init_is_idempotent(servers: list[str]) -> None:
-    arguments = {"servers": servers, "rank": 0, "world_size": 1, "job": "idempotent"}
-    client = worker_client.init(**arguments)
-    assert worker_client.init() is client
-    assert worker_client.init(**arguments) is client
-    with pytest.raises(ConfigError, match="other arguments"):
-        worker_client.init(**{**arguments, "job": "another"})
-    client.shutdown()
-    again = worker_client.init(**arguments)
-    assert again is not client
-    again.shutdown()
-
-
-def test_without_reducers_or_a_process_group_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="REDUCTION_SERVERS"):
-        connect(rank=0, world_size=2)
-    with pytest.raises(ConfigError, match="torchrun"):
-        connect(servers="127.0.0.1:1")

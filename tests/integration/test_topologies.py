@@ -47,6 +47,14 @@ def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
         assert work.wait(30).tobytes() == expected.tobytes()
 
 
+def until_received(reducers: list[Server], nbytes: int) -> None:
+    """Wait until so many bytes lie, or lay, in slots; counters are up to date within a tick."""
+    deadline = time.monotonic() + 10.0
+    while sum(reducer.counters.bytes_in for reducer in reducers) < nbytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("impl", implementation.NAMES)
 def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_IMPL", impl)
@@ -60,7 +68,7 @@ def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.Mo
             for count in SIZES:
                 check_bits(clients, count, step)
         total = 4 * sum(SIZES) * 3
-        time.sleep(0.3)  # counters are brought up to date ten times a second
+        until_received([three, one], 3 * total)
         # Of large buffers both reducers own one half, whatever the number of their threads.
         for reducer in (three, one):
             assert reducer.counters.bytes_in == pytest.approx(3 * total / 2, rel=0.02)
@@ -147,7 +155,7 @@ def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl: str) -> 
                 late[0].wait(5)
 
         work.future().add_done_callback(overwrite)
-        time.sleep(0.2)  # until its contributions lie in the reducers' slots
+        until_received([first, second], mine.nbytes)
         one.shutdown()
         with pytest.raises(LocalProtocolError):
             work.wait(5)

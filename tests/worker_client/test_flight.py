@@ -1,63 +1,26 @@
-"""What a worker has in flight: the rules one by one, and the twins side by side."""
+"""What a worker has in flight: the rules one by one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
-from reducer.wire.header import Header
-from worker_client import implementation
+from tests.worker_client.flights import (
+    IDENTITY,
+    answer,
+    header_of,
+    make,
+    operation,
+    result,
+    where,
+)
 from worker_client.flight import Part
 from worker_client.operation import Operation
 
 if TYPE_CHECKING:
-    import random
-
-    from worker_client.flight import Flight, Send
-
-IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
-WINDOW = 4096  # four small contributions
-
-
-def make(name: str, links: int = 2, window: int = WINDOW, **identity: int) -> Flight:
-    """A flight whose links are shut."""
-    chosen = implementation.select(name)
-    assert chosen.name == name
-    flight = chosen.flight(IDENTITY._replace(**identity))
-    for _ in range(links):
-        flight.add_link(window)
-    return flight
-
-
-def operation(data: bytes | bytearray | int, name: str | None = "it") -> Operation:
-    view = memoryview(bytearray(data))
-    return Operation(view, DType.UINT8, ReduceOp.SUM, name, 1.0)
-
-
-def header_of(send: Send) -> Header:
-    return Header.unpack(send.header)
-
-
-def where(sends: list[Send]) -> list[tuple[int, int, int]]:
-    headers = [(send.link, header_of(send)) for send in sends]
-    return [(link, header.sequence, header.offset) for link, header in headers]
-
-
-def result(send: Send, **change: Any) -> tuple[bytes, bytes]:
-    """The frames that answer a contribution."""
-    header = header_of(send)._replace(type=MessageType.RESULT, rank=0, watermark=0)
-    payload = change.pop("payload", bytes(255 - byte for byte in send.payload))
-    return header._replace(**change).pack(), payload
-
-
-def answer(flight: Flight, send: Send, now: float = 2.0, **change: Any) -> list[int] | None:
-    return flight.take(send.link, *result(send, **change), now)
+    from worker_client.flight import Flight
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -345,128 +308,3 @@ def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight: Flight) -> None
     flight.end(1)
     for buffer in buffers:
         buffer.append(0)
-
-
-# -- the twins side by side -----------------------------------------------------------------------
-
-
-@dataclass
-class Twin:
-    """A flight, its own copy of every buffer, and what it has sent."""
-
-    flight: Any
-    buffers: list[Operation] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
-
-
-class Twins(RuleBasedStateMachine):
-    """Whatever is asked of both, both answer the same."""
-
-    @initialize(
-        links=st.integers(1, 3), rank=st.integers(0, 2), window=st.sampled_from([1, WINDOW])
-    )
-    def begin(self, links: int, rank: int, window: int) -> None:
-        self.links = links
-        self.now = 0.0
-        self.active: set[int] = set()
-        self.twins = [Twin(make(name, links, window, rank=rank)) for name in ("plain", "compiled")]
-
-    def both(self, ask: Any) -> Any:
-        """Ask both and return the common answer."""
-        self.now += 0.001
-        plain, compiled = (ask(twin) for twin in self.twins)
-        assert plain == compiled
-        return plain
-
-    def link(self, choice: random.Random) -> int:
-        return choice.randrange(self.links)
-
-    @rule(choice=st.randoms(use_true_random=False), sizes=st.lists(st.integers(1, 6), max_size=5))
-    def submit(self, choice: random.Random, sizes: list[int]) -> None:
-        cut, end = [], 0
-        for size in sizes:
-            start, end = end, end + 64 * size
-            cut.append(Part(self.link(choice), start, end))
-        cut = cut or [Part(self.link(choice), 0, 0)]
-        chunk_bytes = 64 * choice.randint(1, 3)
-        data = choice.randbytes(end)
-
-        def ask(twin: Twin) -> int:
-            twin.buffers.append(operation(data))
-            return twin.flight.submit(twin.buffers[-1], cut, chunk_bytes)
-
-        self.active.add(self.both(ask))
-
-    @rule(
-        choice=st.randoms(use_true_random=False), window=st.sampled_from([0, 1000, 4096, 1 << 20])
-    )
-    def change_a_link(self, choice: random.Random, window: int) -> None:
-        link = self.link(choice)
-        self.both(lambda twin: twin.flight.open(link))
-        self.both(lambda twin: twin.flight.set_window(link, window))
-
-    @rule()
-    def refill(self) -> None:
-        def ask(twin: Twin) -> list[tuple]:
-            sends = twin.flight.refill(self.now)
-            twin.sends += sends
-            return [(send.link, header_of(send), bytes(send.payload)) for send in sends]
-
-        self.both(ask)
-
-    @precondition(lambda self: self.twins[0].sends)
-    @rule(choice=st.randoms(use_true_random=False), odd=st.integers(0, 9))
-    def answer(self, choice: random.Random, odd: int) -> None:
-        at = choice.randrange(len(self.twins[0].sends))
-        send = self.twins[0].sends[at]
-        link = send.link if odd else self.link(choice)
-        changes = [{}] * 9 + [
-            {"offset": header_of(send).offset + 64},
-            {"sequence": header_of(send).sequence + 1},
-            {"nbytes": 64, "payload": bytes(64)},
-            {"op": ReduceOp.MIN},
-        ]
-        change = choice.choice(changes)
-        frames = result(send, **dict(change))
-        done = self.both(lambda twin: twin.flight.take(link, *frames, self.now))
-        self.active -= set(done or ())
-
-    @precondition(lambda self: self.active)
-    @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
-    def give_up(self, choice: random.Random, whole: bool) -> None:
-        sequence, link = choice.choice(sorted(self.active)), self.link(choice)
-        if whole:
-            self.active.remove(sequence)
-            self.both(lambda twin: twin.flight.end(sequence))
-        else:
-            self.both(lambda twin: twin.flight.forget(link, sequence))
-
-    @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
-    def lose_a_link(self, choice: random.Random, often: int) -> None:
-        link = self.link(choice)
-        if often == 0:
-            for sequence in self.both(lambda twin: twin.flight.reset(link)):
-                self.active.remove(sequence)
-                self.both(lambda twin, sequence=sequence: twin.flight.end(sequence))
-
-    @invariant()
-    def they_agree(self) -> None:
-        if not hasattr(self, "twins"):
-            return
-        plain, compiled = (twin.flight for twin in self.twins)
-        assert plain.watermark == compiled.watermark
-        for link in range(self.links):
-            stats = plain.stats(link)
-            assert compiled.stats(link) == pytest.approx(stats, abs=1e-6)
-            assert 0 <= stats.in_flight <= max(stats.in_flight, stats.window)
-            for sequence in self.active:
-                self.both(lambda twin, at=(link, sequence): twin.flight.waits_for(*at))
-                self.both(lambda twin, at=(link, sequence): twin.flight.expects(*at, 64))
-        for one, other in zip(*(twin.buffers for twin in self.twins), strict=True):
-            assert one.view == other.view
-
-
-TestTwins = Twins.TestCase
-TestTwins.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True
-)

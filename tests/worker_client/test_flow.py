@@ -64,7 +64,7 @@ def test_a_near_network_needs_little_more_than_two_chunks() -> None:
     path = Path(4, rate=12e6, rtt_s=0.001)
     flow = FlowControl(path, 512 * KIB, forced=False)
     for link in range(4):
-        flow.admit(link, 8 * MIB)
+        flow.admit(link, 8 * MIB, 1.0)
     assert flow.rate == 0
     assert path.windows == [MIB] * 4
     run(flow, path, 5)
@@ -75,10 +75,18 @@ def test_a_near_network_needs_little_more_than_two_chunks() -> None:
     assert path.windows == [pytest.approx(BUSY_BYTES + 12e6 * 0.001, rel=0.01)] * 4
 
 
+def test_a_reducer_that_owns_less_gets_a_smaller_window() -> None:
+    path = Path(3, rate=12e6, rtt_s=0.001)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    for link, share in enumerate((1.0, 1 / 2, 0.0)):
+        flow.admit(link, 8 * MIB, share)
+    assert path.windows == [BUSY_BYTES, BUSY_BYTES // 4, 0]
+
+
 def test_a_far_network_gets_what_it_holds() -> None:
     path = Path(1, rate=1.2e9, rtt_s=0.010)  # 12 MB
     flow = FlowControl(path, MIB, forced=False)
-    flow.admit(0, MOST_BYTES)
+    flow.admit(0, MOST_BYTES, 1.0)
     run(flow, path, 1)
     assert path.windows[0] == pytest.approx(4 * MIB, rel=0.01)  # it grew by what it was
     run(flow, path, 10)
@@ -91,17 +99,17 @@ def test_a_far_network_gets_what_it_holds() -> None:
 def test_never_more_than_the_reducer_allows() -> None:
     path = Path(1, rate=1e10, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, MIB)
+    flow.admit(0, MIB, 1.0)
     run(flow, path, 5)
     assert path.windows == [MIB]
-    flow.admit(0, 100 * KIB)  # less than two chunks
+    flow.admit(0, 100 * KIB, 1.0)  # less than two chunks
     assert path.windows == [100 * KIB]
 
 
 def test_a_forced_window_stays() -> None:
     path = Path(1, rate=1e9, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=True)
-    flow.admit(0, 5 * MIB)
+    flow.admit(0, 5 * MIB, 1.0)
     run(flow, path, 5)
     assert path.windows == [5 * MIB]
 
@@ -109,7 +117,7 @@ def test_a_forced_window_stays() -> None:
 def test_small_and_failed_all_reduces_say_nothing() -> None:
     path = Path(1, rate=1e9, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, 5 * MIB)
+    flow.admit(0, 5 * MIB, 1.0)
     run(flow, path, 5, MEASURED_BYTES - 1)
     flow.begin(MIB, 10.0)
     path.carry(0.5)
@@ -125,7 +133,7 @@ def test_small_and_failed_all_reduces_say_nothing() -> None:
 def test_a_long_all_reduce_is_measured_on_the_way() -> None:
     path = Path(1, rate=1e9, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, 1 << 30)
+    flow.admit(0, 1 << 30, 1.0)
     flow.tick(5.0)
     flow.begin(1 << 30, 10.0)
     path.carry(LOOK_S / 2)

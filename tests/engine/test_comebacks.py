@@ -1,0 +1,91 @@
+"""Ranks that leave in the middle of a round, and come back or come late."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.errors import (
+    MismatchError,
+    RankLostError,
+)
+from reducer.wire.constants import ReduceOp
+from reducer.wire.messages import encode_error
+from tests.engine.words import M, Reducer, kinds, told, two_chunks
+
+
+def test_contributions_of_two_lives_are_not_mixed(reducer: Reducer) -> None:
+    two_chunks(reducer, 1, 0)
+    assert reducer.engine.unreachable(b"1") == []  # nobody waits for it yet
+    assert kinds(reducer.hello(1)) == [M.WELCOME]
+    assert reducer.engine.held() == 0
+    errors = told(two_chunks(reducer, 1, 0, 64))
+    assert isinstance(errors[b"1"], RankLostError)
+    errors = told(two_chunks(reducer, 0, 0))
+    assert errors[b"0"].rank == 1
+    assert reducer.engine.held() == 0
+
+
+def test_a_rank_that_comes_back_to_a_round_that_is_done_is_told(reducer: Reducer) -> None:
+    reducer.contribute(1)
+    reducer.contribute(0)
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1)
+    errors = told(reducer.contribute(1))
+    assert errors[b"1"].rank == 1
+
+
+def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer: Reducer) -> None:
+    body = encode_error(RankLostError("gone", rank=7))
+    assert told(reducer.say(1, M.ABORT, 0, body)).keys() == {b"1"}
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1)
+    assert told(reducer.contribute(1))[b"1"].rank == 7
+
+
+@pytest.mark.parametrize("watermark", [0, 1])
+def test_nobody_waits_for_a_rank_that_came_back_without_its_rounds(
+    reducer: Reducer, watermark: int
+) -> None:
+    two_chunks(reducer, 0, 0)
+    assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2  # one chunk is done
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1, watermark=watermark)
+    errors = told(two_chunks(reducer, 0, 64))
+    assert errors[b"0"].rank == 1
+
+
+def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation: str) -> None:
+    reducer = Reducer(implementation)
+    for rank in range(3):
+        reducer.hello(rank, world_size=3)
+    for rank in range(2):
+        reducer.contribute(rank)
+    assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
+    errors = told(reducer.hello(1, world_size=3))
+    assert errors.keys() == {b"0"}
+    assert errors[b"0"].rank == 1
+    assert reducer.engine.held() == 0
+
+
+def test_nobody_waits_for_a_rank_that_joins_later_than_the_round(
+    implementation: str, reducer: Reducer
+) -> None:
+    reducer = Reducer(
+        implementation
+    )  # it was restarted, and rank 1 gave up what rank 0 has just begun
+    reducer.hello(0, watermark=3)
+    reducer.contribute(0, sequence=3)
+    errors = told(reducer.hello(1, watermark=4))
+    assert errors[b"0"].rank == 1
+
+
+def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -> None:
+    reducer = Reducer(implementation)
+    for rank in range(2):
+        reducer.hello(rank, world_size=3)
+    reducer.contribute(0)
+    reducer.contribute(1, op=ReduceOp.MAX)
+    for rank in range(2):
+        reducer.contribute(rank, sequence=1, watermark=1)
+    reducer.hello(2, world_size=3)
+    assert isinstance(told(reducer.contribute(2))[b"2"], MismatchError)

@@ -1,0 +1,74 @@
+"""An engine, and what its workers say to it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, decode_error, encode
+from tests.engine.twins import Served
+
+M = MessageType
+WINDOW = 1 << 16
+
+
+class Reducer:
+    """An engine, and the words of its workers."""
+
+    def __init__(self, implementation: str, memory_limit: int = 1 << 30) -> None:
+        self.served = Served(implementation, memory_limit=memory_limit, address="here:1")
+        self.engine = self.served.engine
+
+    def hello(self, rank: int, world_size: int = 2, peer: bytes | None = None, **change) -> list:
+        fields = {"generation": 0, "watermark": 0, "window": WINDOW}
+        fields |= {name: change.pop(name) for name in list(change) if name in fields}
+        settings = {"job": "job", "reducers": 1, "reducer_index": 0} | change
+        header = Header(M.HELLO, job=fingerprint(settings["job"]), rank=rank, **fields)
+        body = encode(Hello(world_size=world_size, **settings))
+        return self.served.receive(peer or b"%d" % rank, header.pack(), body)
+
+    def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
+        payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
+        header = Header(
+            M.CONTRIBUTION,
+            job=fingerprint("job"),
+            sequence=sequence,
+            total_bytes=len(payload),
+            nbytes=len(payload),
+            rank=rank,
+            dtype=DType.FLOAT32,
+            op=ReduceOp.SUM,
+            wire_dtype=DType.FLOAT32,
+        )._replace(**change)
+        return self.served.receive(b"%d" % rank, header.pack(), payload)
+
+    def say(self, rank: int, kind: MessageType, sequence: int, body: bytes = b"", **change) -> list:
+        header = Header(kind, job=fingerprint("job"), rank=rank, sequence=sequence, **change)
+        return self.served.receive(b"%d" % rank, header.pack(), body)
+
+    def rounds(self) -> set[int]:
+        return {sequence for job in self.engine.jobs for sequence in job.rounds}
+
+
+def told(sends: list) -> dict[bytes, Exception]:
+    """Errors by peer."""
+    found = {}
+    for send in sends:
+        header = Header.unpack(send.header)
+        if header.type is M.ERROR:
+            assert send.peer not in found
+            found[send.peer] = decode_error(send.payload, header.sequence)
+    return found
+
+
+def kinds(sends: list) -> list[MessageType]:
+    return [Header.unpack(send.header).type for send in sends]
+
+
+def two_chunks(reducer: Reducer, rank: int, *offsets: int, **change) -> list:
+    """Contribute some chunks of a buffer of two."""
+    sends = []
+    for offset in offsets:
+        sends += reducer.contribute(rank, total_bytes=128, offset=offset, **change)
+    return sends

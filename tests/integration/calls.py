@@ -1,0 +1,39 @@
+"""All-reduces that the tests of failures make."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from reducer.errors import (
+    ReductionError,
+)
+
+if TYPE_CHECKING:
+    from worker_client.client import Client
+
+
+def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:
+    return np.ones(count, dtype)
+
+
+def errors_of(works: list, within_s: float = 2.0) -> list[ReductionError]:
+    """The error of every rank's all-reduce; none may come later than that."""
+    deadline = time.monotonic() + within_s
+    found = []
+    for work in works:
+        with pytest.raises(ReductionError) as error:
+            work.wait(max(0.0, deadline - time.monotonic()))
+        assert work.done(), "still in progress"
+        found.append(error.value)
+    return found
+
+
+def all_reduce(clients: list[Client]) -> None:
+    """A plain all-reduce, to show that the job works."""
+    works = [client.all_reduce(ones(70_000), op="sum") for client in clients]
+    for work in works:
+        assert (work.wait(10) == len(clients)).all()

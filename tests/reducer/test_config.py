@@ -1,0 +1,167 @@
+"""A reducer's settings: where they come from, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from reducer import config as reducer_config
+from reducer.errors import ConfigError
+from worker_client import config
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide what the environment says, perhaps because a launcher started these tests."""
+    for name in list(os.environ):
+        if name.upper().startswith(("REDUCTION_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_reducers_defaults() -> None:
+    settings = reducer_config.load(bind=None, memory_limit=None, insecure=None, kernel=None)
+    assert settings.model_dump() == {
+        "bind": "tcp://127.0.0.1:5555",
+        "memory_limit": 8 << 30,
+        "insecure": False,
+        "kernel": None,
+        "threads": 1,
+        "io_threads": 1,
+        "cpus": None,
+        "impl": None,
+    }
+
+
+def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
+    monkeypatch.setenv("REDUCTION_INSECURE", "1")
+    monkeypatch.setenv("REDUCTION_MEMORY_LIMIT", "2GiB")
+    monkeypatch.setenv("REDUCTION_KERNEL", "generic")
+    monkeypatch.setenv("REDUCTION_THREADS", "2")
+    monkeypatch.setenv("REDUCTION_IO_THREADS", "3")
+    monkeypatch.setenv("REDUCTION_CPUS", "0-1")
+    monkeypatch.setenv("REDUCTION_IMPL", "plain")
+    monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
+    assert reducer_config.load(kernel="numpy").model_dump() == {
+        "bind": "tcp://0.0.0.0:0",
+        "memory_limit": 2 << 30,
+        "insecure": True,
+        "kernel": "numpy",
+        "threads": 2,
+        "io_threads": 3,
+        "cpus": (0, 1),
+        "impl": "plain",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("64MB", 64_000_000), ("67108864", 64 * MIB), (4096, 4096), ("1GiB", 1 << 30)],
+)
+def test_memory_limit(text: str | int, value: int) -> None:
+    assert reducer_config.load(memory_limit=text).memory_limit == value
+
+
+LOOPBACK = ["127.0.0.1", "127.1.2.3", "[::1]", "localhost"]
+EXPOSED = ["0.0.0.0", "10.0.0.1", "*", "eth0", "[::]", "node.example", "localhost.example"]  # noqa: S104
+
+
+@pytest.mark.parametrize("host", LOOPBACK)
+def test_this_machine_needs_no_permission(host: str) -> None:
+    bind = f"tcp://{host}:0"
+    assert reducer_config.is_loopback(bind)
+    assert reducer_config.load(bind=bind).bind == bind
+
+
+@pytest.mark.parametrize("host", EXPOSED)
+def test_beyond_this_machine_only_when_insecure(host: str) -> None:
+    bind = f"tcp://{host}:5555"
+    assert not reducer_config.is_loopback(bind)
+    with pytest.raises(ConfigError, match=r"other machines.*pass --insecure"):
+        reducer_config.load(bind=bind)
+    with pytest.raises(ConfigError, match="--insecure"):
+        reducer_config.load(bind=bind, insecure=False)
+    assert reducer_config.load(bind=bind, insecure=True).bind == bind
+
+
+@pytest.mark.parametrize(
+    "bind",
+    [
+        "",
+        "127.0.0.1:5555",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:",
+        "tcp://:5555",
+        "tcp://127.0.0.1:65536",
+        "tcp://127.0.0.1:-1",
+        "tcp://127.0.0.1:5555/path",
+        "tcp://::1:5555",
+        "tcp://127.0.0.1:5555,tcp://0.0.0.0:5555",
+        "udp://127.0.0.1:5555",
+        "ipc:///tmp/socket",
+    ],
+)
+@pytest.mark.parametrize("insecure", [False, True])
+def test_bad_binds(bind: str, insecure: bool) -> None:
+    assert not reducer_config.is_loopback(bind) or bind.endswith("65536")
+    with pytest.raises(ConfigError, match=r"^bind: write it as tcp://HOST:PORT, got "):
+        reducer_config.load(bind=bind, insecure=insecure)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("memory_limit", "0"),
+        ("memory_limit", "-1"),
+        ("memory_limit", "lots"),
+        ("insecure", "maybe"),
+    ],
+)
+def test_a_mistake_at_the_reducer_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: .*got '{text}'"):
+        reducer_config.load(**{name: text})
+    monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
+    with pytest.raises(ConfigError, match=f"^{name}: .*got '{text}'"):
+        reducer_config.load()
+
+
+def test_every_mistake_at_the_reducer_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"^bind: .*\nmemory_limit: "):
+        reducer_config.load(bind="x", memory_limit=0)
+
+
+def test_an_unknown_argument_of_the_reducer_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^port: Extra inputs"):
+        reducer_config.load(port=5555)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("5ms", 0.005), ("2min", 120.0), (3, 3.0)])
+def test_a_duration_given_as_an_argument(value: object, seconds: float) -> None:
+    assert config.seconds("timeout", value) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("value", ["soon", 0, -1, float("nan"), None])
+def test_no_duration(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^timeout: .*got"):
+        config.seconds("timeout", value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("all", "write CPUs such as 0-3,8"),
+        ("1-0", "this process may run on CPUs"),
+        ("0,99999", "this process may run on CPUs"),
+        ("", "write CPUs such as 0-3,8"),
+    ],
+)
+def test_cpus_that_are_none(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^cpus: {reason}"):
+        reducer_config.load(cpus=text)

@@ -1,0 +1,57 @@
+"""Clients that have joined scripted reducers."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import zmq
+
+from tests.transport.scripted import CHUNK, MIB, Reducer
+from worker_client.client import Client
+from worker_client.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def impl(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def joined(
+    impl: str, context: zmq.Context
+) -> Iterator[Callable[..., tuple[Client, list[Reducer]]]]:
+    """Make a client of rank 0 of 2 that has joined some reducers."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            reducers: int = 1, window: int = MIB, timeout_s: float = 10.0, receive_limit: int = 0
+        ) -> tuple[Client, list[Reducer]]:
+            pool = [Reducer(context, receive_limit) for _ in range(reducers)]
+            for reducer in pool:
+                stack.callback(reducer.socket.close)
+            addresses = tuple(f"127.0.0.1:{reducer.port}" for reducer in pool)
+            settings = Settings("job", 0, 0, 2, addresses, window, CHUNK)
+            with ThreadPoolExecutor(1) as thread:
+                client = thread.submit(
+                    Client, settings, timeout_s=timeout_s, connect_timeout_s=5.0, impl=impl
+                )
+                for reducer in pool:
+                    reducer.welcome()
+                made = stack.enter_context(client.result(5))
+            assert made.impl == impl
+            return made, pool
+
+        yield make

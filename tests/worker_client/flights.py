@@ -1,0 +1,51 @@
+"""Flights of both implementations, and the reducers' answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header
+from worker_client import implementation
+from worker_client.operation import Operation
+
+if TYPE_CHECKING:
+    from worker_client.flight import Flight, Send
+
+IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
+WINDOW = 4096  # four small contributions
+
+
+def make(name: str, links: int = 2, window: int = WINDOW, **identity: int) -> Flight:
+    """A flight whose links are shut."""
+    chosen = implementation.select(name)
+    assert chosen.name == name
+    flight = chosen.flight(IDENTITY._replace(**identity))
+    for _ in range(links):
+        flight.add_link(window)
+    return flight
+
+
+def operation(data: bytes | bytearray | int, name: str | None = "it") -> Operation:
+    view = memoryview(bytearray(data))
+    return Operation(view, DType.UINT8, ReduceOp.SUM, name, 1.0)
+
+
+def header_of(send: Send) -> Header:
+    return Header.unpack(send.header)
+
+
+def where(sends: list[Send]) -> list[tuple[int, int, int]]:
+    headers = [(send.link, header_of(send)) for send in sends]
+    return [(link, header.sequence, header.offset) for link, header in headers]
+
+
+def result(send: Send, **change: Any) -> tuple[bytes, bytes]:
+    """The frames that answer a contribution."""
+    header = header_of(send)._replace(type=MessageType.RESULT, rank=0, watermark=0)
+    payload = change.pop("payload", bytes(255 - byte for byte in send.payload))
+    return header._replace(**change).pack(), payload
+
+
+def answer(flight: Flight, send: Send, now: float = 2.0, **change: Any) -> list[int] | None:
+    return flight.take(send.link, *result(send, **change), now)

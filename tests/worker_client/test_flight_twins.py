@@ -1,0 +1,149 @@
+"""What a worker has in flight: the implementations side by side, in any order of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from reducer.wire.constants import ReduceOp
+from tests.worker_client.flights import (
+    WINDOW,
+    header_of,
+    make,
+    operation,
+    result,
+)
+from worker_client.flight import Part
+
+if TYPE_CHECKING:
+    import random
+
+    from worker_client.flight import Send
+    from worker_client.operation import Operation
+
+
+@dataclass
+class Twin:
+    """A flight, its own copy of every buffer, and what it has sent."""
+
+    flight: Any
+    buffers: list[Operation] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+
+
+class Twins(RuleBasedStateMachine):
+    """Whatever is asked of both, both answer the same."""
+
+    @initialize(
+        links=st.integers(1, 3), rank=st.integers(0, 2), window=st.sampled_from([1, WINDOW])
+    )
+    def begin(self, links: int, rank: int, window: int) -> None:
+        self.links = links
+        self.now = 0.0
+        self.active: set[int] = set()
+        self.twins = [Twin(make(name, links, window, rank=rank)) for name in ("plain", "compiled")]
+
+    def both(self, ask: Any) -> Any:
+        """Ask both and return the common answer."""
+        self.now += 0.001
+        plain, compiled = (ask(twin) for twin in self.twins)
+        assert plain == compiled
+        return plain
+
+    def link(self, choice: random.Random) -> int:
+        return choice.randrange(self.links)
+
+    @rule(choice=st.randoms(use_true_random=False), sizes=st.lists(st.integers(1, 6), max_size=5))
+    def submit(self, choice: random.Random, sizes: list[int]) -> None:
+        cut, end = [], 0
+        for size in sizes:
+            start, end = end, end + 64 * size
+            cut.append(Part(self.link(choice), start, end))
+        cut = cut or [Part(self.link(choice), 0, 0)]
+        chunk_bytes = 64 * choice.randint(1, 3)
+        data = choice.randbytes(end)
+
+        def ask(twin: Twin) -> int:
+            twin.buffers.append(operation(data))
+            return twin.flight.submit(twin.buffers[-1], cut, chunk_bytes)
+
+        self.active.add(self.both(ask))
+
+    @rule(
+        choice=st.randoms(use_true_random=False), window=st.sampled_from([0, 1000, 4096, 1 << 20])
+    )
+    def change_a_link(self, choice: random.Random, window: int) -> None:
+        link = self.link(choice)
+        self.both(lambda twin: twin.flight.open(link))
+        self.both(lambda twin: twin.flight.set_window(link, window))
+
+    @rule()
+    def refill(self) -> None:
+        def ask(twin: Twin) -> list[tuple]:
+            sends = twin.flight.refill(self.now)
+            twin.sends += sends
+            return [(send.link, header_of(send), bytes(send.payload)) for send in sends]
+
+        self.both(ask)
+
+    @precondition(lambda self: self.twins[0].sends)
+    @rule(choice=st.randoms(use_true_random=False), odd=st.integers(0, 9))
+    def answer(self, choice: random.Random, odd: int) -> None:
+        at = choice.randrange(len(self.twins[0].sends))
+        send = self.twins[0].sends[at]
+        link = send.link if odd else self.link(choice)
+        changes = [{}] * 9 + [
+            {"offset": header_of(send).offset + 64},
+            {"sequence": header_of(send).sequence + 1},
+            {"nbytes": 64, "payload": bytes(64)},
+            {"op": ReduceOp.MIN},
+        ]
+        change = choice.choice(changes)
+        frames = result(send, **dict(change))
+        done = self.both(lambda twin: twin.flight.take(link, *frames, self.now))
+        self.active -= set(done or ())
+
+    @precondition(lambda self: self.active)
+    @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
+    def give_up(self, choice: random.Random, whole: bool) -> None:
+        sequence, link = choice.choice(sorted(self.active)), self.link(choice)
+        if whole:
+            self.active.remove(sequence)
+            self.both(lambda twin: twin.flight.end(sequence))
+        else:
+            self.both(lambda twin: twin.flight.forget(link, sequence))
+
+    @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
+    def lose_a_link(self, choice: random.Random, often: int) -> None:
+        link = self.link(choice)
+        if often == 0:
+            for sequence in self.both(lambda twin: twin.flight.reset(link)):
+                self.active.remove(sequence)
+                self.both(lambda twin, sequence=sequence: twin.flight.end(sequence))
+
+    @invariant()
+    def they_agree(self) -> None:
+        if not hasattr(self, "twins"):
+            return
+        plain, compiled = (twin.flight for twin in self.twins)
+        assert plain.watermark == compiled.watermark
+        for link in range(self.links):
+            stats = plain.stats(link)
+            assert compiled.stats(link) == pytest.approx(stats, abs=1e-6)
+            assert 0 <= stats.in_flight <= max(stats.in_flight, stats.window)
+            for sequence in self.active:
+                self.both(lambda twin, at=(link, sequence): twin.flight.waits_for(*at))
+                self.both(lambda twin, at=(link, sequence): twin.flight.expects(*at, 64))
+        for one, other in zip(*(twin.buffers for twin in self.twins), strict=True):
+            assert one.view == other.view
+
+
+TestTwins = Twins.TestCase
+TestTwins.settings = settings(
+    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True
+)
