@@ -1,0 +1,77 @@
+"""Which link carries what: lanes, weights, and plans that are kept."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reducer.wire.layout import shards
+from worker_client import plan as plan_module
+from worker_client.link import Link
+from worker_client.plan import Plan
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def links(*places: tuple[int, int]) -> list[Link]:
+    """Links to (reducer, lane), in this order."""
+    return [
+        Link(index, reducer, lane, f"here:{index}") for index, (reducer, lane) in enumerate(places)
+    ]
+
+
+def made(weights: tuple[int, ...], among: list[Link], chunk_bytes: int = 0) -> Plan:
+    plan = Plan(weights, chunk_bytes)
+    plan.use(among)
+    return plan
+
+
+@given(
+    weights=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    sizes=st.lists(st.sampled_from([0, 1, 70 * KIB, MIB, MIB + 1]), min_size=1, max_size=40),
+    chunk_bytes=st.sampled_from([0, 64, 64 * KIB]),
+)
+def test_a_plan_that_was_kept_is_the_one_that_would_be_made(
+    weights: list[int], sizes: list[int], chunk_bytes: int
+) -> None:
+    plan = made(tuple(weights), links(*((r, 0) for r in range(len(weights)))), chunk_bytes)
+    for number, nbytes in enumerate(sizes):
+        parts = [(part.link, part.start, part.end) for part in plan.next(nbytes)]
+        assert parts == shards(nbytes, weights, number, chunk_bytes)
+
+
+def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
+    early = made((2, 1), links((0, 0), (1, 0), (0, 1), (0, 2)))
+    late = made((2, 1), links((1, 0), (0, 2), (0, 0), (0, 1)))
+    sizes = [part.end - part.start for part in early.next(9 * MIB)]
+    assert sizes == [2 * MIB, 2 * MIB, 2 * MIB, 3 * MIB]
+    assert [part.end - part.start for part in late.next(9 * MIB)] == sizes
+    assert [part.link for part in made((2, 1), links((1, 0), (0, 1), (0, 0))).next(9 * MIB)] == [
+        2,
+        1,
+        0,
+    ]
+
+
+def test_a_new_link_makes_new_plans() -> None:
+    among = links((0, 0), (1, 0))
+    plan = made((1, 1), among[:1])
+    assert [part.link for part in plan.next(MIB)] == [0]
+    plan.use(among)
+    assert [part.link for part in plan.next(MIB)] == [1, 0]  # the second call begins elsewhere
+
+
+def test_few_plans_are_kept(monkeypatch) -> None:
+    monkeypatch.setattr(plan_module, "_KEPT", 3)
+    plan = made((1,), links((0, 0)))
+    for nbytes in (1, 2, 3, 4, 1, 2):
+        assert plan.next(nbytes) == [(0, 0, nbytes)]
+        assert len(plan._known) <= 3
+
+
+def test_what_a_reducer_owns_beside_the_largest_owner() -> None:
+    pool, rank, none = links((0, 0), (1, 0), (2, 0))
+    plan = made((6, 2, 0), [pool, rank, none])
+    assert [plan.share(link) for link in (pool, rank, none)] == [1.0, 1 / 3, 0.0]
+    assert {part.link for part in plan.next(MIB)} == {0, 1}
