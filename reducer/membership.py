@@ -197,7 +197,8 @@ class Membership:
             raise CapacityError(
                 f"job {job.name!r} needs {needed} bytes of a reducer ({job.world_size} ranks with "
                 f"a window of {window}), {free} of {self.memory_limit} are free: lower "
-                "REDUCTION_WINDOW_BYTES, add reducers, or raise the reducer's --memory-limit",
+                "REDUCTION_WINDOW_BYTES, add reducers, or raise the reducer's --memory-limit "
+                "(REDUCTION_MEMORY_LIMIT)",
                 limit="memory_limit",
             )
         job.reserved = needed

@@ -16,6 +16,7 @@ from reducer.wire.constants import ReduceOp
 from worker_client import config, implementation
 from worker_client.driver import Driver
 from worker_client.host_buffer import HostBuffer, host_buffer
+from worker_client.names import own
 from worker_client.operation import Operation
 from worker_client.session import Session
 from worker_client.work import Work
@@ -70,7 +71,7 @@ class Client:
         transport = chosen.transport(self._session.flight, io_threads, context)
         for link in self._session.links:
             transport.connect(self._session.endpoint(link))
-        self._driver = Driver(self._session, transport, self._end, self._stop_host)
+        self._driver = Driver(self._session, transport, self._end, self._leave)
         try:
             self._join(connect_timeout_s)
         except BaseException:
@@ -144,7 +145,7 @@ class Client:
         try:
             self._driver.submit(operation)
         except LocalProtocolError:
-            del self._works[operation]
+            self._works.pop(operation, None)
             raise
         return work
 
@@ -165,7 +166,7 @@ class Client:
     # -- the end of an all-reduce -------------------------------------------------------------
 
     def _end(self, operation: Operation, error: ReductionError | None) -> None:
-        work, data, buffer = self._works.pop(operation)
+        work, data, buffer = self._works[operation]
         failure: Exception | None = error
         if error is None:
             self.bytes_reduced += buffer.view.nbytes
@@ -175,13 +176,19 @@ class Client:
             except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
                 failure = refused
         work.finish(data, failure)
+        del self._works[operation]  # last: what an interrupt leaves here ends with the client
 
-    def _stop_host(self) -> None:
+    def _leave(self, failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
+        # The reducer in this process first: it still sums what it has for others, out of buffers.
         try:
             if self._on_shutdown is not None:
                 self._on_shutdown()
-        except BaseException as error:  # noqa: BLE001 (whoever shuts the client down gets it)
-            self._host_failure = error
+        except BaseException as failure:  # noqa: BLE001 (whoever shuts the client down gets it)
+            self._host_failure = failure
+        for one in failed:
+            self._end(*one)
+        for operation in list(self._works):
+            self._end(operation, own(error, operation))
 
     # -- joining ------------------------------------------------------------------------------
 

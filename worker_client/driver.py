@@ -33,6 +33,7 @@ UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed
 REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
+STOP_S = 5.0  # several times what a farewell takes
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ class Driver:
         session: decides.
         transport: sends, receives and waits.
         ended: called for every all-reduce that has ended, by the thread that leads.
-        left: called once, after the farewell and before buffers are given back.
+        left: called once, after the farewell, with the all-reduces whose buffers may now be given
+            back, and the error of all others that have not ended.
 
     Attributes:
         closing: nothing may be submitted any more.
@@ -56,7 +58,7 @@ class Driver:
         session: Session,
         transport: Transport,
         ended: Callable[[Operation, ReductionError | None], None],
-        left: Callable[[], None],
+        left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
     ) -> None:
         self.closing = False
         self.settled = threading.Event()
@@ -67,7 +69,8 @@ class Driver:
         self._queue: deque[Operation] = deque()
         self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
         self._failure: BaseException | None = None  # of a thread that led for a while
-        self._order = threading.Lock()  # keeps the order of calls; guards `closing`
+        # Keeps the order of calls; guards `closing`. A signal handler may call `stop` any time.
+        self._order = threading.RLock()
         self._lead = threading.RLock()  # whoever has it leads; only that thread can release it
         self._leader = 0  # that thread
         self._wanted_until = 0.0  # another thread asks the driver's own to step aside
@@ -122,7 +125,8 @@ class Driver:
                 self._transport.wake()
         self._resume.set()
         if threading.get_ident() not in {self._thread.ident, self._leader}:
-            self._thread.join()
+            # Not for ever: a signal handler may have interrupted what that thread waits for.
+            self._thread.join(STOP_S)
 
     # -- who leads ----------------------------------------------------------------------------
 
@@ -190,25 +194,28 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            while not self.closing:
-                with self._lead:
-                    self._leader = threading.get_ident()
-                    while not (self.closing or self._failure):
-                        now = time.monotonic()
-                        if self._is_wanted(now):
-                            break
-                        self._transport.wait(self._patience(now))
-                        self._advance()
-                    self._leader = 0
-                if self._failure:
-                    break
-                self._rest()
-            how = "was shut down" if self._failure is None else f"failed: {self._failure!r}"
-            self._close(LocalProtocolError(f"the client {how}"))
+            while not (self.closing or self._failure):
+                self._lead_and_rest()
         except BaseException as error:
             log.exception("the client stopped because of an error of its own")
-            self._close(LocalProtocolError(f"the client failed: {error!r}"))
+            self._failure = error
             raise
+        finally:
+            how = "was shut down" if self._failure is None else f"failed: {self._failure!r}"
+            self._close(LocalProtocolError(f"the client {how}"))
+
+    def _lead_and_rest(self) -> None:
+        with self._lead:
+            self._leader = threading.get_ident()
+            while not (self.closing or self._failure):
+                now = time.monotonic()
+                if self._is_wanted(now):
+                    break
+                self._transport.wait(self._patience(now))
+                self._advance()
+            self._leader = 0
+        if not self._failure:
+            self._rest()
 
     # -- what the leader does -----------------------------------------------------------------
 
@@ -228,8 +235,10 @@ class Driver:
         session = self._session
         for event in self._transport.events():
             self._do(self._take(event))
-        self._do(session.tick(time.monotonic()))
         self._start()
+        if overdue := session.tick(time.monotonic()):
+            self._do(overdue)
+            self._transport.refill()
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             for failed in unsent:
@@ -276,17 +285,15 @@ class Driver:
     def _close(self, error: ReductionError) -> None:
         with self._order:
             self.closing = True
-            left = list(self._queue)
-            self._queue.clear()
         with self._lead:
             self._leader = threading.get_ident()
             try:
                 self._do(self._session.close(error))
-                for operation in left:
-                    self._ended(operation, error)
+            except Exception:
+                if self._failure is None:
+                    raise
+                log.debug("a client with things half done says no goodbye", exc_info=True)
             finally:
                 self._transport.close()
-                self._left()  # a reducer here still sums what it has for the others
-                for failed in self._unsent:
-                    self._ended(*failed)
+                self._left(self._unsent, error)
                 self._leader = 0

@@ -35,10 +35,8 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
     try:
         settings = reducer_config.load(bind=bind)
     except ConfigError as error:
-        raise ConfigError(
-            f"the reducer that this rank hosts cannot start: {error} "
-            "(for a job without REDUCTION_SERVERS, the switch is REDUCTION_INSECURE=1)"
-        ) from None
+        hint = " (here the switch is REDUCTION_INSECURE=1)" if "--insecure" in str(error) else ""
+        raise ConfigError(f"the reducer that this rank hosts cannot start: {error}{hint}") from None
     server = Server(settings)
     server.start()
     try:

@@ -167,10 +167,13 @@ class Session:
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
-        if self._question is not None:
+        question = self._question
+        if question is not None:
             self._held.append((operation, now))
+            if not question.overdue and now + operation.timeout_s < question.deadline:
+                self._expect(question, now + operation.timeout_s)  # it keeps nobody waiting longer
             return []
-        if self._tuner.due(operation.view.nbytes):
+        if self._tuner.due():
             self._held.append((operation, now))
             self._question = self._tuner.question(self._flow.rate, operation.timeout_s)
             return self._start(self._question, now)

@@ -12,9 +12,9 @@ from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.layout import chunk_size
 from worker_client.operation import Operation
 
-LARGE_BYTES = 1 << 20  # of smaller buffers the size of chunks hardly matters
-FIRST_CALL = 3  # of the large ones; then twice as late each time
+FIRST_CALL = 3  # then twice as late each time
 LAST_DOUBLING = 96  # from then on at every multiple of it
+NAME = "what the links carry"  # compared like any other, so that no call is taken for a question
 
 _RATE = struct.Struct("<q")
 
@@ -33,7 +33,7 @@ class ChunkTuner:
     def __init__(self, world_size: int, forced: int) -> None:
         self._world_size = world_size
         self._forced = forced
-        self._large = 0  # large all-reduces so far
+        self._calls = 0
         self._buffer = bytearray(_RATE.size)
         self.reset()
 
@@ -41,16 +41,20 @@ class ChunkTuner:
         """Go back to what every rank begins with."""
         self.chunk_bytes = self._forced or chunk_size(0.0)
 
-    def due(self, nbytes: int) -> bool:
-        """Count a call of so many bytes; whether ranks are to agree before it."""
-        if self._forced or nbytes < LARGE_BYTES or self._world_size == 1:
+    def due(self) -> bool:
+        """Count a call; whether ranks are to agree before it.
+
+        Every call counts, whatever is asked for: ranks that disagree on that still count alike, and
+        so their later calls have the same numbers.
+        """
+        if self._forced or self._world_size == 1:
             return False
-        self._large += 1
-        turns, rest = divmod(self._large, FIRST_CALL)
+        self._calls += 1
+        turns, rest = divmod(self._calls, FIRST_CALL)
         return rest == 0 and (
             turns & (turns - 1) == 0
-            if self._large <= LAST_DOUBLING
-            else self._large % LAST_DOUBLING == 0
+            if self._calls <= LAST_DOUBLING
+            else self._calls % LAST_DOUBLING == 0
         )
 
     def question(self, rate: float, timeout_s: float) -> Operation:
@@ -61,7 +65,7 @@ class ChunkTuner:
             timeout_s: seconds until it fails.
         """
         self._buffer = bytearray(_RATE.pack(int(rate)))
-        return Operation(memoryview(self._buffer), DType.INT64, ReduceOp.MIN, None, timeout_s)
+        return Operation(memoryview(self._buffer), DType.INT64, ReduceOp.MIN, NAME, timeout_s)
 
     def answer(self) -> None:
         """Take the result of the latest question."""

@@ -13,8 +13,6 @@ from reducer.errors import ReductionTimeout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FUTURES = threading.Lock()  # an end and the making of a future exclude each other
-
 
 class Work:
     """What `Client.all_reduce` returns; its result is the array or tensor that was given.
@@ -34,6 +32,9 @@ class Work:
         self._result: Any = None
         self._error: Exception | None = None
         self._future: concurrent.futures.Future[Any] | None = None  # made if somebody asks
+        # Its end and the making of a future exclude each other. One for each: a child may be forked
+        # while it is taken.
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the all-reduce has ended and return the array or tensor.
@@ -68,7 +69,7 @@ class Work:
         Its callbacks run on the client's thread, or on one that waits for an all-reduce; they
         must not wait for one themselves.
         """
-        with _FUTURES:
+        with self._lock:
             if self._future is None:
                 self._future = concurrent.futures.Future()
                 # What is on the wire cannot be called back.
@@ -78,12 +79,13 @@ class Work:
             return self._future
 
     def finish(self, result: Any, error: Exception | None) -> None:
-        """End it; for the client alone."""
-        self._result, self._error = result, error
-        with _FUTURES:
-            self._ended = True
+        """End it, unless it has ended; for the client alone."""
+        with self._lock:
+            if not self._ended:
+                self._result, self._error = result, error
+                self._ended = True
             future = self._future
-        if future is not None:
+        if future is not None and not future.done():
             self._settle(future)
 
     def _settle(self, future: concurrent.futures.Future[Any]) -> None:

@@ -12,14 +12,14 @@ from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
 from worker_client.operation import Operation
 from worker_client.session import Finish
-from worker_client.tuning import LARGE_BYTES
 
 KIB = 1 << 10
+LARGE_BYTES = 1 << 20
 
 
-def operation() -> Operation:
-    view = memoryview(bytearray(b"\1" * LARGE_BYTES))
-    return Operation(view, DType.UINT8, ReduceOp.SUM, "large", 60.0)
+def operation(nbytes: int = LARGE_BYTES, timeout_s: float = 60.0) -> Operation:
+    view = memoryview(bytearray(b"\1" * nbytes))
+    return Operation(view, DType.UINT8, ReduceOp.SUM, "large", timeout_s)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -101,3 +101,40 @@ def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:
     ended = [action for action in actions if isinstance(action, Finish)]
     assert [finish.operation for finish in ended] == network.workers[0].started[2:]
     assert all(isinstance(finish.error, LocalProtocolError) for finish in ended)
+
+
+def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(network: Network) -> None:
+    for sizes in ((8, 8), (8, 8), (8, LARGE_BYTES), (8, 8), (8, 8), (LARGE_BYTES, 8), (8, 8)):
+        for rank, nbytes in enumerate(sizes):
+            network.submit(rank, operation(nbytes))
+        network.deliver_all()
+    for worker in network.workers:
+        ended = list(worker.ended.values())  # without the questions, which are nobody's calls
+        assert [isinstance(error, MismatchError) for error in ended] == [
+            wrong in {2, 5} for wrong in range(7)
+        ]
+        right = [done for done, error in zip(worker.started, ended, strict=True) if error is None]
+        assert all(bytes(done.view) == b"\2" * 8 for done in right)
+
+
+def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    call(network, (0,))
+    view = memoryview(bytearray(8))
+    ours = Operation(view, DType.INT64, ReduceOp.MIN, None, 60.0)
+    started = network.workers[1].session._start(ours, network.now)
+    network.do(1, started)
+    network.deliver_all()
+    assert isinstance(network.workers[1].ended[2], MismatchError)
+
+
+def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    network.submit(0, operation())  # the other rank does not come
+    network.submit(0, operation(timeout_s=1.0))
+    session = network.workers[0].session
+    assert session.next_deadline() == pytest.approx(network.now + 1.0)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from worker_client.client import Client
+    from worker_client.work import Work
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +248,51 @@ def test_interrupts_at_any_instant_leave_the_lead_free(pool: list[str], tmp_path
         said, complaints = storm.communicate()
     assert said.strip().isdigit(), said + complaints
     assert int(said) > 1, "no interrupt came in the middle of a step"
+
+
+def test_every_call_ends_although_a_completion_was_interrupted(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_after_another(client)
+    main, completed = threading.get_ident(), client._session.completed
+
+    def interrupted(sequences: list[int], now: float) -> list:
+        if threading.get_ident() == main:
+            raise KeyboardInterrupt
+        return completed(sequences, now)
+
+    monkeypatch.setattr(client._session, "completed", interrupted)
+    works: list[Work] = []
+
+    def until_interrupted() -> None:
+        while True:
+            works.append(client.all_reduce(np.ones(4), op="sum"))
+            works[-1].wait(10)
+
+    with pytest.raises(KeyboardInterrupt):
+        until_interrupted()
+    for work in works[:-1]:
+        assert (work.wait(10) == 1).all()
+    with pytest.raises(LocalProtocolError, match="KeyboardInterrupt"):
+        works[-1].wait(10)
+    assert not client._works
+
+
+def test_a_signal_handler_may_shut_down_at_any_instant(make: Callable[..., Client]) -> None:
+    previous = signal.getsignal(signal.SIGALRM)
+    try:
+        for _ in range(30):
+            client = make()
+            signal.signal(signal.SIGALRM, lambda *_, client=client: client.shutdown())
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.005))
+            start = time.monotonic()
+            with pytest.raises(LocalProtocolError):
+                one_after_another(client, 1_000_000)
+            client.shutdown()
+            assert time.monotonic() - start < 10.0
+            assert not client._works
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.mark.usefixtures("eager")

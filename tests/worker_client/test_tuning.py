@@ -6,29 +6,21 @@ import struct
 
 import pytest
 
-from worker_client.tuning import LARGE_BYTES, ChunkTuner
+from worker_client.tuning import ChunkTuner
 
 KIB = 1 << 10
 
 
 def test_at_which_calls_the_ranks_agree() -> None:
     tuner = ChunkTuner(4, 0)
-    due = [call for call in range(1, 400) if tuner.due(LARGE_BYTES)]
+    due = [call for call in range(1, 400) if tuner.due()]
     assert due == [3, 6, 12, 24, 48, 96, 192, 288, 384]
-
-
-def test_small_calls_do_not_count() -> None:
-    tuner = ChunkTuner(4, 0)
-    assert [tuner.due(size) for size in (LARGE_BYTES, 0, LARGE_BYTES - 1, LARGE_BYTES)] == [
-        False
-    ] * 4
-    assert tuner.due(LARGE_BYTES)
 
 
 @pytest.mark.parametrize(("world_size", "forced"), [(1, 0), (4, 64)])
 def test_where_there_is_nothing_to_agree_on(world_size: int, forced: int) -> None:
     tuner = ChunkTuner(world_size, forced)
-    assert not any(tuner.due(LARGE_BYTES) for _ in range(400))
+    assert not any(tuner.due() for _ in range(400))
 
 
 def test_the_answer_sets_the_size_of_chunks() -> None:

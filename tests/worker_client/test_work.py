@@ -73,3 +73,17 @@ def test_what_is_on_the_wire_cannot_be_cancelled(work: Work) -> None:
     assert not work.future().cancel()
     work.finish("result", None)
     assert work.wait() == "result"
+
+
+def test_it_ends_once(work: Work) -> None:
+    work.finish("result", None)
+    future = work.future()
+    work.finish(None, ReductionError("later"))
+    assert work.wait() == future.result(0) == "result"
+
+
+def test_an_end_that_was_interrupted_is_made_up_for(work: Work) -> None:
+    future = work.future()
+    work._ended, work._result = True, "result"  # and no more, because of Ctrl-C
+    work.finish(None, ReductionError("later"))
+    assert future.result(0) == "result"
