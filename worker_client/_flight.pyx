@@ -248,6 +248,7 @@ cdef class Loop:
 
     cdef loop_t its
     cdef loop_event _event  # what `news` has not told yet
+    cdef int _errno
     cdef CompiledFlight _flight
 
     def __cinit__(self, CompiledFlight flight, functions):
@@ -277,6 +278,7 @@ cdef class Loop:
         if self._event == LOOP_QUIET and self._flight.its.completed == NULL:
             with nogil:
                 self._event = loop_run(&self.its, timeout_ms)
+                self._errno = self.its.zmq.last_errno()
 
     def news(self):
         """Return what there is for the session, once.
@@ -291,7 +293,7 @@ cdef class Loop:
         cdef loop_event event = self._event
         self._event = LOOP_QUIET
         if event == LOOP_FAILED:
-            raise OSError(self.its.zmq.last_errno(), "libzmq refused to receive")
+            raise OSError(self._errno, "libzmq refused to receive")
         message = self.message() if event == LOOP_MESSAGE else None
         return self._flight.completed(), message, event == LOOP_CHANGE
 

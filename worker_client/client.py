@@ -166,7 +166,9 @@ class Client:
     # -- the end of an all-reduce -------------------------------------------------------------
 
     def _end(self, operation: Operation, error: ReductionError | None) -> None:
-        work, data, buffer = self._works[operation]
+        if (found := self._works.get(operation)) is None:
+            return  # the call that made it has taken it back
+        work, data, buffer = found
         failure: Exception | None = error
         if error is None:
             self.bytes_reduced += buffer.view.nbytes
@@ -176,7 +178,7 @@ class Client:
             except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
                 failure = refused
         work.finish(data, failure)
-        del self._works[operation]  # last: what an interrupt leaves here ends with the client
+        self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
 
     def _leave(self, failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
         # The reducer in this process first: it still sums what it has for others, out of buffers.

@@ -8,8 +8,10 @@ waits for one after another leads in its place, and sends what it asks for itsel
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -76,7 +78,8 @@ class Driver:
         self._wanted_until = 0.0  # another thread asks the driver's own to step aside
         self._waits = 0  # how often another thread has led
         self._waited_at = 0.0
-        self._resume = threading.Event()  # ends the rest of the driver's own thread
+        # What is put in ends the rest of the driver's own thread; unlike Event.set, in any handler.
+        self._resume: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
@@ -98,35 +101,53 @@ class Driver:
             self._wake()  # otherwise the leader was woken already
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
-        """Lead until `done`, or the clock says `until`, if that is faster; else return at once."""
+        """Lead until `done`, or the clock says `until`, if that is faster; else return at once.
+
+        Raises:
+            LocalProtocolError: this thread leads already, in whose callback or signal handler this
+                is: nobody else could bring the end.
+        """
         if os.getpid() != self._pid:
             return
+        if self._leader == threading.get_ident():
+            raise LocalProtocolError(
+                "waiting here would last for ever: this is a callback of an all-reduce, or a "
+                "signal handler that interrupted a wait for one"
+            )
 
         def take() -> bool:
             return self._take_lead() or self._ask_for_lead(until)
 
         def lead() -> None:
             self._waits += 1
-            while not (done() or self.closing) and (now := time.monotonic()) < until:
+            while (
+                not (done() or self.closing or self._failure) and (now := time.monotonic()) < until
+            ):
                 # An interrupt may end this wait, which loses nothing, ...
                 self._transport.wait(min(self._patience(now), until - now))
                 self._step(self._advance)
             self._waits += 1
 
         if self._lead_with(take, lead) and (self._session.active or self._queue):
-            self._resume.set()
+            self._resume.put(None)
         self._waited_at = time.monotonic()
 
     def stop(self) -> None:
-        """Leave the job; what is in progress fails. May be called again."""
+        """Leave the job; what is in progress fails. May be called again.
+
+        Where waiting for the end could last for ever, it returns before: in a callback, and after
+        `STOP_S` in the main thread, which a signal handler may have interrupted.
+        """
         with self._order:
             first, self.closing = not self.closing, True
             if first:
                 self._transport.wake()
-        self._resume.set()
+        self._resume.put(None)
         if threading.get_ident() not in {self._thread.ident, self._leader}:
-            # Not for ever: a signal handler may have interrupted what that thread waits for.
-            self._thread.join(STOP_S)
+            main = threading.current_thread() is threading.main_thread()
+            self._thread.join(STOP_S if main else None)
+            if self._thread.is_alive():
+                log.warning("the client still shuts down after %g s", STOP_S)
 
     # -- who leads ----------------------------------------------------------------------------
 
@@ -141,7 +162,7 @@ class Driver:
         leads = False
         try:
             leads = take()
-            if leads:
+            if leads and not (self.closing or self._failure):  # it may just have ended
                 work()
         except BaseException:
             leads = True  # perhaps
@@ -185,8 +206,10 @@ class Driver:
         waits = -1
         while not self.closing and (self._is_wanted(time.monotonic()) or waits != self._waits):
             waits = self._waits
-            if self._resume.wait(REST_S):
-                self._resume.clear()
+            with contextlib.suppress(queue.Empty):
+                self._resume.get(timeout=REST_S)
+                while not self._resume.empty():
+                    self._resume.get_nowait()
                 return
 
     def _is_wanted(self, now: float) -> bool:
@@ -253,8 +276,10 @@ class Driver:
         except BaseException as error:
             # ... but one in here, such as Ctrl-C, may leave things half done.
             self._failure = error
-            self._resume.set()
-            raise
+            self._resume.put(None)
+            if not isinstance(error, Exception):
+                raise
+            log.exception("the client stopped because of an error of its own")
 
     def _take(self, event: Event) -> list[Action]:
         if isinstance(event, Completed):
@@ -294,6 +319,8 @@ class Driver:
                     raise
                 log.debug("a client with things half done says no goodbye", exc_info=True)
             finally:
-                self._transport.close()
-                self._left(self._unsent, error)
-                self._leader = 0
+                try:
+                    self._transport.close()
+                finally:
+                    self._left(self._unsent, error)
+                    self._leader = 0

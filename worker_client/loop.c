@@ -269,6 +269,8 @@ static enum loop_event wait(struct loop *loop, long timeout_ms)
     nfds_t items = 1 + 2 * (nfds_t)loop->links;
     int found = poll(loop->items, items, (int)timeout_ms);
     loop->polled_ns = now_ns();
+    if (found < 0 && errno == EINTR)
+        atomic_store(&loop->woken, true); /* so that Python handles the signal at once */
     if (found < 0)
         return errno == EINTR ? LOOP_QUIET : LOOP_FAILED;
     if (found == 0)

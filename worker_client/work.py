@@ -45,6 +45,8 @@ class Work:
 
         Raises:
             ReductionTimeout: `timeout` has passed; the all-reduce goes on.
+            LocalProtocolError: this is a callback, or a signal handler that interrupted another
+                wait, which alone could bring the end; or the client was shut down.
             ReductionError: the all-reduce failed; the class and its attributes say why.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
@@ -66,16 +68,16 @@ class Work:
     def future(self) -> concurrent.futures.Future[Any]:
         """Return a future of the array or tensor.
 
-        Its callbacks run on the client's thread, or on one that waits for an all-reduce; they
-        must not wait for one themselves.
+        Its callbacks run on the client's thread, or on one that waits for an all-reduce; there
+        Ctrl-C in one of them drops those that follow. They must not wait for an all-reduce.
         """
         with self._lock:
             if self._future is None:
-                self._future = concurrent.futures.Future()
-                # What is on the wire cannot be called back.
-                self._future.set_running_or_notify_cancel()
+                future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+                future.set_running_or_notify_cancel()  # what is on the wire cannot be called back
                 if self._ended:
-                    self._settle(self._future)
+                    self._settle(future)
+                self._future = future
             return self._future
 
     def finish(self, result: Any, error: Exception | None) -> None:
