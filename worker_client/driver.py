@@ -277,9 +277,7 @@ class Driver:
             # ... but one in here, such as Ctrl-C, may leave things half done.
             self._failure = error
             self._resume.put(None)
-            if not isinstance(error, Exception):
-                raise
-            log.exception("the client stopped because of an error of its own")
+            raise  # as it is: it may come out of a signal handler, for whoever is above
 
     def _take(self, event: Event) -> list[Action]:
         if isinstance(event, Completed):
