@@ -422,6 +422,9 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
         return take(*timeout_s)
 
     monkeypatch.setattr(client._driver, "_take_lead", after_a_shutdown)
+    begun: list[object] = []
+    monkeypatch.setattr(client._session, "submit", lambda *call: begun.append(call) or [])
     work = client.all_reduce(np.ones(4), op="sum")
     with pytest.raises(LocalProtocolError, match="shut down"):
         work.wait(10)
+    assert not begun, "nothing is begun after the end"
