@@ -30,6 +30,16 @@ def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
         yield joined
 
 
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide what the environment says, perhaps because a launcher started these tests."""
+    for name in list(os.environ):
+        if name.upper().startswith(("REDUCTION_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(scope="module", params=implementation.NAMES)
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     """Make the test's workers and reducers plain, and then compiled ones."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from reducer import config as reducer_config
@@ -13,14 +11,7 @@ from worker_client import config
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide what the environment says, perhaps because a launcher started these tests."""
-    for name in list(os.environ):
-        if name.upper().startswith(("REDUCTION_", "TORCHELASTIC_")):
-            monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def test_the_reducers_defaults() -> None:

@@ -1,8 +1,7 @@
-"""Settings of the worker and of the reducer: where they come from, and what is refused."""
+"""Settings of the worker: where they come from, and what is refused."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,14 +13,7 @@ from worker_client import config
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide what the environment says, perhaps because a launcher started these tests."""
-    for name in list(os.environ):
-        if name.upper().startswith(("REDUCTION_", "TORCHELASTIC_")):
-            monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 # -- the worker: sources and units --------------------------------------------------------------

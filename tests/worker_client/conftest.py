@@ -1,0 +1,55 @@
+"""Real reducers, and clients of them whose callers may lead."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reducer import local_pool
+from worker_client import driver, startup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.client import Client
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[str]]:
+    with local_pool(2) as servers:
+        yield servers
+
+
+@pytest.fixture
+def make(
+    request: pytest.FixtureRequest, pool: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int, int], Client]]:
+    monkeypatch.setenv("REDUCTION_IMPL", "compiled")
+    made: list[Client] = []
+
+    def one(rank: int = 0, world_size: int = 1) -> Client:
+        job = f"{request.node.name}-{time.monotonic_ns() if world_size == 1 else ''}"
+        made.append(
+            startup.connect(servers=pool, rank=rank, world_size=world_size, job=job, timeout=20)
+        )
+        return made[-1]
+
+    yield one
+    for client in made:
+        client.shutdown()
+
+
+@pytest.fixture
+def client(make: Callable[..., Client]) -> Client:
+    """A job of one rank: its all-reduces end as soon as the reducer has answered."""
+    return make()
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits asks to lead, until it does."""
+    monkeypatch.setattr(driver, "OFTEN_S", math.inf)
+    monkeypatch.setattr(driver, "ASKING_S", 10.0)
