@@ -17,6 +17,7 @@ LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 KERNELS = "reducer/kernels"
 WORKER = "worker_client"
 LOOP_HEADERS = [
+    "reducer/failpoints.h",
     "reducer/libzmq.h",
     "reducer/loop.h",
     "reducer/malloc_tuning.h",
@@ -53,12 +54,17 @@ extensions = cythonize(
             )
             for name, sources in (
                 ("_slots", ["reducer/slots.c"]),
-                ("_loop", ["reducer/loop.c", "reducer/slots.c"]),
+                ("_loop", ["reducer/loop.c", "reducer/slots.c", "reducer/failpoints.c"]),
             )
         ),
         Extension(
             "worker_client._flight",
-            sources=[f"{WORKER}/_flight.pyx", f"{WORKER}/flight.c", f"{WORKER}/loop.c"],
+            sources=[
+                f"{WORKER}/_flight.pyx",
+                f"{WORKER}/flight.c",
+                f"{WORKER}/loop.c",
+                "reducer/failpoints.c",
+            ],
             depends=[f"{WORKER}/flight.h", f"{WORKER}/loop.h", *LOOP_HEADERS],
             include_dirs=["reducer"],
             extra_compile_args=FLAGS,

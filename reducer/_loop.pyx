@@ -5,6 +5,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memcpy
 
+from reducer._failpoints cimport arm_table, pass_place
 from reducer._slots cimport (
     HEADER_BYTES,
     Member,
@@ -113,7 +114,7 @@ cdef class Core:
         self._served = [
             (job.rounds, list(job.members.values()), job)
             for job in self._engine.jobs
-            if len(job.members) == job.world_size and not job.gone
+            if job.healthy
         ]
         for within, members, job in self._served:
             within.rest()
@@ -219,6 +220,17 @@ cdef class Core:
         counters.bytes_in += self.its.bytes_in
         counters.bytes_out += self.its.bytes_out
         self.its.contributions = self.its.results = self.its.bytes_in = self.its.bytes_out = 0
+
+
+def arm(failpoints):
+    """Arm the table of `loop.c`; see `reducer.failpoints.arm`."""
+    arm_table(failpoints)
+    return hit
+
+
+def hit(place):
+    """Pass a place of that table; whether what is at hand is to be dropped."""
+    return pass_place(place)
 
 
 class Loop(PlainLoop):

@@ -37,6 +37,11 @@ cdef extern from "slots.h" nogil:
         uint32_t rank
         bint regular
 
+    enum:
+        ABSENT
+        PRESENT
+        CLAIMED
+
     struct payloads:
         zmq_msg_t *messages
         uint8_t *present
@@ -46,7 +51,10 @@ cdef extern from "slots.h" nogil:
         uint32_t nbytes
         uint32_t missing
         uint32_t first_rank
+        uint32_t claims
         bint done
+        bint is_asked
+        uint32_t asked
         payloads *payloads
 
     struct round:
@@ -62,6 +70,7 @@ cdef extern from "slots.h" nogil:
         const libzmq *zmq
         uint32_t world_size
         map by_sequence
+        uint64_t reached
         uint32_t viewed
         member_t **members
         uint64_t job

@@ -106,6 +106,11 @@ cdef class Slot:
         return self.its.nbytes
 
     @property
+    def first_rank(self):
+        """Rank of the first message about it."""
+        return self.its.first_rank
+
+    @property
     def missing(self):
         """Number of contributions that are not here yet."""
         return self.its.missing
@@ -117,7 +122,7 @@ cdef class Slot:
         cdef zmq_msg_t *message
         found = []
         for rank in range(self.within.world_size):
-            if not self.its.payloads.present[rank]:
+            if self.its.payloads.present[rank] != PRESENT:
                 found.append(None)
                 continue
             message = &self.its.payloads.messages[rank]
@@ -125,6 +130,26 @@ cdef class Slot:
                 <char *>zmq.msg_data(message), zmq.msg_size(message), PyBUF_READ
             ))
         return found
+
+    @property
+    def holders(self):
+        """Ranks that hold the result."""
+        return self.with_state(CLAIMED)
+
+    @property
+    def asked(self):
+        """The rank that was asked for the result, or None."""
+        return self.its.asked if self.its.is_asked else None
+
+    def ranks(self):
+        """Ranks whose contribution is here."""
+        return self.with_state(PRESENT)
+
+    cdef list with_state(self, int state):
+        return [
+            rank for rank in range(self.within.world_size)
+            if self.its.payloads.present[rank] == state
+        ]
 
 
 cdef class Round:
@@ -164,26 +189,42 @@ cdef class Round:
         return at != NULL and (at.done or at.payloads.present[rank])
 
     def place(self, header, payload):
-        """Put a contribution, the first of its rank to this chunk, into its slot."""
+        """Put a contribution, or None for a claim, the first of its rank, into its slot."""
         check_agreement(header, self.first)
         cdef slot *at = <slot *>map_get(&self.it().slots, header.offset)
         if at != NULL:
             check_size(header, at.first_rank, at.nbytes)
-        cdef const unsigned char[::1] source = payload
         cdef const libzmq *zmq = self._of.its.zmq
+        cdef bytes frame = header.pack()
+        cdef const header_t *contribution = <const header_t *>PyBytes_AS_STRING(frame)
+        cdef const unsigned char[::1] source
         cdef zmq_msg_t message
+        if payload is None:
+            at = round_place(&self._of.its, self.it(), contribution, NULL)
+            if at == NULL:
+                raise MemoryError
+            return self._slot(at)
+        source = payload
         if zmq.msg_init_size(&message, header.nbytes) != 0:
             raise MemoryError
         if header.nbytes:
             memcpy(zmq.msg_data(&message), &source[0], header.nbytes)
-        cdef bytes frame = header.pack()
-        at = round_place(
-            &self._of.its, self.it(), <const header_t *>PyBytes_AS_STRING(frame), &message
-        )
+        at = round_place(&self._of.its, self.it(), contribution, &message)
         zmq.msg_close(&message)
         if at == NULL:
             raise MemoryError
         return self._slot(at)
+
+    def ask(self, offset, uint32_t rank):
+        """Take note that a holder was asked for the result of the chunk at `offset`."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        at.is_asked = True
+        at.asked = rank
+
+    def asked(self, offset):
+        """Return the slot at `offset` if its result was asked for."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        return self._slot(at) if at != NULL and not at.done and at.is_asked else None
 
     def finish(self, offset):
         """Forget a slot whose result is on its way."""
@@ -197,7 +238,7 @@ cdef class Round:
         cdef Slot at
         for at in self._open_slots():
             for rank in range(self._of.its.world_size):
-                if at.its.payloads.present[rank]:
+                if at.its.payloads.present[rank] == PRESENT:
                     taken.append((rank, charge(at.its.nbytes)))
             round_drop(&self._of.its, self.it(), at.its)
         return taken
@@ -210,7 +251,9 @@ cdef class Round:
         """Whether an open slot waits for this rank."""
         cdef Slot at
         for at in self._open_slots():
-            if not at.its.payloads.present[rank]:
+            if at.its.payloads.present[rank] == ABSENT:
+                return True
+            if at.its.is_asked and at.its.asked == rank:
                 return True
         return False
 
@@ -339,6 +382,7 @@ cdef class Rounds:
         self.its.job = job.key
         self.its.generation = job.generation
         self.its.max_chunk_bytes = job.max_chunk_bytes
+        self.its.reached = job.reached()
 
     cdef dismiss(self):
         """Leave every contribution to the engine."""

@@ -11,6 +11,7 @@ from pydantic import ByteSize, Field, ValidationError, field_validator, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer.errors import ConfigError
+from reducer.failpoints import parse
 from reducer.wire.constants import MAX_LANES
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
@@ -51,6 +52,10 @@ class ReducerConfig(BaseSettings):
     impl: Literal["compiled", "plain"] | None = None
     """Which loop serves: the compiled one if it can run, by default. Both do the same."""
 
+    failpoints: str = ""
+    """For tests: where this process shall die, stop or be slow, such as ``reducer.placed=kill@3``;
+    `reducer.failpoints` knows the places. Nowhere by default."""
+
     @field_validator("cpus", mode="before")
     @classmethod
     def _split_cpus(cls, value: object) -> object:
@@ -62,6 +67,12 @@ class ReducerConfig(BaseSettings):
         match = _ENDPOINT.fullmatch(value)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"write it as tcp://HOST:PORT, got {value!r}")
+        return value
+
+    @field_validator("failpoints")
+    @classmethod
+    def _check_failpoints(cls, value: str) -> str:
+        parse(value)
         return value
 
     @model_validator(mode="after")

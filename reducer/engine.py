@@ -21,7 +21,7 @@ from reducer.membership import Job, Membership
 from reducer.reductions import Counters, Reductions, Send
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Buffer, Header
-from reducer.wire.messages import Hello, Welcome, decode, encode, encode_error
+from reducer.wire.messages import Hello, Loss, Welcome, decode, encode, encode_error
 from reducer.wire.states import Role, after
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PING_INTERVAL_S = 0.5
 CLAIM_PATIENCE_S = 1.5  # by then the transport's heartbeats have shown that a peer is gone
+# Before a rank whose connection broke is called lost: it may live, and tell the others through
+# another reducer that it cannot reach this one.
+AWAY_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +78,13 @@ class Engine:
         self._now = 0.0
         self._next_ping = 0.0
         self._claims: list[Claim] = []
+        self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
+            MessageType.RETAINED: self._reductions.retained,
             MessageType.ABORT: self._reductions.abort,
+            MessageType.STRAGGLERS: self._reductions.stragglers,
+            MessageType.SHARD_MAP: self._lose,
             MessageType.GOODBYE: self._goodbye,
         }
 
@@ -92,9 +99,9 @@ class Engine:
         return self._reductions.counters
 
     @property
-    def changes(self) -> int:
-        """How often a member has come or gone."""
-        return self._members.changes
+    def changes(self) -> object:
+        """Something that is another thing whenever a job may have begun or ceased to be healthy."""
+        return self._members.changes, [len(job.given_up) for job in self._members.jobs.values()]
 
     @property
     def jobs(self) -> list[Job]:
@@ -128,9 +135,9 @@ class Engine:
                 raise RemoteProtocolError(
                     f"{header.type.name} is not allowed in {member.state.name}"
                 )
-            said = (header.job, header.generation, header.epoch, header.rank)
-            if said != (job.key, job.generation, 0, member.rank):
-                raise RemoteProtocolError("job, generation, epoch and rank must be as agreed")
+            said = (header.job, header.generation, header.rank)
+            if said != (job.key, job.generation, member.rank):
+                raise RemoteProtocolError("job, generation and rank must be as agreed")
             member.state = state
             return self._handlers[header.type](job, member, header, payload)
         except ReductionError as error:
@@ -140,24 +147,30 @@ class Engine:
 
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
-        found = self._members.find(peer)
         self._claims = [claim for claim in self._claims if claim.peer != peer]
-        if found is None:
+        found = self._members.find(peer)
+        if found is None or peer in self._away:
             return []
         job, member = found
-        reason = RankLostError(f"rank {member.rank} died or cannot be reached", rank=member.rank)
-        return self._leave(peer, reason) + self._settle_claims(job, member)
+        if self._reductions.closed is not None:
+            return self._leave(peer, _unreachable(member)) + self._settle_claims(job, member)
+        self._away[peer] = self._now + AWAY_S
+        return self._settle_claims(job, member)
 
     def tick(self, now: float) -> list[Send]:
         """Do what is due at `now`, seconds of a monotonic clock; call it several times a second."""
         self._now = now
+        sends: list[Send] = []
+        for peer in [peer for peer, due in self._away.items() if due <= now]:
+            sends += self._give_up(peer)
         if now < self._next_ping:
-            return []
+            return sends
         self._next_ping = now + PING_INTERVAL_S
         # Every PING found these holders reachable, unless they have left: most are refused.
-        sends = self._decide(lambda claim: claim.due <= now)
-        ping = Header(MessageType.PING).pack()
-        sends += [Send(member.peer, ping, None) for member in self._members.members()]
+        sends += self._decide(lambda claim: claim.due <= now)
+        for job in self._members.jobs.values():
+            ping = Header(MessageType.PING, watermark=job.reached()).pack()
+            sends += [Send(member.peer, ping, None) for member in job.members.values()]
         return sends
 
     def drain(self) -> list[Send]:
@@ -175,22 +188,24 @@ class Engine:
 
     def _hello(self, peer: bytes, header: Header, payload: Buffer) -> list[Send]:
         hello = decode(Hello, payload)
-        if self._members.find(peer) is not None or any(peer == c.peer for c in self._claims):
+        known = self._members.find(peer) is not None and peer not in self._away
+        if known or any(peer == claim.peer for claim in self._claims):
             raise RemoteProtocolError("HELLO was said already")
         holder = self._members.holder(header)
-        if holder is not None:
+        if holder is not None and holder.peer not in self._away:
             self._claims.append(Claim(peer, header, hello, self._now + CLAIM_PATIENCE_S))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
         return self._join(peer, header, hello)
 
     def _join(self, peer: bytes, header: Header, hello: Hello) -> list[Send]:
+        sends = self._make_way(header)
         try:
             if self._reductions.closed is not None:
                 raise copy.copy(self._reductions.closed)
             job, member, earlier = self._members.join(peer, header, hello)
         except ReductionError as error:
             self.counters.refused += 1
-            return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+            return [*sends, Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
         welcome = Header(
             MessageType.WELCOME,
             job=header.job,
@@ -203,13 +218,44 @@ class Engine:
             max_chunk_bytes=job.max_chunk_bytes,
             lanes=self._lanes if hello.lane == 0 else (),
         )
-        sends = [Send(peer, welcome.pack(), encode(body))]
+        sends.append(Send(peer, welcome.pack(), encode(body)))
+        job.forget()  # it may have finished what the others have, too
+        sends += [self._loss(job, member, *loss) for loss in job.losses.items()]
         if earlier is not None:
             sends += self._supersede(earlier, header)
-        for sequence, round_ in job.rounds.items():
-            if round_.error is None and round_.open and member.rank in round_.departed:
-                sends += self._reductions.fail(job, sequence, round_, round_.departed[member.rank])
-        return sends + self._reductions.give_up(job, member)
+        return sends
+
+    def _make_way(self, header: Header) -> list[Send]:
+        """End the earlier life of a rank whose connection broke, as it comes back."""
+        holder = self._members.holder(header)
+        if holder is None or holder.peer not in self._away:
+            return []
+        job = self._members.jobs[header.job]
+        if header.watermark >= holder.watermark:
+            # It is alive, and has told the others in time, or will: nobody needs to fail.
+            del self._away[holder.peer]
+            self._depart(holder.peer, _unreachable(holder))
+            return []
+        # This is another process: the earlier one is dead, and so is its job if all are away.
+        whole = all(member.peer in self._away for member in job.members.values())
+        dead = list(job.members.values()) if whole else [holder]
+        return [send for member in dead for send in self._give_up(member.peer)]
+
+    def _lose(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
+        """Pass on that a rank has lost a reducer."""
+        del header
+        loss = decode(Loss, payload)
+        if loss.reducer >= job.hello.reducers:
+            raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
+        if loss.epoch <= job.losses.get(loss.reducer, -1):
+            return []
+        job.losses[loss.reducer] = loss.epoch
+        others = [other for other in job.members.values() if other is not member]
+        return [self._loss(job, other, loss.reducer, loss.epoch) for other in others]
+
+    def _loss(self, job: Job, member: Member, reducer: int, epoch: int) -> Send:
+        frame = Header(MessageType.SHARD_MAP, job=job.key, generation=job.generation).pack()
+        return Send(member.peer, frame, encode(Loss(reducer, epoch)))
 
     def _settle_claims(self, job: Job, lost: Member) -> list[Send]:
         return self._decide(lambda c: (c.header.job, c.header.rank) == (job.key, lost.rank))
@@ -237,14 +283,33 @@ class Engine:
         rank = member.rank
         return self._leave(member.peer, RankLostError(f"rank {rank} left the job", rank=rank))
 
+    def _give_up(self, peer: bytes) -> list[Send]:
+        """End the part of a peer whose connection broke and who did not come back."""
+        del self._away[peer]
+        found = self._members.find(peer)
+        return [] if found is None else self._leave(peer, _unreachable(found[1]))
+
     def _leave(self, peer: bytes, reason: RankLostError) -> list[Send]:
-        found = self._members.leave(peer, reason)
+        """Take a peer out of its job, and fail the rounds that need it."""
+        found = self._depart(peer, reason)
         if found is None:
             return []
         job, member = found
         sends: list[Send] = []
         for sequence, round_ in job.rounds.items():
-            round_.depart(member.rank, reason)
             if round_.error is None and round_.lacks(member.rank):
                 sends += self._reductions.fail(job, sequence, round_, reason)
         return sends
+
+    def _depart(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
+        self._away.pop(peer, None)
+        found = self._members.leave(peer, reason)
+        if found is not None:
+            job, member = found
+            for _, round_ in job.rounds.items():  # noqa: PERF102 (no dict)
+                round_.depart(member.rank, reason)
+        return found
+
+
+def _unreachable(member: Member) -> RankLostError:
+    return RankLostError(f"rank {member.rank} died or cannot be reached", rank=member.rank)

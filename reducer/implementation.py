@@ -6,12 +6,15 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from reducer import loop, slots
+from reducer import failpoints, loop, slots
 from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from reducer.engine import Engine
+    from reducer.failpoints import Failpoint, Place
     from reducer.kernels import Kernels
     from reducer.slots import SlotsModule
     from reducer.transport import Transport
@@ -35,14 +38,16 @@ class Implementation(NamedTuple):
         name: ``compiled`` or ``plain``.
         slots: what the engine keeps its rounds in.
         loop: what serves.
+        arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
     """
 
     name: str
     slots: SlotsModule
     loop: MakeLoop
+    arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
 
 
-PLAIN = Implementation("plain", slots, loop.Loop)
+PLAIN = Implementation("plain", slots, loop.Loop, failpoints.arm)
 
 
 def select(name: str | None, kernels: Kernels) -> Implementation:
@@ -76,4 +81,4 @@ def _compiled(kernels: Kernels) -> Implementation:
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
     compiled[0].check()
-    return Implementation("compiled", compiled[0], compiled[1].Loop)
+    return Implementation("compiled", compiled[0], compiled[1].Loop, compiled[1].arm)

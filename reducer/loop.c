@@ -5,6 +5,8 @@
 #include <poll.h>
 #include <time.h>
 
+#include "failpoints.h"
+
 enum { MESSAGES_PER_LOOK = 64 }; /* at the clock, so that a flood cannot stop it */
 
 static uint64_t now_ms(void)
@@ -36,6 +38,7 @@ static bool take_result_buffer(struct loop *loop, struct slot *slot, uint32_t la
 static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round, struct slot *slot,
                    const struct header *header, zmq_msg_t *result)
 {
+    failpoint(REDUCER_BEFORE_SUM);
     uint32_t n = rounds->world_size;
     if (loop->inputs_room < n) {
         const void **inputs = realloc(loop->inputs, n * sizeof *inputs);
@@ -73,13 +76,14 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
     enum verdict verdict = rounds_offer(*rounds, member, header, payload, &round, &slot);
     if (verdict == IRREGULAR)
         return IRREGULAR;
+    failpoint(REDUCER_PLACED);
     loop->contributions++;
     loop->bytes_in += header->nbytes;
     if (verdict == COMPLETE) {
         if (!reduce(loop, *rounds, round, slot, header, result))
             return OUT_OF_MEMORY;
         header->type = TYPE_RESULT;
-        header->watermark = 0;
+        header->watermark = (*rounds)->reached;
         header->rank = 0;
         memset(header->set_aside, 0, sizeof header->set_aside);
         header->set_aside_too = 0;
@@ -135,13 +139,17 @@ static void send_results(struct loop *loop, struct rounds *rounds, const struct 
     loop->zmq->msg_init_size(&frame, HEADER_BYTES);
     memcpy(loop->zmq->msg_data(&frame), header, HEADER_BYTES);
     /* Each rank's machine gets a fair share of first places. */
-    uint32_t n = rounds->world_size;
+    uint32_t n = failpoint(REDUCER_AFTER_SUM) ? 0 : rounds->world_size;
     uint64_t turn = header->nbytes == 0 ? 0 : header->offset / header->nbytes;
     for (uint32_t step = 0; step < n; step++) {
         struct member *member = rounds->members[(turn + step) % n];
+        if (step == 1 && failpoint(REDUCER_BETWEEN_RESULTS))
+            continue;
         if (!send_result(loop, member->peer, &frame, result))
             note_lost(loop, member);
     }
+    if (n > 0)
+        failpoint(REDUCER_AFTER_RESULTS);
     loop->zmq->msg_close(&frame);
     loop->zmq->msg_close(result);
 }
@@ -185,6 +193,10 @@ static enum verdict take(struct loop *loop)
     if (loop->received != LOOP_FRAMES)
         return IRREGULAR;
     const struct libzmq *zmq = loop->zmq;
+    if (failpoint_message(REDUCER_RECEIVED, zmq, &loop->frames[1], TYPE_CONTRIBUTION)) {
+        loop_close_message(loop);
+        return PLACED;
+    }
     uint64_t peer = peer_key(zmq->msg_data(&loop->frames[0]), zmq->msg_size(&loop->frames[0]));
     struct header header;
     zmq_msg_t result;

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,8 +32,9 @@ class Loop:
     def send(self, sends: Iterable[Send]) -> None:
         """Send what the engine asks for; it hears of peers that turn out to be gone."""
         # In the engine's order, also when a thousand ranks turn out to be gone at once.
-        waiting = deque(sends)
-        while waiting:
-            send = waiting.popleft()
-            if not self._transport.send(*send):
-                waiting.extend(self._engine.unreachable(send.peer))
+        while sends:
+            further: list[Send] = []
+            for send in sends:
+                if not self._transport.send(*send):
+                    further += self._engine.unreachable(send.peer)
+            sends = further

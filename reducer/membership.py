@@ -12,11 +12,12 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.wire.constants import MAX_ROUNDS_AHEAD
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
+    from reducer.errors import ReductionError
     from reducer.slots import Member, Rounds, SlotsModule
     from reducer.wire.messages import Hello
 
@@ -32,6 +33,9 @@ class Job:
         gone: ranks that left or were lost, with the watermark they had reached and the reason.
         max_chunk_bytes: the largest chunk that the job's settings lead to.
         rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
+        losses: reducers that ranks have lost, with the latest epoch that each is lost for;
+            `ALL_REDUCERS` if a rank could reach none.
+        given_up: all-reduces that a rank has given up, as first, last, and why.
         reserved: bytes of the reducer's memory set aside for this job.
     """
 
@@ -46,11 +50,35 @@ class Job:
         self.members: dict[int, Member] = {}
         self.gone: dict[int, tuple[int, RankLostError]] = {}
         self.rounds = rounds
+        self.losses: dict[int, int] = {}
+        self.given_up: list[tuple[int, int, ReductionError]] = []
         self.reserved = 0
 
     def absent(self) -> tuple[int, ...]:
         """Ranks that have not joined, or have gone."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.members)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every rank is here, has been since the start, and has given up nothing."""
+        return len(self.members) == self.world_size and not self.gone and not self.given_up
+
+    def reached(self) -> int:
+        """Every all-reduce below this number is finished at every rank."""
+        if len(self.members) + len(self.gone) < self.world_size:
+            return 0
+        return min(
+            *(member.watermark for member in self.members.values()),
+            *(watermark for watermark, _ in self.gone.values()),
+            NO_SEQUENCE,
+        )
+
+    def forget(self) -> None:
+        """Forget what no rank will ask about any more."""
+        reached = self.reached()
+        self.given_up = [given for given in self.given_up if given[1] >= reached]
+        for sequence in self.forgettable():
+            self.rounds.discard(sequence)
 
     def forgettable(self) -> list[int]:
         """Sequence numbers that the watermark of every live rank has passed.
@@ -189,8 +217,7 @@ class Membership:
 
     def _reserve(self, job: Job, window: int, freed: int) -> None:
         # n windows of contributions, and results that the slowest rank has not taken: one more.
-        # One chunk may always be in flight, however small the window.
-        most = max(window, charge(job.max_chunk_bytes))
+        most = window + SPARE_CHUNKS * charge(job.max_chunk_bytes)
         needed = max(job.reserved, (job.world_size + 1) * most)
         free = self.memory_limit - self.reserved() + freed
         if needed - job.reserved > free:

@@ -18,16 +18,24 @@ from reducer.errors import (
     ReductionTimeout,
     RemoteProtocolError,
 )
+from reducer.slots import check_agreement, check_size
 from reducer.wire.constants import (
     MAX_ROUNDS_AHEAD,
     NO_SEQUENCE,
+    SPARE_CHUNKS,
     DType,
     MessageType,
     ReduceOp,
 )
 from reducer.wire.header import Buffer, Header, check_chunk
 from reducer.wire.layout import charge
-from reducer.wire.messages import decode_error, encode_error
+from reducer.wire.messages import (
+    MAX_NAMED_RANKS,
+    Stragglers,
+    decode_error,
+    encode,
+    encode_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +55,12 @@ class Send(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine has done since it started."""
+    """What an engine has done since it started.
+
+    Attributes:
+        claims: chunks whose result a rank held from another reducer, which was lost.
+        supplied: results that such a rank has sent for those that lacked them.
+    """
 
     contributions: int = 0
     results: int = 0
@@ -57,6 +70,8 @@ class Counters:
     late: int = 0
     refused: int = 0
     rounds_failed: int = 0
+    claims: int = 0
+    supplied: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         """Return the sum of both, counter by counter."""
@@ -88,44 +103,79 @@ class Reductions:
         """
         check_chunk(header, len(payload), job.max_chunk_bytes)
         _check_sequence(header, member)
-        sends = self._advance(job, member, header.watermark)
+        self._advance(job, member, header.watermark)
         if header.sequence < member.watermark:
             self.counters.late += 1
-            return sends
+            return []
+        return self._offer(job, member, header, payload)
+
+    def retained(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
+        """Take a member's RETAINED: it holds a chunk's result, or sends the one it was asked for.
+
+        Raises:
+            ReductionError: it is refused, and concerns its sender alone.
+        """
+        check_chunk(header, len(payload) or header.nbytes, job.max_chunk_bytes)
+        _check_sequence(header, member)
+        self._advance(job, member, header.watermark)
+        if header.sequence < job.reached():
+            self.counters.late += 1
+            return []
+        if not payload:
+            return self._offer(job, member, header, None)
+        round_ = job.rounds.get(header.sequence)
+        slot = None if round_ is None else round_.asked(header.offset)
+        if round_ is None or slot is None or slot.asked != member.rank:
+            self.counters.duplicates += 1
+            return []
+        try:
+            check_agreement(header, round_.first)
+            check_size(header, slot.first_rank, slot.nbytes)
+        except ReductionError as error:
+            return self.fail(job, header.sequence, round_, error)
+        self.counters.supplied += 1
+        return self._deliver(job, round_, slot, header, np.frombuffer(payload, np.uint8).copy())
+
+    def _offer(
+        self, job: Job, member: Member, header: Header, payload: Buffer | None
+    ) -> list[Send]:
         round_ = self._round(job, member, header)
         if round_.error is not None:
             self.counters.late += 1
-            return sends + self._tell(job, header.sequence, round_, [member])
+            return self._tell(job, header.sequence, round_, [member])
         if member.rank in round_.departed:
-            reason = round_.departed[member.rank]
-            return sends + self.fail(job, header.sequence, round_, reason)
+            return self.fail(job, header.sequence, round_, round_.departed[member.rank])
         if round_.holds(header.offset, member.rank):
             self.counters.duplicates += 1
-            return sends
+            return []
         try:
             slot = self._place(job, member, round_, header, payload)
         except ReductionError as error:
-            return sends + self.fail(job, header.sequence, round_, error)
-        if slot.missing == 0:
-            sends += self._reduce(job, round_, slot, header)
-        return sends
+            return self.fail(job, header.sequence, round_, error)
+        return [] if slot.missing else self._complete(job, round_, slot, header)
 
     def _round(self, job: Job, member: Member, header: Header) -> Round:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
-            first = header if header.type is MessageType.CONTRIBUTION else None
+            first = None if header.type is MessageType.ABORT else header
             round_ = job.rounds.open(header.sequence, first)
-            if self.closed is not None:
-                round_.fail(copy.copy(self.closed))
+            given_up = (e for low, high, e in job.given_up if low <= header.sequence <= high)
+            error = self.closed or next(given_up, None)
+            if error is not None:
+                round_.fail(copy.copy(error))
         round_.hear(member.rank)
         return round_
 
     def _place(
-        self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer
+        self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
     ) -> Slot:
         if not round_.is_open(header.offset):
-            _check_presence(job, round_, header.sequence)
-        if member.held and member.held + charge(header.nbytes) > member.window:
+            _check_presence(job, round_)
+        if payload is None:
+            self.counters.claims += 1
+            return round_.place(header, None)
+        spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
+        if member.held + charge(header.nbytes) > member.window + spare:
             raise CapacityError(
                 f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
             )
@@ -135,19 +185,47 @@ class Reductions:
         self.counters.bytes_in += header.nbytes
         return slot
 
+    def _complete(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
+        """Bring the result of a slot to all that lack it, by a sum or from a rank that has it."""
+        if slot.holders:
+            return self._ask(job, round_, slot, header)
+        return self._reduce(job, round_, slot, header)
+
+    def _ask(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
+        """Ask a rank that holds a chunk's result for it, if there is one that does not."""
+        if len(slot.holders) == job.world_size or header.nbytes == 0:
+            return self._deliver(job, round_, slot, header, np.empty(0, np.uint8))
+        holders = (rank for rank in slot.holders if rank in job.members)
+        holder = next((rank for rank in holders if rank not in round_.departed), None)
+        if holder is None:
+            rank = slot.holders[0]
+            lost = RankLostError(f"rank {rank} left with the result of a chunk", rank=rank)
+            return self.fail(job, header.sequence, round_, lost)
+        round_.ask(header.offset, holder)
+        frame = header._replace(type=MessageType.RETAINED, watermark=0, rank=0).pack()
+        return [Send(job.members[holder].peer, frame, None)]
+
     def _reduce(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
         result = np.empty(slot.nbytes, np.uint8)
         contributions = [payload for payload in slot.payloads if payload is not None]
         self.kernels.reduce(contributions, result, DType(header.dtype), ReduceOp(header.op))
+        return self._deliver(job, round_, slot, header, result)
+
+    def _deliver(
+        self, job: Job, round_: Round, slot: Slot, header: Header, result: np.ndarray
+    ) -> list[Send]:
+        """Send a result to all that have contributed."""
+        members = [job.members[rank] for rank in slot.ranks() if rank in job.members]
+        nbytes = slot.nbytes
         round_.finish(header.offset)
-        members = list(job.members.values())
         for member in members:
-            member.held -= charge(slot.nbytes)
+            if member.rank not in round_.departed:
+                member.held -= charge(nbytes)
         self.counters.results += len(members)
-        self.counters.bytes_out += len(members) * slot.nbytes
-        frame = header._replace(type=MessageType.RESULT, watermark=0, rank=0).pack()
+        self.counters.bytes_out += len(members) * nbytes
+        frame = header._replace(type=MessageType.RESULT, watermark=job.reached(), rank=0).pack()
         # All peers are sent the one buffer, and each rank's machine a fair share of first places.
-        turn = header.offset // max(slot.nbytes, 1) % len(members)
+        turn = header.offset // max(nbytes, 1) % max(len(members), 1)
         return [Send(member.peer, frame, result) for member in members[turn:] + members[:turn]]
 
     def abort(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
@@ -159,18 +237,44 @@ class Reductions:
         if header.sequence == NO_SEQUENCE:
             raise RemoteProtocolError("ABORT needs a sequence number")
         error = decode_error(payload, header.sequence)
-        if header.sequence < member.watermark:
-            return []
         _check_sequence(header, member)
+        last = header.sequence + header.nbytes
+        sends: list[Send] = []
+        if header.nbytes:
+            job.given_up.append((header.sequence, last, error))
+            for sequence, round_ in job.rounds.items():
+                if header.sequence <= sequence <= last and round_.error is None:
+                    sends += self.fail(job, sequence, round_, copy.copy(error))
+        elif header.sequence >= job.reached():
+            sends = self._give_up(job, member, header, error)
+        # Afterwards: the sender is done with this all-reduce, so its watermark may have passed it.
+        self._advance(job, member, header.watermark)
+        return sends
+
+    def _give_up(
+        self, job: Job, member: Member, header: Header, error: ReductionError
+    ) -> list[Send]:
         round_ = self._round(job, member, header)
         if round_.error is not None:
-            sends = self._tell(job, header.sequence, round_, [member])
-        else:
-            if isinstance(error, ReductionTimeout) and not error.missing:
-                error = self._explain_timeout(job, round_, error)
-            sends = self.fail(job, header.sequence, round_, error)
-        # Afterwards: the sender is done with this all-reduce, so its watermark may have passed it.
-        return sends + self._advance(job, member, header.watermark)
+            return self._tell(job, header.sequence, round_, [member])
+        if isinstance(error, ReductionTimeout) and not error.missing:
+            error = self._explain_timeout(job, round_, error)
+        return self.fail(job, header.sequence, round_, error)
+
+    def stragglers(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
+        """Tell a member which ranks an all-reduce waits for; nothing if there are none."""
+        del payload
+        round_ = job.rounds.get(header.sequence)
+        missing = () if round_ is None else round_.missing_ranks()
+        if not missing:
+            return []
+        frame = Header(
+            MessageType.STRAGGLERS,
+            job=job.key,
+            generation=job.generation,
+            sequence=header.sequence,
+        ).pack()
+        return [Send(member.peer, frame, encode(Stragglers(missing[:MAX_NAMED_RANKS])))]
 
     def _explain_timeout(
         self, job: Job, round_: Round, error: ReductionTimeout
@@ -184,22 +288,11 @@ class Reductions:
             f"{error}: no contribution from rank {who}", missing=missing, sequence=error.sequence
         )
 
-    def _advance(self, job: Job, member: Member, watermark: int) -> list[Send]:
+    def _advance(self, job: Job, member: Member, watermark: int) -> None:
         """Learn that a worker has finished every all-reduce below `watermark`."""
-        if watermark <= member.watermark:
-            return []
-        member.watermark = watermark
-        return self.give_up(job, member)
-
-    def give_up(self, job: Job, member: Member) -> list[Send]:
-        """Fail the rounds that a worker's watermark has passed without it; forget old ones."""
-        sends: list[Send] = []
-        for sequence, round_ in job.rounds.items():
-            if sequence < member.watermark and round_.error is None and round_.lacks(member.rank):
-                sends += self.fail(job, sequence, round_, _gave_up(sequence, member.rank))
-        for sequence in job.forgettable():
-            job.rounds.discard(sequence)
-        return sends
+        if watermark > member.watermark:
+            member.watermark = watermark
+            job.forget()
 
     def fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> list[Send]:
         """End a round badly and tell those who know of it."""
@@ -235,20 +328,14 @@ def _check_sequence(header: Header, member: Member) -> None:
         )
 
 
-def _check_presence(job: Job, round_: Round, sequence: int) -> None:
+def _check_presence(job: Job, round_: Round) -> None:
     """Refuse to open a slot that could never be completed.
 
     Raises:
         RankLostError: a rank is gone, or will not contribute to this round any more.
     """
-    for reason in round_.departed.values():
-        raise reason
+    for rank, reason in round_.departed.items():
+        if rank not in job.members:  # else it lives, and the others will leave this reducer as well
+            raise reason
     for _, reason in job.gone.values():
         raise reason
-    for member in job.members.values():
-        if member.watermark > sequence:
-            raise _gave_up(sequence, member.rank)
-
-
-def _gave_up(sequence: int, rank: int) -> RankLostError:
-    return RankLostError(f"all-reduce {sequence}: rank {rank} gave it up", rank=rank)

@@ -8,14 +8,19 @@ import secrets
 import socket
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer import implementation, kernels
 from reducer.engine import Engine
+from reducer.failpoints import parse
+from reducer.faults import FaultyEngine, FaultyTransport
 from reducer.reductions import Counters
 from reducer.transport import Transport, make_context
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reducer.config import ReducerConfig
     from reducer.implementation import MakeLoop
 
@@ -44,10 +49,17 @@ class Server:
     def __init__(self, config: ReducerConfig) -> None:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
+        make_transport: Callable[..., Transport] = Transport
+        make_engine: Callable[..., Engine] = Engine
+        failpoints = parse(config.failpoints)
+        hit = chosen.arm(failpoints)
+        if failpoints:
+            log.warning("failpoints are set: %s", config.failpoints)
+            make_transport, make_engine = partial(FaultyTransport, hit), partial(FaultyEngine, hit)
         self.context = make_context(config.io_threads * config.threads, config.cpus)
         try:
             transports = [
-                Transport(_endpoint(config.bind, lane), self.context)
+                make_transport(_endpoint(config.bind, lane), self.context)
                 for lane in range(config.threads)
             ]
         except BaseException:
@@ -61,7 +73,7 @@ class Server:
         incarnation = secrets.token_hex(8)
         self._lanes = [
             _Lane(
-                Engine(
+                make_engine(
                     table,
                     chosen.slots,
                     memory_limit=int(config.memory_limit) // config.threads,

@@ -31,7 +31,7 @@ static struct payloads *payloads_take(struct rounds *rounds)
 static void payloads_release(struct rounds *rounds, struct payloads *payloads)
 {
     for (uint32_t rank = 0; rank < rounds->world_size; rank++)
-        if (payloads->present[rank])
+        if (payloads->present[rank] == PRESENT)
             rounds->zmq->msg_close(&payloads->messages[rank]);
     memset(payloads->present, 0, rounds->world_size);
     payloads->next = rounds->spare;
@@ -80,11 +80,16 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
         }
         round->open++;
     }
+    slot->missing--;
+    if (payload == NULL) {
+        slot->payloads->present[header->rank] = CLAIMED;
+        slot->claims++;
+        return slot;
+    }
     zmq_msg_t *place = &slot->payloads->messages[header->rank];
     rounds->zmq->msg_init(place);
     rounds->zmq->msg_move(place, payload);
-    slot->payloads->present[header->rank] = 1;
-    slot->missing--;
+    slot->payloads->present[header->rank] = PRESENT;
     return slot;
 }
 
@@ -157,6 +162,7 @@ static void advance(struct rounds *rounds, struct member *member, uint64_t water
     for (uint32_t rank = 0; rank < rounds->world_size; rank++)
         if (rounds->members[rank]->watermark < reached)
             reached = rounds->members[rank]->watermark;
+    rounds->reached = reached;
     for (; rounds->by_sequence.count > 0 && rounds->oldest < reached; rounds->oldest++) {
         struct round *round = map_get(&rounds->by_sequence, rounds->oldest);
         if (round != NULL)
@@ -164,18 +170,23 @@ static void advance(struct rounds *rounds, struct member *member, uint64_t water
     }
 }
 
+/* Bytes that a worker may have in flight. */
+static uint64_t window_limit(const struct member *member, const struct rounds *rounds)
+{
+    return member->window + SPARE_CHUNKS * window_charge(rounds->max_chunk_bytes);
+}
+
 static bool agrees(const struct header *first, const struct header *header)
 {
     return header->total_bytes == first->total_bytes && header->dtype == first->dtype &&
-           header->op == first->op && header->tag == first->tag;
+           header->op == first->op && header->tag == first->tag && header->epoch == first->epoch;
 }
 
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
                           zmq_msg_t *payload, struct round **round, struct slot **slot)
 {
     if (rounds->members == NULL || !member->regular || header->job != rounds->job ||
-        header->generation != rounds->generation || header->epoch != 0 ||
-        header->rank != member->rank)
+        header->generation != rounds->generation || header->rank != member->rank)
         return IRREGULAR;
     if (!header_chunk_is_sound(header, rounds->zmq->msg_size(payload), rounds->max_chunk_bytes))
         return IRREGULAR;
@@ -183,7 +194,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         header->watermark > member->watermark ? header->watermark : member->watermark;
     if (header->sequence < watermark || header->sequence - watermark >= MAX_ROUNDS_AHEAD)
         return IRREGULAR;
-    if (member->held > 0 && member->held + window_charge(header->nbytes) > member->window)
+    if (member->held + window_charge(header->nbytes) > window_limit(member, rounds))
         return IRREGULAR;
     struct round *in = map_get(&rounds->by_sequence, header->sequence);
     struct slot *at = NULL;
@@ -193,12 +204,9 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         at = map_get(&in->slots, header->offset);
     }
     if (at != NULL) {
-        if (at->done || at->payloads->present[header->rank] || at->nbytes != header->nbytes)
+        if (at->done || at->claims > 0 || at->payloads->present[header->rank] != ABSENT ||
+            at->nbytes != header->nbytes)
             return IRREGULAR;
-    } else {
-        for (uint32_t rank = 0; rank < rounds->world_size; rank++)
-            if (rounds->members[rank]->watermark > header->sequence)
-                return IRREGULAR; /* that rank gave it up */
     }
     if (watermark > member->watermark && !may_advance(rounds, member, watermark))
         return IRREGULAR;

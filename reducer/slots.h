@@ -21,13 +21,18 @@ struct member {
     bool regular; /* the link's state is MEMBER */
 };
 
+enum { ABSENT, PRESENT, CLAIMED }; /* a rank's contribution; CLAIMED: it holds the result already */
+
 /* One chunk. Its payloads live until the result is on its way; then only `done` is left. */
 struct slot {
     uint64_t offset;
     uint32_t nbytes;
     uint32_t missing;
     uint32_t first_rank;
+    uint32_t claims; /* ranks that hold the result; then the slot is the engine's */
     bool done;
+    bool is_asked;
+    uint32_t asked; /* the one that was asked for the result, if is_asked */
     struct payloads *payloads;
 };
 
@@ -35,7 +40,7 @@ struct slot {
 struct payloads {
     struct payloads *next; /* in the list of spare ones */
     zmq_msg_t *messages;
-    uint8_t *present;
+    uint8_t *present; /* ABSENT and so on */
 };
 
 /* One all-reduce. */
@@ -54,7 +59,8 @@ struct rounds {
     const struct libzmq *zmq;
     uint32_t world_size;
     struct map by_sequence;
-    uint64_t oldest; /* no round is below */
+    uint64_t oldest;  /* no round is below */
+    uint64_t reached; /* every all-reduce below is finished at every rank, while `members` is set */
     uint32_t viewed;
     struct payloads *spare;
     /* Set while every rank is here and has been since the start; else `members` is NULL. */
@@ -77,6 +83,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
 
 /* For the engine, which has checked everything. NULL or false: out of memory. */
 struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct header *first);
+/* Without a payload the rank claims to hold the result. */
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
                          zmq_msg_t *payload);
 

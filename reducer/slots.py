@@ -53,15 +53,25 @@ class Member:
 
 
 class Slot:
-    """Contributions to one chunk, by rank, until all of them are in."""
+    """Contributions to one chunk, by rank, until all of them are in.
 
-    __slots__ = ("first_rank", "missing", "nbytes", "payloads")
+    A rank that holds the result already, from a reducer that is lost, cannot contribute any more:
+    it claims so, and is asked for the result if others need it.
+
+    Attributes:
+        holders: ranks that hold the result.
+        asked: the one that was asked for it, or None.
+    """
+
+    __slots__ = ("asked", "first_rank", "holders", "missing", "nbytes", "payloads")
 
     def __init__(self, header: Header, world_size: int) -> None:
         self.nbytes = header.nbytes
         self.first_rank = header.rank
         self.missing = world_size
         self.payloads: list[Buffer | None] = [None] * world_size
+        self.holders: list[int] = []
+        self.asked: int | None = None
 
     def ranks(self) -> Iterator[int]:
         """Ranks whose contribution is here."""
@@ -99,8 +109,12 @@ class Round:
         """Whether the chunk at `offset` waits for contributions."""
         return offset in self._slots
 
-    def place(self, header: Header, payload: Buffer) -> Slot:
+    def place(self, header: Header, payload: Buffer | None) -> Slot:
         """Put a contribution, the first of its rank to this chunk, into its slot.
+
+        Args:
+            header: the message's.
+            payload: its elements; None if the rank claims to hold the result.
 
         Raises:
             MismatchError: it contradicts what another rank contributed to this all-reduce.
@@ -110,14 +124,26 @@ class Round:
         if slot is None:
             slot = self._slots[header.offset] = Slot(header, self._world_size)
         check_size(header, slot.first_rank, slot.nbytes)
-        slot.payloads[header.rank] = payload
+        if payload is None:
+            slot.holders.append(header.rank)
+        else:
+            slot.payloads[header.rank] = payload
         slot.missing -= 1
         return slot
+
+    def ask(self, offset: int, rank: int) -> None:
+        """Take note that a holder was asked for the result of the chunk at `offset`."""
+        self._slots[offset].asked = rank
+
+    def asked(self, offset: int) -> Slot | None:
+        """Return the slot at `offset` if its result was asked for."""
+        slot = self._slots.get(offset)
+        return None if slot is None or slot.asked is None else slot
 
     def holds(self, offset: int, rank: int) -> bool:
         """Whether this rank's contribution to the chunk at `offset` was counted before."""
         slot = self._slots.get(offset)
-        return offset in self._done or (slot is not None and slot.payloads[rank] is not None)
+        return offset in self._done or (slot is not None and not _waits(slot, rank))
 
     def finish(self, offset: int) -> None:
         """Forget a slot whose result is on its way."""
@@ -141,7 +167,8 @@ class Round:
 
     def lacks(self, rank: int) -> bool:
         """Whether an open slot waits for this rank."""
-        return any(slot.payloads[rank] is None for slot in self._slots.values())
+        slots = self._slots.values()
+        return any(_waits(slot, rank) or slot.asked == rank for slot in slots)
 
     def hear(self, rank: int) -> None:
         """Take note that a rank has said something about this round."""
@@ -197,6 +224,10 @@ class Rounds:
         del self._rounds[sequence]
 
 
+def _waits(slot: Slot, rank: int) -> bool:
+    return slot.payloads[rank] is None and rank not in slot.holders
+
+
 def check_agreement(header: Header, first: Header | None) -> None:
     """Compare a contribution with the one that opened its round.
 
@@ -213,6 +244,8 @@ def check_agreement(header: Header, first: Header | None) -> None:
     if header.op != first.op:
         names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
         raise _mismatch(header, "op", first.rank, *names)
+    if header.epoch != first.epoch:
+        raise _mismatch(header, "epoch", first.rank, first.epoch, header.epoch)
     if header.tag != first.tag:
         raise _mismatch(header, "name", first.rank, _tag(first), _tag(header))
 

@@ -6,24 +6,45 @@ from cpython.memoryview cimport PyMemoryView_GET_BUFFER
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
 
+from reducer._failpoints cimport arm_table, pass_place
 from reducer._libzmq cimport libzmq, zmq_msg_t
+from reducer.libzmq import addresses
 from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
-from worker_client.flight import LinkStats, Send
+from worker_client.flight import Carried, LinkStats, Send
 
 
 cdef extern from "wire/header.h" nogil:
     const int HEADER_BYTES
 
     ctypedef struct header_t "struct header":
+        uint8_t type
+        uint32_t epoch
         uint64_t sequence
+        uint64_t watermark
         uint64_t offset
         uint32_t nbytes
 
 
 cdef extern from "flight.h" nogil:
+    ctypedef enum:
+        CHUNK_DONE
+
     ctypedef struct operation_t "struct operation":
-        uint64_t sequence
+        header_t header
+
+    struct part:
+        operation_t *of
+        uint32_t home
+        chunk_t *chunks
+
+    ctypedef struct chunk_t "struct chunk":
+        part *of
+        uint32_t link
+        uint8_t state
+        bint kept
+        zmq_msg_t result
 
     struct flight_link:
         bint open
@@ -34,7 +55,8 @@ cdef extern from "flight.h" nogil:
     struct flight:
         flight_link *links
         uint32_t link_count
-        uint64_t watermark, next
+        uint64_t watermark, next, reached, kept_bytes
+        const libzmq *zmq
         operation_t *completed
 
     ctypedef struct range_t "struct range":
@@ -43,21 +65,25 @@ cdef extern from "flight.h" nogil:
 
     struct contribution:
         header_t header
-        uint32_t link
+        chunk_t *chunk
+
+    struct walk:
+        pass
 
     ctypedef struct turn_t "struct turn":
         uint32_t step, idle
 
-    bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
-    bint flight_add_link(flight *self, uint64_t window) noexcept
+    bint flight_init(flight *self, const libzmq *zmq, const void *identity,
+                     uint64_t max_chunk_bytes) noexcept
+    bint flight_add_link(flight *self, uint64_t window, bint keep) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
-                               uint8_t op, uint64_t tag, uint64_t chunk_bytes,
+                               uint8_t op, uint64_t tag, uint32_t epoch, uint64_t chunk_bytes,
                                const range_t *ranges, size_t count) noexcept
     bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
                              contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
-                     const void *payload, size_t payload_bytes, uint64_t now_ns) noexcept
+                     zmq_msg_t *payload, uint64_t now_ns) noexcept
     operation_t *flight_find(const flight *self, uint64_t sequence) noexcept
     bint flight_expects(const flight *self, uint32_t link, uint64_t sequence,
                         uint64_t offset) noexcept
@@ -66,9 +92,15 @@ cdef extern from "flight.h" nogil:
     void flight_forget(flight *self, uint32_t link, uint64_t sequence) noexcept
     bint flight_end(flight *self, uint64_t sequence) noexcept
     bint flight_reads(flight *self, uint64_t sequence) noexcept
-    void flight_reset(flight *self, uint32_t link) noexcept
-    operation_t *flight_completed(flight *self) noexcept
-    void operation_drop(operation_t *self) noexcept
+    bint flight_reads_for(const flight *self, uint32_t link) noexcept
+    void flight_shut(flight *self, uint32_t link) noexcept
+    chunk_t *flight_chunk(const flight *self, uint64_t sequence, uint64_t offset) noexcept
+    chunk_t *flight_walk(const flight *self, walk *at, uint32_t link) noexcept
+    void flight_move(flight *self, chunk_t *moved, uint32_t link) noexcept
+    void flight_confirm(flight *self, uint64_t reached) noexcept
+    bint flight_completed(flight *self, uint64_t *sequence) noexcept
+    uint64_t chunk_offset(const chunk_t *self) noexcept
+    uint32_t chunk_nbytes(const chunk_t *self) noexcept
 
 
 cdef extern from "loop.h" nogil:
@@ -86,12 +118,25 @@ cdef extern from "loop.h" nogil:
 
     bint loop_init(loop_t *self, const libzmq *zmq, flight *within) noexcept
     bint loop_add(loop_t *self, void *socket, int socket_fd, int monitor_fd) noexcept
+    void loop_replace(loop_t *self, uint32_t link, void *socket, int socket_fd,
+                      int monitor_fd) noexcept
     void loop_free(loop_t *self) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_close_message(loop_t *self) noexcept
     void loop_refill(loop_t *self) noexcept
     void loop_touch(loop_t *self, uint32_t link) noexcept
     void loop_wake(loop_t *self) noexcept
+
+
+def arm(failpoints):
+    """Arm the table of `loop.c`; see `reducer.failpoints.arm`."""
+    arm_table(failpoints)
+    return hit
+
+
+def hit(place):
+    """Pass a place of that table; whether what is at hand is to be dropped."""
+    return pass_place(place)
 
 
 cdef uint64_t nanoseconds(double now) noexcept:
@@ -102,12 +147,15 @@ cdef class CompiledFlight:
     """All all-reduces and links of a worker; see `worker_client.flight.Flight`."""
 
     cdef flight its
+    cdef libzmq _zmq
     cdef dict _views  # by sequence number: keeps the memory for as long as it is used
 
     def __cinit__(self, identity):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
         self._views = {}
-        if not flight_init(&self.its, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
+        for at, address in enumerate(addresses()):
+            (<void **>&self._zmq)[at] = <void *><uintptr_t>address
+        if not flight_init(&self.its, &self._zmq, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
             raise MemoryError
 
     def __dealloc__(self):
@@ -118,12 +166,22 @@ cdef class CompiledFlight:
         """Every all-reduce below this number is finished here."""
         return self.its.watermark
 
-    def add_link(self, uint64_t window):
+    @property
+    def reached(self):
+        """Every all-reduce below this number is finished at every rank, as far as is known."""
+        return self.its.reached
+
+    @property
+    def kept_bytes(self):
+        """Bytes of results that are kept."""
+        return self.its.kept_bytes
+
+    def add_link(self, uint64_t window, bint keep):
         """Add a link, which is shut."""
-        if not flight_add_link(&self.its, window):
+        if not flight_add_link(&self.its, window, keep):
             raise MemoryError
 
-    def submit(self, operation, parts, uint64_t chunk_bytes):
+    def submit(self, operation, parts, uint64_t chunk_bytes, uint32_t epoch):
         """Queue an all-reduce and return its sequence number."""
         cdef range_t *wanted = <range_t *>calloc(len(parts), sizeof(range_t))
         if wanted == NULL:
@@ -136,14 +194,15 @@ cdef class CompiledFlight:
                 wanted[at].end = end
             submitted = flight_submit(
                 &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
-                operation.dtype, operation.op, operation.tag, chunk_bytes, wanted, len(parts),
+                operation.dtype, operation.op, operation.tag, epoch, chunk_bytes, wanted,
+                len(parts),
             )
         finally:
             free(wanted)
         if submitted == NULL:
             raise MemoryError
-        self._views[submitted.sequence] = operation.view
-        return submitted.sequence
+        self._views[submitted.header.sequence] = operation.view
+        return submitted.header.sequence
 
     def open(self, link):
         """Let contributions be sent to a reducer."""
@@ -170,28 +229,32 @@ cdef class CompiledFlight:
         while flight_next_in_turn(&self.its, &turn, now_ns, &next):
             view = self._views[next.header.sequence]
             payload = view[next.header.offset:next.header.offset + next.header.nbytes]
-            sends.append(Send(next.link, (<char *>&next.header)[:HEADER_BYTES], payload))
+            sends.append(Send(next.chunk.link, (<char *>&next.header)[:HEADER_BYTES], payload))
         return sends
 
     def take(self, link, frame, payload, double now):
         """Take a healthy result and return what it completes; None if it is anything else."""
         cdef const unsigned char[::1] head = frame
         cdef const unsigned char[::1] body = payload
-        if not flight_take(
+        cdef zmq_msg_t message
+        if self._zmq.msg_init_size(&message, body.shape[0]) != 0:
+            raise MemoryError
+        if body.shape[0]:
+            memcpy(self._zmq.msg_data(&message), &body[0], body.shape[0])
+        cdef bint taken = flight_take(
             &self.its, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
-            &body[0] if body.shape[0] else NULL, body.shape[0], nanoseconds(now),
-        ):
-            return None
-        return self.completed()
+            &message, nanoseconds(now),
+        )
+        self._zmq.msg_close(&message)
+        return self.completed() if taken else None
 
     cdef list completed(self):
         """Return the numbers of the all-reduces that have ended well, once each."""
-        cdef operation_t *ended
+        cdef uint64_t sequence
         sequences = []
-        while (ended := flight_completed(&self.its)) != NULL:
-            sequences.append(ended.sequence)
-            del self._views[ended.sequence]
-            operation_drop(ended)
+        while flight_completed(&self.its, &sequence):
+            sequences.append(sequence)
+            del self._views[sequence]
         sequences.reverse()
         return sequences
 
@@ -219,8 +282,8 @@ cdef class CompiledFlight:
         self._views.pop(sequence, None)
         return False
 
-    def reset(self, link):
-        """Shut a link, forget what it carried, and return which all-reduces needed it."""
+    def needs(self, link):
+        """Return the all-reduces that lack a result of this link."""
         cdef uint32_t at = self.check(link)
         cdef uint64_t sequence
         cdef operation_t *found
@@ -229,9 +292,57 @@ cdef class CompiledFlight:
             found = flight_find(&self.its, sequence)
             if found != NULL and operation_needs(found, at):
                 needed.append(sequence)
-        flight_reset(&self.its, at)
         return needed
 
+    def shut(self, link):
+        """Send nothing more over a link and expect nothing there, until it is opened anew."""
+        flight_shut(&self.its, self.check(link))
+
+    def reads_for(self, link):
+        """Whether libzmq still reads the memory of chunks that are stranded on a link."""
+        return flight_reads_for(&self.its, self.check(link))
+
+    def carried(self, link, sequence=None):
+        """Return the chunks of a link, of one all-reduce or all, with and without results."""
+        cdef walk at
+        cdef chunk_t *one
+        cdef operation_t *of
+        memset(&at, 0, sizeof(at))
+        found = []
+        while (one := flight_walk(&self.its, &at, self.check(link))) != NULL:
+            of = one.of.of
+            if sequence is None or of.header.sequence == sequence:
+                found.append(Carried(
+                    of.header.sequence, of.header.epoch, chunk_offset(one), one.of.home,
+                    one - one.of.chunks, one.state == CHUNK_DONE,
+                ))
+        return found
+
+    def move(self, sequence, offset, link):
+        """Assign a chunk to another link; it is sent there if its result is not here."""
+        cdef chunk_t *moved = flight_chunk(&self.its, sequence, offset)
+        if moved == NULL:
+            raise KeyError(sequence, offset)
+        flight_move(&self.its, moved, self.check(link))
+
+    def kept(self, sequence, offset):
+        """Return a result that is kept, as a header and the elements; None if it is not."""
+        cdef chunk_t *of = flight_chunk(&self.its, sequence, offset)
+        if of == NULL or not of.kept:
+            return None
+        cdef header_t header = of.of.of.header
+        header.type = MessageType.RETAINED
+        header.watermark = self.its.watermark
+        header.offset = chunk_offset(of)
+        header.nbytes = chunk_nbytes(of)
+        return (
+            (<char *>&header)[:HEADER_BYTES],
+            (<char *>self._zmq.msg_data(&of.result))[:header.nbytes],
+        )
+
+    def confirm(self, reached):
+        """Learn that every all-reduce below a number is finished at every rank."""
+        flight_confirm(&self.its, reached)
     cdef uint32_t check(self, link) except? 0:
         if not 0 <= link < self.its.link_count:
             raise IndexError(link)
@@ -272,6 +383,12 @@ cdef class Loop:
         """
         if not loop_add(&self.its, <void *><uintptr_t>socket, socket_fd, monitor_fd):
             raise MemoryError
+
+    def replace(self, link, socket, socket_fd, monitor_fd):
+        """Give a link another socket; arguments as for `add`."""
+        loop_replace(
+            &self.its, self._flight.check(link), <void *><uintptr_t>socket, socket_fd, monitor_fd
+        )
 
     def run(self, long timeout_ms):
         """Wait until there is something for the session, or the time is up."""

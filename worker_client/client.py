@@ -13,7 +13,7 @@ from reducer.errors import (
     ReductionError,
 )
 from reducer.wire.constants import ReduceOp
-from worker_client import config, implementation
+from worker_client import config, faults, implementation
 from worker_client.driver import Driver
 from worker_client.host_buffer import HostBuffer, host_buffer
 from worker_client.names import own
@@ -22,8 +22,9 @@ from worker_client.session import Session
 from worker_client.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from reducer.failpoints import Failpoint
     from worker_client.settings import Settings
 
 
@@ -38,6 +39,8 @@ class Client:
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of the reducer that this process hosts, if it does.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
+        failpoints: what tests make happen at the worker's places; of all clients of a process that
+            have the compiled implementation, the latest one's count.
 
     Raises:
         ConfigError: an address cannot be resolved, or `impl` cannot be had.
@@ -55,13 +58,14 @@ class Client:
         io_threads: int = 1,
         context: Any = None,
         on_shutdown: Callable[[], None] | None = None,
+        failpoints: Sequence[Failpoint] = (),
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
         self.bytes_reduced = 0
         self._on_shutdown = on_shutdown
         self._host_failure: BaseException | None = None
-        chosen = implementation.select(impl)
+        chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
         self._session = Session(settings, chosen.flight)
         self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}

@@ -45,6 +45,15 @@ class CompiledTransport(Transport):
         socket, monitor = self._links[-1]
         self._loop.add(socket.underlying, socket.fileno(), monitor.fileno())
 
+    def reset(self, link: int) -> None:
+        """Close a link's connection, drop what it has not sent, and connect anew."""
+        super().reset(link)
+        socket, monitor = self._links[link]
+        self._loop.replace(link, socket.underlying, socket.fileno(), monitor.fileno())
+
+    def _reads_for(self, link: int) -> bool:
+        return self._flight.reads_for(link)
+
     def wait(self, timeout_s: float) -> None:
         """Take healthy results until something else happens or an all-reduce is done."""
         if not self._reached:

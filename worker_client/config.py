@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer.errors import ConfigError
+from reducer.failpoints import parse
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT
 
 # Settings of the reducer that each rank hosts when there are no REDUCTION_SERVERS.
@@ -32,6 +33,7 @@ REDUCER_SETTINGS = (
     "io_threads",
     "cpus",
     "impl",
+    "failpoints",
 )
 
 _DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
@@ -102,6 +104,10 @@ class WorkerConfig(BaseSettings):
     io_threads: int = Field(default=1, ge=1, le=64)
     """libzmq's threads that move bytes; one carries about 15 Gbit/s."""
 
+    failpoints: str = ""
+    """For tests: where this process shall die, stop or be slow, such as ``worker.copied=kill@3``;
+    `reducer.failpoints` knows the places. Nowhere by default."""
+
     @field_validator("servers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
@@ -129,6 +135,12 @@ class WorkerConfig(BaseSettings):
     def _check_chunk(cls, value: ByteSize) -> ByteSize:
         if value % SHARD_ALIGNMENT:
             raise ValueError(f"must be a multiple of {SHARD_ALIGNMENT}")
+        return value
+
+    @field_validator("failpoints")
+    @classmethod
+    def _check_failpoints(cls, value: str) -> str:
+        parse(value)
         return value
 
 

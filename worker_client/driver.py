@@ -18,9 +18,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
+from worker_client.failover import Reset
 from worker_client.flight import Send
-from worker_client.session import Connect
-from worker_client.transport import Completed, Connected, Disconnected
+from worker_client.joining import Connect
+from worker_client.transport import Completed, Connected, Disconnected, Released
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from worker_client.transport import Event, Transport
 
 IDLE_S = 0.5  # the leader looks at its clock at least this often
+LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
 UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
 REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
@@ -245,6 +247,8 @@ class Driver:
     def _patience(self, now: float) -> float:
         deadline = self._session.next_deadline()
         longest = UNSENT_S if self._unsent else IDLE_S
+        if self._transport.leaving:
+            longest = LEAVING_S
         return longest if deadline is None else max(0.0, min(longest, deadline - now))
 
     def _start(self) -> None:
@@ -286,6 +290,8 @@ class Driver:
             return self._session.connected(event.link)
         if isinstance(event, Disconnected):
             return self._session.disconnected(event.link, event.reason)
+        if isinstance(event, Released):
+            return self._session.released(event.link)
         return self._session.receive(*event, time.monotonic())
 
     def _do(self, actions: list[Action]) -> None:
@@ -294,6 +300,8 @@ class Driver:
                 self._transport.send(*action)
             elif isinstance(action, Connect):
                 self._transport.connect(action.endpoint)
+            elif isinstance(action, Reset):
+                self._transport.reset(action.link)
             else:
                 self._finish(action.operation, action.error)
 

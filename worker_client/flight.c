@@ -16,47 +16,51 @@ static uint64_t count_chunks(const struct range *range, uint64_t chunk_bytes)
     return nbytes == 0 ? 1 : (nbytes - 1) / chunk_bytes + 1;
 }
 
-/* One block of memory holds the operation, its parts, and their times of sending. */
+/* One block of memory holds the operation, its parts, and their chunks. */
 static struct operation *allocate(uint64_t chunk_bytes, const struct range *ranges, size_t count)
 {
     uint64_t chunks = 0;
     for (size_t at = 0; at < count; at++)
         chunks += count_chunks(&ranges[at], chunk_bytes);
     struct operation *operation = calloc(1, sizeof(struct operation) + count * sizeof(struct part) +
-                                                chunks * sizeof(uint64_t));
+                                                chunks * sizeof(struct chunk));
     if (operation == NULL)
         return NULL;
     operation->parts = (struct part *)(operation + 1);
     operation->part_count = count;
     operation->chunk_bytes = chunk_bytes;
     operation->remaining = chunks;
-    uint64_t *sent_ns = (uint64_t *)(operation->parts + count);
+    struct chunk *next = (struct chunk *)(operation->parts + count);
     for (size_t at = 0; at < count; at++) {
         struct part *part = &operation->parts[at];
         part->of = operation;
         part->start = ranges[at].start;
         part->end = ranges[at].end;
-        part->link = ranges[at].link;
-        part->chunks = count_chunks(&ranges[at], chunk_bytes);
-        part->sent_ns = sent_ns;
-        sent_ns += part->chunks;
+        part->home = ranges[at].link;
+        part->chunk_count = count_chunks(&ranges[at], chunk_bytes);
+        part->chunks = next;
+        for (uint64_t number = 0; number < part->chunk_count; number++, next++) {
+            next->of = part;
+            next->link = part->home;
+            next->state = CHUNK_DROPPED; /* until it is in a queue */
+        }
     }
     return operation;
 }
 
-static uint64_t chunk_offset(const struct part *part, uint64_t chunk)
+uint64_t chunk_offset(const struct chunk *chunk)
 {
-    return part->start + chunk * part->of->chunk_bytes;
+    return chunk->of->start + (uint64_t)(chunk - chunk->of->chunks) * chunk->of->of->chunk_bytes;
 }
 
-static uint32_t chunk_nbytes(const struct part *part, uint64_t chunk)
+uint32_t chunk_nbytes(const struct chunk *chunk)
 {
-    uint64_t left = part->end - chunk_offset(part, chunk);
-    return (uint32_t)(left < part->of->chunk_bytes ? left : part->of->chunk_bytes);
+    uint64_t left = chunk->of->end - chunk_offset(chunk), most = chunk->of->of->chunk_bytes;
+    return (uint32_t)(left < most ? left : most);
 }
 
-/* The part that holds an offset, or would if it reached that far. */
-static struct part *find_part(const struct operation *operation, uint64_t offset)
+/* The chunk that starts at an offset, or NULL. */
+static struct chunk *find_chunk(const struct operation *operation, uint64_t offset)
 {
     size_t low = 0, high = operation->part_count;
     while (high - low > 1) {
@@ -66,100 +70,138 @@ static struct part *find_part(const struct operation *operation, uint64_t offset
         else
             high = middle;
     }
-    return &operation->parts[low];
+    const struct part *part = &operation->parts[low];
+    if (offset < part->start || (offset - part->start) % operation->chunk_bytes != 0)
+        return NULL;
+    uint64_t number = (offset - part->start) / operation->chunk_bytes;
+    return number < part->chunk_count ? &part->chunks[number] : NULL;
 }
 
-/* Whether a chunk that starts at `offset` is in flight on this link; says which it is. */
-static bool find_chunk(const struct operation *operation, uint32_t link, uint64_t offset,
-                       struct part **part, uint64_t *chunk)
-{
-    *part = find_part(operation, offset);
-    if ((*part)->link != link || offset < (*part)->start)
-        return false;
-    *chunk = (offset - (*part)->start) / operation->chunk_bytes;
-    return *chunk < (*part)->next && chunk_offset(*part, *chunk) == offset &&
-           (*part)->sent_ns[*chunk] != 0;
-}
+#define FOR_EACH_CHUNK(chunk, operation)                                                           \
+    for (size_t part_ = 0; part_ < (operation)->part_count; part_++)                               \
+        for (struct chunk *chunk = (operation)->parts[part_].chunks,                               \
+                          *end_ = chunk + (operation)->parts[part_].chunk_count;                   \
+             chunk < end_; chunk++)
 
 bool operation_needs(const struct operation *operation, uint32_t link)
 {
-    for (size_t at = 0; at < operation->part_count; at++) {
-        const struct part *part = &operation->parts[at];
-        if (part->link == link && (part->waiting > 0 || part->next < part->chunks))
+    FOR_EACH_CHUNK(chunk, operation)
+        if (chunk->link == link && chunk->state != CHUNK_DONE)
             return true;
-    }
     return false;
 }
 
-/* -- a link's queue -------------------------------------------------------------------------- */
-
-static void enqueue(struct flight_link *link, struct part *part)
+/* Closes the results that are kept. */
+static void release(struct flight *flight, struct operation *operation)
 {
-    part->before = link->last;
-    if (link->last == NULL)
-        link->first = part;
-    else
-        link->last->after = part;
-    link->last = part;
+    if (operation->kept == 0)
+        return;
+    FOR_EACH_CHUNK(chunk, operation) {
+        if (!chunk->kept)
+            continue;
+        chunk->kept = false;
+        flight->kept_bytes -= chunk_nbytes(chunk);
+        flight->zmq->msg_close(&chunk->result);
+    }
+    operation->kept = 0;
 }
 
-static void dequeue(struct flight_link *link, struct part *part)
+/* -- a link's chunks ------------------------------------------------------------------------- */
+
+/* Whether a chunk comes before another one, in the order that is the same at every rank. */
+static bool precedes(const struct chunk *one, const struct chunk *other)
 {
-    if (part->before == NULL)
-        link->first = part->after;
-    else
-        part->before->after = part->after;
-    if (part->after == NULL)
-        link->last = part->before;
-    else
-        part->after->before = part->before;
-    part->before = part->after = NULL;
+    uint64_t mine = one->of->of->header.sequence, its = other->of->of->header.sequence;
+    return mine != its ? mine < its : chunk_offset(one) < chunk_offset(other);
 }
 
-static void settle(struct flight_link *link, struct part *part, uint64_t chunk)
+static void put(struct chunk_list *list, struct chunk *chunk)
 {
-    part->sent_ns[chunk] = 0;
-    part->waiting--;
-    link->in_flight -= window_charge(chunk_nbytes(part, chunk));
+    /* Nearly always it is the last one; what was moved from a lost link comes in a row. */
+    struct chunk *after = NULL;
+    if (list->last != NULL && precedes(chunk, list->last)) {
+        after = list->first;
+        if (list->latest != NULL && precedes(list->latest, chunk))
+            after = list->latest->after;
+        while (precedes(after, chunk))
+            after = after->after;
+    }
+    chunk->after = after;
+    chunk->before = after == NULL ? list->last : after->before;
+    if (chunk->before == NULL)
+        list->first = chunk;
+    else
+        chunk->before->after = chunk;
+    if (after == NULL)
+        list->last = chunk;
+    else
+        after->before = chunk;
+    list->latest = chunk;
 }
 
-/* Neither expects nor sends anything more of a part. */
-static void abandon(struct flight_link *link, struct part *part)
+static void take_out(struct chunk_list *list, struct chunk *chunk)
 {
-    for (uint64_t chunk = 0; part->waiting > 0; chunk++)
-        if (part->sent_ns[chunk] != 0)
-            settle(link, part, chunk);
-    if (part->next < part->chunks)
-        dequeue(link, part);
-    part->next = part->chunks;
+    if (chunk->before == NULL)
+        list->first = chunk->after;
+    else
+        chunk->before->after = chunk->after;
+    if (chunk->after == NULL)
+        list->last = chunk->before;
+    else
+        chunk->after->before = chunk->before;
+    if (list->latest == chunk)
+        list->latest = NULL;
+}
+
+static void enqueue(struct flight *flight, struct chunk *chunk)
+{
+    chunk->state = CHUNK_QUEUED;
+    put(&flight->links[chunk->link].queue, chunk);
+}
+
+/* Takes a chunk out of flight or off its queue, unless it is done. */
+static void settle(struct flight *flight, struct chunk *chunk, enum chunk_state state)
+{
+    struct flight_link *link = &flight->links[chunk->link];
+    if (chunk->state == CHUNK_DONE)
+        return;
+    if (chunk->state == CHUNK_QUEUED)
+        take_out(&link->queue, chunk);
+    if (chunk->state == CHUNK_SENT) {
+        take_out(&link->sent, chunk);
+        link->in_flight -= window_charge(chunk_nbytes(chunk));
+    }
+    chunk->state = state;
 }
 
 /* -- all links and operations ---------------------------------------------------------------- */
 
-bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes)
+bool flight_init(struct flight *flight, const struct libzmq *zmq, const void *identity,
+                 uint64_t max_chunk_bytes)
 {
-    *flight = (struct flight){.mask = 63, .max_chunk_bytes = max_chunk_bytes};
+    *flight = (struct flight){.zmq = zmq, .mask = 63, .max_chunk_bytes = max_chunk_bytes};
     memcpy(&flight->identity, identity, HEADER_BYTES);
     flight->ring = calloc(flight->mask + 1, sizeof(struct operation *));
     return flight->ring != NULL;
 }
 
-bool flight_add_link(struct flight *flight, uint64_t window)
+bool flight_add_link(struct flight *flight, uint64_t window, bool keep)
 {
     size_t count = flight->link_count;
     struct flight_link *links = realloc(flight->links, (count + 1) * sizeof *links);
     if (links == NULL)
         return false;
-    links[count] = (struct flight_link){.window = window};
+    links[count] = (struct flight_link){.window = window, .keep = keep};
     flight->links = links;
     flight->link_count++;
     return true;
 }
 
-static void drop_list(struct operation *operation)
+static void drop_list(struct flight *flight, struct operation *operation)
 {
     while (operation != NULL) {
         struct operation *following = operation->following;
+        release(flight, operation);
         operation_drop(operation);
         operation = following;
     }
@@ -168,10 +210,13 @@ static void drop_list(struct operation *operation)
 void flight_free(struct flight *flight)
 {
     for (uint64_t at = 0; flight->ring != NULL && at <= flight->mask; at++)
-        if (flight->ring[at] != NULL)
-            operation_drop(flight->ring[at]);
-    drop_list(flight->completed);
-    drop_list(flight->lingering);
+        if (flight->ring[at] != NULL) {
+            flight->ring[at]->following = NULL;
+            drop_list(flight, flight->ring[at]);
+        }
+    drop_list(flight, flight->completed);
+    drop_list(flight, flight->lingering);
+    drop_list(flight, flight->ended);
     free(flight->ring);
     free(flight->links);
     *flight = (struct flight){0};
@@ -182,6 +227,18 @@ struct operation *flight_find(const struct flight *flight, uint64_t sequence)
     if (sequence < flight->watermark || sequence >= flight->next)
         return NULL;
     return flight->ring[sequence & flight->mask];
+}
+
+struct chunk *flight_chunk(const struct flight *flight, uint64_t sequence, uint64_t offset)
+{
+    struct operation *operation = flight_find(flight, sequence);
+    const struct operation *lists[] = {flight->completed, flight->ended};
+    for (int list = 0; operation == NULL && list < 2; list++) {
+        operation = (struct operation *)lists[list];
+        while (operation != NULL && operation->header.sequence != sequence)
+            operation = operation->following;
+    }
+    return operation == NULL ? NULL : find_chunk(operation, offset);
 }
 
 static bool make_room(struct flight *flight)
@@ -201,7 +258,7 @@ static bool make_room(struct flight *flight)
 }
 
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
-                                uint8_t dtype, uint8_t op, uint64_t tag,
+                                uint8_t dtype, uint8_t op, uint64_t tag, uint32_t epoch,
                                 uint64_t chunk_bytes, const struct range *ranges, size_t count)
 {
     struct operation *operation =
@@ -209,22 +266,24 @@ struct operation *flight_submit(struct flight *flight, void *data, uint64_t tota
     if (operation == NULL)
         return NULL;
     atomic_init(&operation->uses, 1);
-    operation->sequence = flight->next++;
-    operation->total_bytes = total_bytes;
-    operation->tag = tag;
     operation->data = data;
-    operation->dtype = dtype;
-    operation->op = op;
-    flight->ring[operation->sequence & flight->mask] = operation;
-    for (size_t at = 0; at < count; at++)
-        enqueue(&flight->links[ranges[at].link], &operation->parts[at]);
+    operation->header = flight->identity;
+    operation->header.sequence = flight->next++;
+    operation->header.epoch = epoch;
+    operation->header.total_bytes = total_bytes;
+    operation->header.dtype = operation->header.wire_dtype = dtype;
+    operation->header.op = op;
+    operation->header.tag = tag;
+    flight->ring[operation->header.sequence & flight->mask] = operation;
+    FOR_EACH_CHUNK(chunk, operation)
+        enqueue(flight, chunk);
     return operation;
 }
 
 /* It is over, well or badly; the caller puts it on a list or drops it. */
 static void retire(struct flight *flight, struct operation *operation)
 {
-    flight->ring[operation->sequence & flight->mask] = NULL;
+    flight->ring[operation->header.sequence & flight->mask] = NULL;
     while (flight->watermark < flight->next &&
            flight->ring[flight->watermark & flight->mask] == NULL)
         flight->watermark++;
@@ -234,34 +293,29 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
                  struct contribution *next)
 {
     struct flight_link *link = &flight->links[link_index];
-    struct part *part = link->first;
-    if (!link->open || part == NULL)
+    struct chunk *chunk = link->queue.first, *sent = link->sent.first;
+    if (!link->open || chunk == NULL)
         return false;
-    struct operation *operation = part->of;
-    if (operation->sequence >= flight->watermark + MAX_ROUNDS_AHEAD)
+    const struct header *common = &chunk->of->of->header;
+    if (common->sequence >= flight->watermark + MAX_ROUNDS_AHEAD)
         return false;
-    uint64_t chunk = part->next;
-    uint32_t nbytes = chunk_nbytes(part, chunk);
-    if (link->in_flight > 0 && link->in_flight + window_charge(nbytes) > link->window)
+    uint32_t nbytes = chunk_nbytes(chunk);
+    /* What was moved here may precede all in flight; that must not wait for them, as at another
+     * rank they may wait for it. */
+    if (link->in_flight + window_charge(nbytes) > link->window && sent != NULL &&
+        !precedes(chunk, sent))
         return false;
-    if (++part->next == part->chunks)
-        dequeue(link, part);
-    part->sent_ns[chunk] = now_ns | 1; /* never 0; a nanosecond does not matter */
-    part->waiting++;
+    take_out(&link->queue, chunk);
+    put(&link->sent, chunk);
+    chunk->state = CHUNK_SENT;
+    chunk->sent_ns = now_ns;
     link->in_flight += window_charge(nbytes);
     link->bytes_sent += nbytes;
-    next->of = operation;
-    next->link = link_index;
-    struct header *header = &next->header;
-    *header = flight->identity;
-    header->watermark = flight->watermark;
-    header->sequence = operation->sequence;
-    header->total_bytes = operation->total_bytes;
-    header->offset = chunk_offset(part, chunk);
-    header->nbytes = nbytes;
-    header->dtype = header->wire_dtype = operation->dtype;
-    header->op = operation->op;
-    header->tag = operation->tag;
+    next->chunk = chunk;
+    next->header = *common;
+    next->header.watermark = flight->watermark;
+    next->header.offset = chunk_offset(chunk);
+    next->header.nbytes = nbytes;
     return true;
 }
 
@@ -288,29 +342,49 @@ static void measure(struct flight_link *link, uint64_t sent_ns, uint64_t now_ns)
     link->rtt_ns = link->rtt_ns == 0 ? sample : link->rtt_ns - link->rtt_ns / 8 + sample / 8;
 }
 
+/* The chunk that is in flight on a link, or NULL. */
+static struct chunk *find_sent(const struct flight *flight, uint32_t link, uint64_t sequence,
+                               uint64_t offset)
+{
+    const struct operation *operation = flight_find(flight, sequence);
+    struct chunk *chunk = operation == NULL ? NULL : find_chunk(operation, offset);
+    bool found = chunk != NULL && chunk->link == link && chunk->state == CHUNK_SENT;
+    return found ? chunk : NULL;
+}
+
 bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, size_t frame_bytes,
-                 const void *payload, size_t payload_bytes, uint64_t now_ns)
+                 zmq_msg_t *payload, uint64_t now_ns)
 {
     struct flight_link *link = &flight->links[link_index];
     struct header header;
     if (!header_read(&header, frame, frame_bytes) || header.type != TYPE_RESULT)
         return false;
+    size_t payload_bytes = flight->zmq->msg_size(payload);
     if (!header_chunk_is_sound(&header, payload_bytes, flight->max_chunk_bytes))
         return false;
-    struct operation *operation = flight_find(flight, header.sequence);
-    struct part *part;
-    uint64_t chunk;
-    if (operation == NULL || !find_chunk(operation, link_index, header.offset, &part, &chunk))
+    struct chunk *chunk = find_sent(flight, link_index, header.sequence, header.offset);
+    if (chunk == NULL)
         return false;
-    if (header.total_bytes != operation->total_bytes || header.dtype != operation->dtype ||
-        header.op != operation->op || header.nbytes != chunk_nbytes(part, chunk))
+    struct operation *operation = chunk->of->of;
+    const struct header *common = &operation->header;
+    if (header.total_bytes != common->total_bytes || header.dtype != common->dtype ||
+        header.op != common->op || header.nbytes != chunk_nbytes(chunk))
         return false;
     if (payload_bytes > 0) /* an empty buffer may have no address */
-        memcpy(operation->data + header.offset, payload, payload_bytes);
-    measure(link, part->sent_ns[chunk], now_ns);
-    settle(link, part, chunk);
+        memcpy(operation->data + header.offset, flight->zmq->msg_data(payload), payload_bytes);
+    measure(link, chunk->sent_ns, now_ns);
+    settle(flight, chunk, CHUNK_DONE);
     link->bytes_received += header.nbytes;
     link->results++;
+    if (link->keep) {
+        flight->zmq->msg_init(&chunk->result);
+        flight->zmq->msg_move(&chunk->result, payload);
+        chunk->kept = true;
+        operation->kept++;
+        flight->kept_bytes += header.nbytes;
+    }
+    if (header.watermark > flight->reached)
+        flight_confirm(flight, header.watermark);
     if (--operation->remaining == 0) {
         retire(flight, operation);
         operation->following = flight->completed;
@@ -321,17 +395,16 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
 
 bool flight_expects(const struct flight *flight, uint32_t link, uint64_t sequence, uint64_t offset)
 {
-    const struct operation *operation = flight_find(flight, sequence);
-    struct part *part;
-    uint64_t chunk;
-    return operation != NULL && find_chunk(operation, link, offset, &part, &chunk);
+    return find_sent(flight, link, sequence, offset) != NULL;
 }
 
 bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence)
 {
     const struct operation *operation = flight_find(flight, sequence);
-    for (size_t at = 0; operation != NULL && at < operation->part_count; at++)
-        if (operation->parts[at].link == link && operation->parts[at].waiting > 0)
+    if (operation == NULL)
+        return false;
+    FOR_EACH_CHUNK(chunk, operation)
+        if (chunk->link == link && chunk->state == CHUNK_SENT)
             return true;
     return false;
 }
@@ -339,18 +412,23 @@ bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t seque
 void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence)
 {
     struct operation *operation = flight_find(flight, sequence);
-    for (size_t at = 0; operation != NULL && at < operation->part_count; at++)
-        if (operation->parts[at].link == link)
-            abandon(&flight->links[link], &operation->parts[at]);
+    if (operation == NULL)
+        return;
+    FOR_EACH_CHUNK(chunk, operation)
+        if (chunk->link == link)
+            settle(flight, chunk, CHUNK_DROPPED);
 }
+
+/* -- ends -------------------------------------------------------------------------------------- */
 
 bool flight_end(struct flight *flight, uint64_t sequence)
 {
     struct operation *operation = flight_find(flight, sequence);
     if (operation == NULL)
         return false;
-    for (size_t at = 0; at < operation->part_count; at++)
-        abandon(&flight->links[operation->parts[at].link], &operation->parts[at]);
+    FOR_EACH_CHUNK(chunk, operation)
+        settle(flight, chunk, CHUNK_DROPPED);
+    release(flight, operation);
     retire(flight, operation);
     operation->following = flight->lingering;
     flight->lingering = operation;
@@ -360,7 +438,7 @@ bool flight_end(struct flight *flight, uint64_t sequence)
 bool flight_reads(struct flight *flight, uint64_t sequence)
 {
     struct operation **place = &flight->lingering;
-    while (*place != NULL && (*place)->sequence != sequence)
+    while (*place != NULL && (*place)->header.sequence != sequence)
         place = &(*place)->following;
     struct operation *operation = *place;
     if (operation == NULL)
@@ -372,17 +450,112 @@ bool flight_reads(struct flight *flight, uint64_t sequence)
     return false;
 }
 
-void flight_reset(struct flight *flight, uint32_t link)
-{
-    flight->links[link].open = false;
-    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++)
-        flight_forget(flight, link, sequence);
-}
-
-struct operation *flight_completed(struct flight *flight)
+bool flight_completed(struct flight *flight, uint64_t *sequence)
 {
     struct operation *operation = flight->completed;
-    if (operation != NULL)
-        flight->completed = operation->following;
-    return operation;
+    if (operation == NULL)
+        return false;
+    flight->completed = operation->following;
+    *sequence = operation->header.sequence;
+    operation->data = NULL; /* it is the caller's again */
+    if (operation->kept > 0 && *sequence >= flight->reached) {
+        operation->following = flight->ended;
+        flight->ended = operation;
+    } else {
+        release(flight, operation);
+        operation_drop(operation);
+    }
+    return true;
+}
+
+void flight_confirm(struct flight *flight, uint64_t reached)
+{
+    if (reached <= flight->reached)
+        return;
+    flight->reached = reached;
+    for (struct operation **place = &flight->ended; *place != NULL;) {
+        struct operation *operation = *place;
+        if (operation->header.sequence >= reached) {
+            place = &operation->following;
+            continue;
+        }
+        *place = operation->following;
+        release(flight, operation);
+        operation_drop(operation);
+    }
+}
+
+/* -- a link that is lost ----------------------------------------------------------------------- */
+
+void flight_shut(struct flight *flight, uint32_t link)
+{
+    flight->links[link].open = false;
+    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
+        struct operation *operation = flight_find(flight, sequence);
+        if (operation == NULL)
+            continue;
+        FOR_EACH_CHUNK(chunk, operation)
+            if (chunk->link == link && chunk->state != CHUNK_DROPPED)
+                settle(flight, chunk, CHUNK_STRANDED);
+    }
+}
+
+bool flight_reads_for(const struct flight *flight, uint32_t link)
+{
+    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
+        const struct operation *operation = flight_find(flight, sequence);
+        if (operation == NULL)
+            continue;
+        FOR_EACH_CHUNK(chunk, operation)
+            if (chunk->link == link && chunk->state == CHUNK_STRANDED &&
+                atomic_load_explicit(&chunk->reads, memory_order_acquire) > 0)
+                return true;
+    }
+    return false;
+}
+
+/* The operation after the one at hand: first those in progress, then those whose results are kept. */
+static struct operation *following(const struct flight *flight, struct walk *walk)
+{
+    if (!walk->in_ended) {
+        if (walk->sequence < flight->watermark)
+            walk->sequence = flight->watermark;
+        while (walk->sequence < flight->next) {
+            struct operation *operation = flight_find(flight, walk->sequence++);
+            if (operation != NULL)
+                return operation;
+        }
+        walk->in_ended = true;
+        return flight->ended;
+    }
+    return walk->operation == NULL ? NULL : walk->operation->following;
+}
+
+struct chunk *flight_walk(const struct flight *flight, struct walk *walk, uint32_t link)
+{
+    for (;;) {
+        while (walk->operation != NULL && walk->part < walk->operation->part_count) {
+            struct part *part = &walk->operation->parts[walk->part];
+            while (walk->chunk < part->chunk_count) {
+                struct chunk *chunk = &part->chunks[walk->chunk++];
+                if (chunk->link == link && chunk->state != CHUNK_DROPPED)
+                    return chunk;
+            }
+            walk->part++;
+            walk->chunk = 0;
+        }
+        walk->part = 0;
+        walk->chunk = 0;
+        walk->operation = following(flight, walk);
+        if (walk->operation == NULL)
+            return NULL;
+    }
+}
+
+void flight_move(struct flight *flight, struct chunk *chunk, uint32_t link)
+{
+    settle(flight, chunk, CHUNK_STRANDED);
+    chunk->link = link;
+    if (chunk->state != CHUNK_DONE)
+        enqueue(flight, chunk);
 }

@@ -1,25 +1,42 @@
 /* What a worker has in flight, for the compiled loop: the twin of flight.py.
  *
- * Everything belongs to one thread, but for an operation's `uses`. Only what is healthy is handled
- * here; the rest is left to the session. No function does any I/O or reads a clock.
+ * Everything belongs to one thread, but for an operation's `uses` and a chunk's `reads`. Only what is
+ * healthy is handled here; the rest is left to the session. No function does any I/O or reads a clock.
  */
 #ifndef WORKER_FLIGHT_H
 #define WORKER_FLIGHT_H
 
 #include <stdatomic.h>
 
+#include "libzmq.h"
 #include "wire/header.h"
 
-/* One part of a buffer, which travels over one link in chunks. */
+enum chunk_state {
+    CHUNK_QUEUED,
+    CHUNK_SENT,
+    CHUNK_STRANDED, /* its link is lost */
+    CHUNK_DROPPED,  /* nothing is expected any more */
+    CHUNK_DONE
+};
+
+struct chunk {
+    struct part *of;
+    struct chunk *before, *after; /* in its link's queue or among those in flight there */
+    uint64_t sent_ns;
+    atomic_uint reads; /* messages in libzmq that lie in its memory */
+    uint32_t link;     /* that it is assigned to now */
+    uint8_t state;
+    bool kept; /* `result` holds what came */
+    zmq_msg_t result;
+};
+
+/* A part of a buffer that the plan gave to one link. */
 struct part {
     struct operation *of;
-    struct part *before, *after; /* in its link's queue, while a chunk is still to be sent */
     uint64_t start, end;
-    uint64_t chunks; /* at least one: an empty buffer travels as an empty chunk */
-    uint64_t next;   /* the first chunk that was not sent */
-    uint64_t waiting;
-    uint64_t *sent_ns; /* per chunk: when it was sent if it is in flight, else 0 */
-    uint32_t link;
+    uint64_t chunk_count; /* at least one: an empty buffer travels as an empty chunk */
+    struct chunk *chunks;
+    uint32_t home; /* that link */
 };
 
 /* One all-reduce. */
@@ -27,27 +44,34 @@ struct operation {
     /* One for the flight, and one for each message in libzmq that lies in `data`. The last one to
      * go frees the struct: libzmq's threads drop theirs at any time. */
     atomic_size_t uses;
-    struct operation *following; /* in the list `completed` or `lingering` */
-    uint64_t sequence;
-    uint64_t total_bytes;
-    uint64_t chunk_bytes; /* size of every chunk but the last of each part */
-    uint64_t tag;
-    uint64_t remaining; /* chunks whose result has not come */
-    unsigned char *data;
+    struct operation *following; /* in the list `completed`, `lingering` or `ended` */
+    struct header header;        /* what its contributions have in common */
+    uint64_t chunk_bytes;        /* size of every chunk but the last of each part */
+    uint64_t remaining;          /* chunks whose result has not come */
+    uint64_t kept;               /* chunks whose result is kept */
+    unsigned char *data;         /* the caller's, until the operation has ended */
     size_t part_count;
     struct part *parts; /* in the order of their offsets */
-    uint8_t dtype, op;
+};
+
+/* Chunks in the order of their operations and offsets. */
+struct chunk_list {
+    struct chunk *first, *last;
+    struct chunk *latest; /* that was put in, if it is still here: the next one is likely after it */
 };
 
 struct flight_link {
-    struct part *first, *last; /* the queue: parts with chunks to send, in order */
-    bool open;                 /* contributions may be sent */
+    struct chunk_list queue; /* chunks to send */
+    struct chunk_list sent;  /* chunks in flight */
+    bool open;               /* contributions may be sent */
+    bool keep;               /* results that come here are kept */
     uint64_t window, in_flight;
     uint64_t bytes_sent, bytes_received, results;
     uint64_t rtt_ns, min_rtt_ns; /* from sending a contribution to its result; 0: unknown */
 };
 
 struct flight {
+    const struct libzmq *zmq;
     struct flight_link *links;
     uint32_t link_count;
     uint64_t max_chunk_bytes;
@@ -55,8 +79,11 @@ struct flight {
     /* Operations in progress, at sequence & mask; those from watermark to next may be there. */
     struct operation **ring;
     uint64_t mask, watermark, next;
+    uint64_t reached;            /* every operation below is finished at every rank */
+    uint64_t kept_bytes;
     struct operation *completed; /* that the session has not heard of, latest first */
     struct operation *lingering; /* that failed while libzmq still read their memory */
+    struct operation *ended;     /* whose results are kept, latest first */
 };
 
 struct range {
@@ -66,8 +93,7 @@ struct range {
 
 struct contribution {
     struct header header;
-    struct operation *of;
-    uint32_t link;
+    struct chunk *chunk;
 };
 
 /* Where a refill of all links is; starts as zero. */
@@ -75,16 +101,26 @@ struct turn {
     uint32_t step, idle;
 };
 
+/* Where a walk over chunks is; starts as zero. */
+struct walk {
+    struct operation *operation;
+    uint64_t sequence; /* where the search for the next one in progress begins */
+    size_t part;
+    uint64_t chunk;
+    bool in_ended;
+};
+
 /* False: out of memory. `identity` is a header of 96 bytes. */
-bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes);
+bool flight_init(struct flight *flight, const struct libzmq *zmq, const void *identity,
+                 uint64_t max_chunk_bytes);
 /* Adds a link, which is shut. False: out of memory. */
-bool flight_add_link(struct flight *flight, uint64_t window);
+bool flight_add_link(struct flight *flight, uint64_t window, bool keep);
 void flight_free(struct flight *flight);
 
 /* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer.
  * NULL: out of memory. */
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
-                                uint8_t dtype, uint8_t op, uint64_t tag,
+                                uint8_t dtype, uint8_t op, uint64_t tag, uint32_t epoch,
                                 uint64_t chunk_bytes, const struct range *ranges, size_t count);
 
 /* Takes the next chunk of a link, if its window has room. */
@@ -96,18 +132,26 @@ bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct c
 bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_ns,
                          struct contribution *next);
 
-/* Takes a message if it is a healthy result; false: nothing was changed, the session knows why. */
+/* Takes a message if it is a healthy result, and perhaps its payload; false: nothing was changed,
+ * the session knows why. */
 bool flight_take(struct flight *flight, uint32_t link, const void *frame, size_t frame_bytes,
-                 const void *payload, size_t payload_bytes, uint64_t now_ns);
+                 zmq_msg_t *payload, uint64_t now_ns);
 
 /* The operation in progress with this number, or NULL. */
 struct operation *flight_find(const struct flight *flight, uint64_t sequence);
+/* The chunk at this offset of an operation that is in progress or whose results are kept. */
+struct chunk *flight_chunk(const struct flight *flight, uint64_t sequence, uint64_t offset);
 /* Whether this chunk is in flight on this link. */
 bool flight_expects(const struct flight *flight, uint32_t link, uint64_t sequence, uint64_t offset);
 /* Whether any chunk of an all-reduce is in flight on this link. */
 bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence);
-/* Whether a chunk of an operation is in flight or to be sent on this link. */
+/* Whether an operation lacks a result of this link. */
 bool operation_needs(const struct operation *operation, uint32_t link);
+/* Whether libzmq still reads the memory of a chunk that is stranded on this link. */
+bool flight_reads_for(const struct flight *flight, uint32_t link);
+
+uint64_t chunk_offset(const struct chunk *chunk);
+uint32_t chunk_nbytes(const struct chunk *chunk);
 
 /* Expects and sends nothing more of an all-reduce on this link. */
 void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence);
@@ -115,11 +159,17 @@ void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence);
 bool flight_end(struct flight *flight, uint64_t sequence);
 /* Whether libzmq still reads the memory of an all-reduce that has failed. */
 bool flight_reads(struct flight *flight, uint64_t sequence);
-/* Shuts a link and forgets all that was queued or in flight there. */
-void flight_reset(struct flight *flight, uint32_t link);
 
-/* The next operation that has ended well, to be dropped with operation_drop; NULL: no more. */
-struct operation *flight_completed(struct flight *flight);
+/* Shuts a link; its chunks are stranded until they are moved to another one. */
+void flight_shut(struct flight *flight, uint32_t link);
+/* The next chunk that is assigned to a link, done or not, or NULL. */
+struct chunk *flight_walk(const struct flight *flight, struct walk *walk, uint32_t link);
+void flight_move(struct flight *flight, struct chunk *chunk, uint32_t link);
+/* Drops what is kept of operations below a number. */
+void flight_confirm(struct flight *flight, uint64_t reached);
+
+/* The next operation that has ended well, to be told of once; NULL: no more. Sets its number. */
+bool flight_completed(struct flight *flight, uint64_t *sequence);
 
 static inline void operation_use(struct operation *operation)
 {

@@ -35,6 +35,25 @@ class Part(NamedTuple):
     end: int
 
 
+class Carried(NamedTuple):
+    """A chunk that was assigned to a link, of an all-reduce that some rank may not have finished.
+
+    Attributes:
+        sequence, epoch: of the all-reduce.
+        offset: of the chunk within the buffer, bytes.
+        home: the link that the plan gave it to.
+        number: of the chunk within its part.
+        done: whether its result is here.
+    """
+
+    sequence: int
+    epoch: int
+    offset: int
+    home: int
+    number: int
+    done: bool
+
+
 class LinkStats(NamedTuple):
     """What is known about a link.
 
@@ -59,6 +78,9 @@ class LinkStats(NamedTuple):
 class Flight(Protocol):
     """All all-reduces and links of a worker.
 
+    A result is kept after its all-reduce has ended here, until every rank has it: should its
+    reducer be lost, another rank may need it from us, and the caller has its buffer back.
+
     Args:
         identity: header with the job, the generation and the rank of every contribution.
 
@@ -67,20 +89,36 @@ class Flight(Protocol):
 
     def __init__(self, identity: Header) -> None: ...
 
-    def add_link(self, window: int) -> None:
-        """Add a link, shut until `open`, with so many bytes that may be in flight."""
+    def add_link(self, window: int, keep: bool) -> None:
+        """Add a link, shut until `open`.
+
+        Args:
+            window: bytes that may be in flight.
+            keep: whether to keep the results that come there.
+        """
 
     @property
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
 
-    def submit(self, operation: Operation, parts: Sequence[Part], chunk_bytes: int) -> int:
+    @property
+    def reached(self) -> int:
+        """Every all-reduce below this number is finished at every rank, as far as is known."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of results that are kept."""
+
+    def submit(
+        self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
+    ) -> int:
         """Queue an all-reduce and return its sequence number.
 
         Args:
             operation: what is asked for.
             parts: what travels over which link: ascending, disjoint, together the whole buffer.
             chunk_bytes: size of every chunk but the last of each part.
+            epoch: version of the shard map.
         """
 
     def open(self, link: int) -> None:
@@ -118,5 +156,23 @@ class Flight(Protocol):
     def end(self, sequence: int) -> None:
         """End an all-reduce that has failed."""
 
-    def reset(self, link: int) -> list[int]:
-        """Shut a link, forget what it carried, and return which all-reduces needed it."""
+    def needs(self, link: int) -> list[int]:
+        """Return the all-reduces that lack a result of this link."""
+
+    def shut(self, link: int) -> None:
+        """Send nothing more over a link and expect nothing there, until it is opened anew.
+
+        Its chunks wait to be moved.
+        """
+
+    def carried(self, link: int, sequence: int | None = None) -> list[Carried]:
+        """Return the chunks of a link, of one all-reduce or all, with and without results."""
+
+    def move(self, sequence: int, offset: int, link: int) -> None:
+        """Assign a chunk to another link; it is sent there if its result is not here."""
+
+    def kept(self, sequence: int, offset: int) -> tuple[bytes, Buffer] | None:
+        """Return a result that is kept, as a header and the elements; None if it is not."""
+
+    def confirm(self, reached: int) -> None:
+        """Learn that every all-reduce below a number is finished at every rank."""

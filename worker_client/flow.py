@@ -79,6 +79,11 @@ class FlowControl:
         self._received[link] = self._flight.stats(link).bytes_received
         self._set_window(link, 0.0)
 
+    def dismiss(self, link: int) -> None:
+        """End with a link that is lost, until it is admitted anew."""
+        self._most.pop(link, None)
+        self._rates.pop(link, None)
+
     @property
     def rate(self) -> float:
         """What the links carry together, bytes per second; 0 if that is not known yet."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from reducer import failpoints
 from reducer.errors import ConfigError
 from worker_client.plain_flight import PlainFlight
 from worker_client.transport import PlainTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reducer.failpoints import Failpoint, Place
     from worker_client.flight import Flight
     from worker_client.transport import Transport
 
@@ -30,14 +34,16 @@ class Implementation(NamedTuple):
         name: ``compiled`` or ``plain``.
         flight: what the session keeps its chunks in.
         transport: what moves them.
+        arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
     """
 
     name: str
     flight: type[Flight]
     transport: MakeTransport
+    arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport)
+PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm)
 
 
 def select(name: str | None) -> Implementation:
@@ -59,11 +65,11 @@ def select(name: str | None) -> Implementation:
 
 def _compiled() -> Implementation:
     try:
-        from worker_client._flight import CompiledFlight  # noqa: PLC0415 (may not be there)
+        from worker_client._flight import CompiledFlight, arm  # noqa: PLC0415 (may not be there)
         from worker_client.compiled_transport import CompiledTransport  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
     CompiledTransport.check()
-    return Implementation("compiled", CompiledFlight, CompiledTransport)
+    return Implementation("compiled", CompiledFlight, CompiledTransport, arm)

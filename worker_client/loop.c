@@ -8,6 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "failpoints.h"
 #include "malloc_tuning.h"
 
 enum {
@@ -75,6 +76,15 @@ bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd)
     return true;
 }
 
+void loop_replace(struct loop *loop, uint32_t link, void *socket, int socket_fd, int monitor_fd)
+{
+    loop->sockets[link] = socket;
+    loop->ready[link] = true;
+    loop->items[1 + 2 * link].fd = socket_fd;
+    loop->items[2 + 2 * link].fd = monitor_fd;
+    loop->added = true;
+}
+
 void loop_free(struct loop *loop)
 {
     loop_close_message(loop);
@@ -119,16 +129,20 @@ static bool heed(struct loop *loop)
 /* -- send ------------------------------------------------------------------------------------ */
 
 /* Called when libzmq reads a payload no more, perhaps by one of its own threads. */
-static void release(void *data, void *operation)
+static void release(void *data, void *hint)
 {
     (void)data;
+    struct chunk *chunk = hint;
+    struct operation *operation = chunk->of->of;
+    atomic_fetch_sub_explicit(&chunk->reads, 1, memory_order_release);
     operation_drop(operation);
 }
 
 static bool make_payload(struct loop *loop, zmq_msg_t *message, const struct contribution *next)
 {
     const struct libzmq *zmq = &loop->zmq;
-    unsigned char *data = next->of->data + next->header.offset;
+    struct operation *operation = next->chunk->of->of;
+    unsigned char *data = operation->data + next->header.offset;
     size_t nbytes = next->header.nbytes;
     if (nbytes < COPY_BELOW) {
         if (zmq->msg_init_size(message, nbytes) != 0)
@@ -138,9 +152,10 @@ static bool make_payload(struct loop *loop, zmq_msg_t *message, const struct con
         return true;
     }
     zmq_msg_t original;
-    operation_use(next->of);
-    if (zmq->msg_init_data(&original, data, nbytes, release, next->of) != 0) {
-        operation_drop(next->of);
+    operation_use(operation);
+    atomic_fetch_add_explicit(&next->chunk->reads, 1, memory_order_relaxed);
+    if (zmq->msg_init_data(&original, data, nbytes, release, next->chunk) != 0) {
+        release(data, next->chunk);
         return false;
     }
     /* A reducer in this process gets this very memory. Only a copy is marked as shared, and that
@@ -163,6 +178,8 @@ static bool send_frame(struct loop *loop, uint32_t link, zmq_msg_t *frame, int f
  * tells, or the deadline. */
 static void send_contribution(struct loop *loop, const struct contribution *next)
 {
+    if (failpoint(WORKER_BEFORE_SEND))
+        return;
     zmq_msg_t header, payload;
     if (!make_payload(loop, &payload, next))
         return;
@@ -171,11 +188,13 @@ static void send_contribution(struct loop *loop, const struct contribution *next
         return;
     }
     memcpy(loop->zmq.msg_data(&header), &next->header, HEADER_BYTES);
-    loop_touch(loop, next->link);
-    if (send_frame(loop, next->link, &header, ZMQ_SNDMORE))
-        send_frame(loop, next->link, &payload, 0);
+    uint32_t link = next->chunk->link;
+    loop_touch(loop, link);
+    if (send_frame(loop, link, &header, ZMQ_SNDMORE))
+        send_frame(loop, link, &payload, 0);
     else
         loop->zmq.msg_close(&payload);
+    failpoint(WORKER_AFTER_SEND);
 }
 
 void loop_touch(struct loop *loop, uint32_t link)
@@ -226,11 +245,16 @@ static bool receive(struct loop *loop, uint32_t link)
 static bool take(struct loop *loop, uint32_t link, uint64_t now)
 {
     const struct libzmq *zmq = &loop->zmq;
+    if (loop->received == 2 &&
+        failpoint_message(WORKER_RECEIVED, zmq, &loop->frames[0], TYPE_RESULT)) {
+        loop_close_message(loop);
+        return true;
+    }
     if (loop->received != 2 ||
         !flight_take(loop->flight, link, zmq->msg_data(&loop->frames[0]),
-                     zmq->msg_size(&loop->frames[0]), zmq->msg_data(&loop->frames[1]),
-                     zmq->msg_size(&loop->frames[1]), now))
+                     zmq->msg_size(&loop->frames[0]), &loop->frames[1], now))
         return false;
+    failpoint(WORKER_COPIED);
     loop_close_message(loop);
     struct contribution next;
     while (flight_next(loop->flight, link, now, &next))

@@ -42,6 +42,8 @@ bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *fligh
 /* Gives the next link of the flight its socket and the descriptors (ZMQ_FD) of that and of its
  * monitor. False: out of memory. */
 bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd);
+/* Gives a link another socket. */
+void loop_replace(struct loop *loop, uint32_t link, void *socket, int socket_fd, int monitor_fd);
 void loop_free(struct loop *loop);
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms);

@@ -23,10 +23,14 @@ class Operation:
     Attributes:
         sequence: its number within the job, given at submission.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
+        begun: when it was submitted, by the same clock.
+        ask_at: when to ask who is missing, by the same clock.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
     """
 
     __slots__ = (
+        "ask_at",
+        "begun",
         "deadline",
         "dtype",
         "name",
@@ -48,7 +52,7 @@ class Operation:
         self.tag = fingerprint(name) if name else 0
         self.timeout_s = timeout_s
         self.sequence = -1
-        self.deadline = 0.0
+        self.deadline = self.begun = self.ask_at = 0.0
         self.overdue = False
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from reducer.wire.layout import shards
 from worker_client.flight import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from worker_client.link import Link
 
@@ -33,12 +33,12 @@ class Plan:
         self._number = 0
         self._known: dict[tuple[int, int], list[Part]] = {}  # by size and turn: sizes return
 
-    def use(self, links: Sequence[Link]) -> None:
-        """Share buffers out over these links; a reducer's lanes divide its part among them."""
+    def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
+        """Share buffers out over the links of these reducers, whose lanes divide their parts."""
         # Lanes answer in any order, but every rank must cut buffers alike.
         weights = self._weights_of_reducers
         owners = sorted(
-            (link for link in links if weights[link.reducer]),
+            (link for link in links if link.reducer in reducers and weights[link.reducer]),
             key=lambda link: (link.reducer, link.lane),
         )
         lanes = Counter(link.reducer for link in owners)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from reducer.errors import ReductionTimeout
+from worker_client import config
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -69,5 +70,7 @@ def current() -> ProcessGroup | None:
     )
 
     _joined[0] += 1
-    store = PrefixStore(f"reduction/{_joined[0]}", _get_default_store())
+    # torchrun keeps one store over all its restarts.
+    start = config.launch().torchelastic_restart_count
+    store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
     return ProcessGroup(dist.get_rank(), dist.get_world_size(), store)

@@ -7,41 +7,47 @@ healthy and frequent, contributions and results, is the flight's business.
 from __future__ import annotations
 
 import logging
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import (
+    DuplicateRankError,
+    MembershipError,
     MismatchError,
+    RankLostError,
     ReducerLostError,
     ReductionError,
     ReductionTimeout,
     RemoteProtocolError,
 )
-from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, NO_SEQUENCE, MessageType
+from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
 from reducer.wire.messages import (
-    Hello,
-    Welcome,
+    ALL_REDUCERS,
+    Loss,
+    Stragglers,
     decode,
     decode_error,
-    encode,
-    encode_error,
 )
 from reducer.wire.states import LinkState, Role, after
+from worker_client.aborts import Aborts
+from worker_client.agreement import Agreement
+from worker_client.failover import Failover, Reset
 from worker_client.flight import Send
 from worker_client.flow import FlowControl
-from worker_client.link import Link
+from worker_client.joining import Connect, Joining
 from worker_client.names import Names, own
+from worker_client.pending import Pending
 from worker_client.plan import Plan
-from worker_client.tuning import ChunkTuner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker_client.flight import Flight
+    from worker_client.link import Link
     from worker_client.operation import Operation
     from worker_client.settings import Settings
 
+LOOK_S = 0.05  # how often to look for what is seldom due
 GRACE_S = 1.0  # after a deadline: time for a reducer to say who is missing
 
 log = logging.getLogger(__name__)
@@ -54,13 +60,7 @@ class Finish(NamedTuple):
     error: ReductionError | None
 
 
-class Connect(NamedTuple):
-    """Add a connection; the link that it is of counts them in order."""
-
-    endpoint: str
-
-
-Action = Send | Finish | Connect
+Action = Send | Finish | Connect | Reset
 
 
 class Session:
@@ -75,8 +75,8 @@ class Session:
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links: list[Link] = []
-        self._active: dict[int, Operation] = {}  # in the order of their sequence numbers
-        self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
+        self._active = Pending()
+        self._now = 0.0
         self._names = Names()
         self._identity = Header(
             MessageType.HELLO,
@@ -85,20 +85,37 @@ class Session:
             rank=settings.rank,
         )
         self.flight = flight(self._identity)
-        self._tuner = ChunkTuner(settings.world_size, settings.chunk_bytes)
-        weights = settings.weights or (1,) * len(settings.reducers)
+        self.failover = Failover(settings, self.links, self.flight, self._header)
+        self._map = self.failover.map
+        reducers = len(settings.reducers)
+        choose = settings.world_size > 1 and not settings.chunk_bytes
+        replaceable = any(self.failover.keeps(reducer) for reducer in range(reducers))
+        self._agreement = Agreement(choose or replaceable, settings.chunk_bytes, reducers)
+        weights = settings.weights or (1,) * reducers
         self._plan = Plan(weights, settings.chunk_bytes)
-        self._flow = FlowControl(self.flight, self._tuner.chunk_bytes, settings.window_bytes > 0)
+        self._flow = FlowControl(
+            self.flight, self._agreement.chunk_bytes, settings.window_bytes > 0
+        )
         self._question: Operation | None = None  # which the ranks are agreeing by
         self._held: list[tuple[Operation, float]] = []  # calls that wait for the answer
-        for reducer, address in enumerate(settings.reducers):
-            self._add_link(reducer, 0, address)
+        self._joining = Joining(
+            settings,
+            self.links,
+            flight=self.flight,
+            flow=self._flow,
+            plan=self._plan,
+            failover=self.failover,
+        )
+        self._aborts = Aborts(self.links, self.flight, self._map, self._header)
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.WELCOME: self._welcome,
             MessageType.RESULT: self._result,
             MessageType.ERROR: self._error,
             MessageType.GOODBYE: self._goodbye,
-            MessageType.PING: lambda _link, _header, _payload: [],
+            MessageType.PING: self._ping,
+            MessageType.SHARD_MAP: self._shard_map,
+            MessageType.RETAINED: self._retained,
+            MessageType.STRAGGLERS: self._stragglers,
         }
 
     # -- what the client asks -----------------------------------------------------------------
@@ -106,7 +123,7 @@ class Session:
     @property
     def joined(self) -> bool:
         """Whether every reducer has welcomed this worker."""
-        return all(link.member for link in self.links)
+        return self._joining.done
 
     @property
     def refusal(self) -> ReductionError | None:
@@ -123,47 +140,42 @@ class Session:
         """Every all-reduce below this number is finished here."""
         return self.flight.watermark
 
-    @property
-    def _limit(self) -> int:
-        """Sequence number from which on nothing may be said yet."""
-        return self.watermark + MAX_ROUNDS_AHEAD
-
     def next_deadline(self) -> float | None:
         """Time of the next `tick` that matters, in seconds of the caller's clock."""
-        while self._deadlines and not self._is_due_at(*self._deadlines[0]):
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._active.next_deadline()
 
     # -- events -------------------------------------------------------------------------------
 
     def connected(self, index: int) -> list[Action]:
         """Introduce ourselves to a reducer that the transport has reached."""
-        link, s = self.links[index], self.settings
+        link = self.links[index]
         actions = self.disconnected(index, "was connected anew") if link.up else []
-        link.up = True
-        link.refusal = None
-        link.state = LinkState.JOINING
-        body = Hello(
-            job=s.job,
-            world_size=s.world_size,
-            reducers=len(s.reducers),
-            reducer_index=link.reducer,
-            chunk_bytes=s.chunk_bytes,
-            lane=link.lane,
-        )
-        header = self._identity._replace(watermark=self.watermark, window=s.window_per_reducer())
-        return [*actions, Send(index, header.pack(), encode(body))]
+        if Reset(index) in actions:
+            return actions  # the connection that is there now is closed as well
+        hello = self._identity._replace(watermark=self.watermark)
+        return [*actions, self._joining.hello(link, hello)]
 
     def disconnected(self, index: int, reason: str) -> list[Action]:
-        """Fail every all-reduce that needs a reducer which the transport has lost."""
+        """Go on without a reducer that the transport has lost, if that can be."""
         link = self.links[index]
-        link.up = False
-        link.state = LinkState.STRANGER
-        actions: list[Action] = []
-        for sequence in self.flight.reset(index):
-            operation = self._active[sequence]
-            actions += self._fail(operation, self._lost(link, reason), told_by=link)
-        return actions
+        asking = self._question is not None  # whether all ranks can use it, and we have answered
+        used = asking or self._map.uses(link.reducer) or self.flight.needs(index)
+        link.disconnect()
+        if link.reducer in self.settings.hosts:
+            return self._lose_host(link, reason)
+        self.flight.shut(index)
+        if not self._joining.complete:
+            return []
+        if used:
+            return self._lose(link, self._lost(link, reason))
+        link.close()
+        return [Reset(index)]
+
+    def released(self, index: int) -> list[Action]:
+        """Move on what a closed link carried: nobody reads it from there any more."""
+        link = self.links[index]
+        link.closing = False
+        return self._rehome(link)
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
@@ -171,41 +183,70 @@ class Session:
         if question is not None:
             self._held.append((operation, now))
             if not question.overdue and now + operation.timeout_s < question.deadline:
-                self._expect(question, now + operation.timeout_s)  # it keeps nobody waiting longer
+                # It keeps nobody waiting longer than the calls that wait for it.
+                self._active.expect(question, now + operation.timeout_s)
             return []
-        if self._tuner.due():
+        if self._agreement.due():
             self._held.append((operation, now))
-            self._question = self._tuner.question(self._flow.rate, operation.timeout_s)
+            usable = self.failover.usable()
+            rate, timeout_s = self._flow.rate, operation.timeout_s
+            self._question = self._agreement.question(rate, usable, timeout_s)
             return self._start(self._question, now)
         return self._start(operation, now)
 
     def _start(self, operation: Operation, now: float) -> list[Action]:
         nbytes = operation.view.nbytes
         parts = self._plan.next(nbytes)
-        operation.sequence = self.flight.submit(operation, parts, self._tuner.chunk_bytes)
+        chunk_bytes, epoch = self._agreement.chunk_bytes, self._map.epoch
+        operation.sequence = self.flight.submit(operation, parts, chunk_bytes, epoch)
         self._flow.begin(nbytes, now)
-        self._active[operation.sequence] = operation
-        self._expect(operation, now + operation.timeout_s)
+        self._active.begin(operation, now)
         self._names.remember(operation)
+        actions: list[Action] = []
         for part in parts:
             link = self.links[part.link]
-            if link.state is not LinkState.MEMBER:
-                why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
-                return self._fail(operation, link.refusal or self._lost(link, why))
-        return []
+            if link.state is not LinkState.MEMBER or not self._map.intact:
+                actions += self._route(operation, link)
+        return actions
+
+    def _route(self, operation: Operation, link: Link) -> list[Action]:
+        """Find who takes what a link cannot, of an all-reduce that begins."""
+        if operation.sequence not in self._active:
+            return []  # nobody was left for another part of it
+        if not self._map.uses(link.reducer):
+            return self._rehome(link, operation.sequence)
+        if link.state is LinkState.MEMBER:
+            return []
+        if link.reducer in self.settings.hosts or not self.failover.others(link.reducer):
+            return self._fail(operation, self._absent(link))
+        return self._lose(link, self._absent(link))
 
     def _answered(self, error: ReductionError | None) -> list[Action]:
         """Go on with what the ranks have agreed on, or with what was before."""
         self._question = None
+        actions: list[Action] = []
         if error is None:
-            self._tuner.answer()
-            self._flow.chunk_bytes = self._tuner.chunk_bytes
-            log.debug("chunks of %d bytes", self._tuner.chunk_bytes)
+            used = {reducer for reducer in self._map.base if self._map.uses(reducer)}
+            missed = self.failover.agree(self._agreement.answer())
+            for reducer in set(self._map.base) - used:
+                log.warning("reducer %s is used again", self.settings.reducers[reducer])
+            self._cut_anew()
+            log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
+            for reducer in missed:
+                actions += self._lose_reducer(reducer, self._map.epoch, self._unreachable(reducer))
+        else:  # others may have got the answer
+            self._renew(self._map.fresh())
+            actions += [send for link in self.links if link.member for send in self._news(link)]
         (asked, *others), self._held = self._held, []
-        actions = self._start(*asked)  # it was counted when it asked
+        actions += self._start(*asked)  # it was counted when it asked
         for call in others:
             actions += self.submit(*call)
         return actions
+
+    def _cut_anew(self) -> None:
+        """Cut buffers from now on as the agreement and the shard map say."""
+        self._plan.use(self.links, self._map.base)
+        self._flow.chunk_bytes = self._agreement.chunk_bytes
 
     def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:
         """Take one message from a reducer."""
@@ -213,20 +254,21 @@ class Session:
         if done is not None:
             return self.completed(done, now)
         link = self.links[index]
+        before = link.state
         try:
             header = Header.unpack(frame)
-            state = after(link.state, Role.REDUCER, header.type)
+            state = after(before, Role.REDUCER, header.type)
             if state is None:
-                raise RemoteProtocolError(f"{header.type.name} is not allowed in {link.state.name}")
-            actions = self._handlers[header.type](link, header, payload)
+                raise RemoteProtocolError(f"{header.type.name} is not allowed in {before.name}")
+            link.state = state
+            return self._handlers[header.type](link, header, payload)
         except ReductionError as error:
             log.warning("reducer %s: %s", link.address, error)
-            if not link.member:
-                link.state = LinkState.STRANGER
-                link.refusal = error
-            return self._fail_all(error)
-        link.state = state
-        return actions
+            if before in {LinkState.MEMBER, LinkState.DRAINING}:
+                return self._lose(link, error)
+            link.state = LinkState.STRANGER
+            self._joining.refuse(link, error, self._now)
+            return []
 
     def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
@@ -240,10 +282,21 @@ class Session:
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
         actions: list[Action] = []
-        while (due := self.next_deadline()) is not None and now >= due:
-            _, sequence = heappop(self._deadlines)
-            actions += self._expire(self._active[sequence], now)
+        while (operation := self._active.expired(now)) is not None:
+            actions += self._expire(operation, now)
         self._flow.tick(now)
+        if now - self._now >= LOOK_S:
+            self._now = now
+            actions += self._look_around(now)
+        return actions
+
+    def _look_around(self, now: float) -> list[Action]:
+        """Do what is seldom due."""
+        actions: list[Action] = list(self._joining.retry(now))
+        for link in self.links:
+            actions += self._aborts.pay(link)
+        if (oldest := self._active.straggling(now)) is not None:
+            actions += self._ask_about(oldest)
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:
@@ -251,7 +304,7 @@ class Session:
         held, self._held = self._held, []
         question, self._question = self._question, None
         actions: list[Action] = []
-        for operation in list(self._active.values()):
+        for operation in self._active.all():
             finished = self._finish(operation, error)
             actions += [] if operation is question else finished
         actions += [Finish(operation, own(error, operation)) for operation, _ in held]
@@ -262,30 +315,15 @@ class Session:
                 actions.append(Send(link.index, goodbye, None))
         return actions
 
+    def endpoint(self, link: Link) -> str:
+        """Return where the transport connects a link to."""
+        return self._joining.endpoint(link)
+
     # -- messages -----------------------------------------------------------------------------
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        welcome = decode(Welcome, payload)
-        self._flow.admit(link.index, header.window, self._plan.share(link))
-        self.flight.open(link.index)
-        owed, link.owed = link.owed, {}
-        actions: list[Action] = [self._abort(link, *failed) for failed in owed.items()]
-        host = link.address.rpartition(":")[0]
-        known = sum(other.reducer == link.reducer for other in self.links)
-        for lane, port in enumerate(welcome.lanes[known - 1 :], known):
-            actions.append(self._add_link(link.reducer, lane, f"{host}:{port}"))
-        return actions
-
-    def _add_link(self, reducer: int, lane: int, address: str) -> Connect:
-        link = Link(len(self.links), reducer, lane, address)
-        self.links.append(link)
-        self.flight.add_link(self.settings.window_per_reducer())
-        self._plan.use(self.links)
-        return Connect(self.endpoint(link))
-
-    def endpoint(self, link: Link) -> str:
-        """Return where the transport connects: ``host:port``, or ``inproc://`` in this process."""
-        return self.settings.inproc.get(link.address, link.address)
+        connects = self._joining.welcome(link, header, payload)
+        return [*self._news(link), *connects]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         """Say what is wrong with a result that the flight did not take."""
@@ -298,13 +336,15 @@ class Session:
 
     def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         error = self._names.restore(decode_error(payload, header.sequence))
-        if isinstance(error, MismatchError) and error.field == "chunk_bytes":
+        if link.state is LinkState.STRANGER:
+            self._joining.refuse(link, error, self._now)
+            return []
+        if isinstance(error, MismatchError) and error.field == "epoch":
             # Some rank has missed an answer. All hear of it, so all begin anew.
-            self._tuner.reset()
-            self._flow.chunk_bytes = self._tuner.chunk_bytes
-        if link.state is LinkState.JOINING:
-            link.refusal = error
+            self._renew(max(int(error.expected), int(error.got)) + 1)
         if header.sequence == NO_SEQUENCE:
+            if type(error) is MembershipError or isinstance(error, RemoteProtocolError):
+                return self._lose(link, error)  # it does not know us, or not what we said
             return self._fail_all(error)
         operation = self._active.get(header.sequence)
         if operation is None:
@@ -318,7 +358,118 @@ class Session:
     def _goodbye(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del header, payload
         log.warning("reducer %s is shutting down", link.address)
+        if link.reducer in self.settings.hosts or not self.failover.others(link.reducer):
+            return []  # it finishes what it has
+        return self._lose(link, self._lost(link, "is shutting down"))
+
+    def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del link, payload
+        self.flight.confirm(header.watermark)
         return []
+
+    def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del link, header
+        loss = decode(Loss, payload)
+        if loss.reducer == ALL_REDUCERS:
+            self._renew(loss.epoch)
+            return []
+        if loss.reducer in self.settings.hosts or loss.reducer >= len(self.settings.reducers):
+            return []
+        return self._lose_reducer(loss.reducer, loss.epoch, self._unreachable(loss.reducer))
+
+    def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del payload
+        return list(self.failover.supply(link, header))
+
+    def _stragglers(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        operation = self._active.get(header.sequence)
+        if operation is not None:
+            ranks = ", ".join(map(str, decode(Stragglers, payload).missing))
+            waited = self._now - operation.begun
+            log.warning(
+                "%s: reducer %s waits for rank %s, %.0f s so far",
+                operation,
+                link.address,
+                ranks,
+                waited,
+            )
+        return []
+
+    def _ask_about(self, operation: Operation) -> list[Action]:
+        header = self._header(MessageType.STRAGGLERS)._replace(sequence=operation.sequence)
+        return [Send(link.index, header.pack(), None) for link in self._waiting(operation.sequence)]
+
+    # -- reducers that are lost ---------------------------------------------------------------
+
+    def _lose(self, link: Link, error: ReductionError) -> list[Action]:
+        """Go on without the reducer at the other end of a link."""
+        if link.reducer in self.settings.hosts:
+            return self._fail_all(error)
+        return self._lose_reducer(link.reducer, self._present, error)
+
+    def _lose_reducer(self, reducer: int, epoch: int, error: ReductionError) -> list[Action]:
+        used = self._map.uses(reducer)
+        actions: list[Action] = list(self.failover.lose(reducer, epoch, self._present))
+        if not actions:
+            return []
+        for action in actions:
+            if isinstance(action, Reset):
+                self._flow.dismiss(action.link)
+        if not any(self._map.uses(other) for other in self._map.base):
+            self._renew(self._map.fresh())
+            return actions + self._fail_all(error)
+        if used:
+            log.warning("%s: going on without it", error)
+        return actions
+
+    @property
+    def _present(self) -> int:
+        """The epoch for which a reducer is lost that is lost now."""
+        # While the ranks agree on the next, this one has perhaps told that it can use the reducer.
+        return self._map.epoch + (self._question is not None)
+
+    def _lose_host(self, link: Link, reason: str) -> list[Action]:
+        """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
+        rank = self.settings.hosts[link.reducer]
+        error = RankLostError(f"rank {rank}, whose reducer is {link.address}, {reason}", rank=rank)
+        actions: list[Action] = []
+        needed = self.flight.needs(link.index)
+        self.flight.shut(link.index)
+        for sequence in needed:
+            actions += self._fail(self._active[sequence], error, told_by=link)
+        return actions
+
+    def _rehome(self, link: Link, sequence: int | None = None) -> list[Action]:
+        claims, stuck = self.failover.rehome(link, sequence)
+        actions: list[Action] = list(claims)
+        for left in stuck:
+            if left in self._active:
+                actions += self._fail(self._active[left], self._lost(link, "was the last one"))
+        return actions
+
+    def _renew(self, epoch: int) -> None:
+        """Cut buffers in the first way from now on: ranks have lost touch."""
+        if epoch > self._map.epoch:
+            self.failover.renew(epoch)
+            self._agreement.reset()
+            self._cut_anew()
+
+    def _news(self, link: Link) -> list[Action]:
+        """Tell a reducer, and by it the others, what has changed while it could not be told."""
+        return [*self.failover.news(link), *self._aborts.pay(link)]
+
+    def _absent(self, link: Link) -> ReductionError:
+        """Say why a reducer cannot be used right now."""
+        if link.refusal is not None and not isinstance(link.refusal, DuplicateRankError):
+            return link.refusal  # a later generation, perhaps
+        draining = link.state is LinkState.DRAINING
+        return self._lost(link, "is shutting down" if draining else "is not connected")
+
+    def _unreachable(self, reducer: int) -> ReducerLostError:
+        address = self.settings.reducers[reducer]
+        return ReducerLostError(
+            f"reducer {address} died, or a rank cannot reach it", reducer=address
+        )
 
     # -- ends ---------------------------------------------------------------------------------
 
@@ -331,12 +482,12 @@ class Session:
         if operation.overdue or not waiting:
             return self._fail(operation, error)
         operation.overdue = True
-        self._expect(operation, now + GRACE_S)
-        return [self._abort(link, operation.sequence, error) for link in waiting]
+        self._active.expect(operation, now + GRACE_S)
+        return [self._aborts.abort(link, operation.sequence, error) for link in waiting]
 
     def _fail_all(self, error: ReductionError) -> list[Action]:
         actions: list[Action] = []
-        for operation in list(self._active.values()):
+        for operation in self._active.all():
             actions += self._fail(operation, error)
         return actions
 
@@ -345,19 +496,10 @@ class Session:
     ) -> list[Action]:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
         actions = self._finish(operation, error)
-        sequence = operation.sequence
-        if sequence >= self._limit:
-            return actions  # too far ahead for a reducer to know; our watermark tells it in time
-        for link in self.links:
-            if not link.member:
-                link.owed = {s: e for s, e in link.owed.items() if s >= self.watermark}
-                link.owed[sequence] = error
-            elif link is not told_by:
-                actions.append(self._abort(link, sequence, error))
-        return actions
+        return [*actions, *self._aborts.tell(operation.sequence, error, told_by)]
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> list[Action]:
-        del self._active[operation.sequence]
+        self._active.end(operation)
         if error is not None:
             self.flight.end(operation.sequence)
             self._flow.end(operation.view.nbytes, None)
@@ -365,21 +507,9 @@ class Session:
             return self._answered(error)
         return [Finish(operation, own(error, operation))]
 
-    def _expect(self, operation: Operation, deadline: float) -> None:
-        operation.deadline = deadline
-        heappush(self._deadlines, (deadline, operation.sequence))
-
-    def _is_due_at(self, deadline: float, sequence: int) -> bool:
-        operation = self._active.get(sequence)
-        return operation is not None and operation.deadline == deadline
-
     def _waiting(self, sequence: int) -> list[Link]:
         """Links on which results of an all-reduce are expected."""
         return [link for link in self.links if self.flight.waits_for(link.index, sequence)]
-
-    def _abort(self, link: Link, sequence: int, error: ReductionError) -> Send:
-        header = self._header(MessageType.ABORT)._replace(sequence=sequence)
-        return Send(link.index, header.pack(), encode_error(error))
 
     def _header(self, kind: MessageType) -> Header:
         return self._identity._replace(type=kind, watermark=self.watermark)

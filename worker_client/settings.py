@@ -20,6 +20,7 @@ class Settings:
         reducers: addresses, ``host:port``, in the same order at every rank.
         window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
+        hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
     """
@@ -32,6 +33,7 @@ class Settings:
     window_bytes: int
     chunk_bytes: int = 0
     weights: tuple[int, ...] = ()
+    hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)
 
     def window_per_reducer(self) -> int:

@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
+from reducer.failpoints import parse
 from reducer.wire.layout import mixed_weights
 from worker_client import config, process_group
 from worker_client.client import Client
@@ -51,9 +52,11 @@ def connect(
     group = process_group.current() if rank is None and world_size is None else None
     rank, world_size = _identify(rank, world_size, group)
     addresses, weights = settings.servers, (1,) * len(settings.servers)
+    hosts: dict[int, int] = {}
     hosted: Server | None = None
     if _hosts_reducer(settings, world_size):
         hosted, own = _embed(group)
+        hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
         return Client(
@@ -66,6 +69,7 @@ def connect(
                 window_bytes=int(settings.window_bytes),
                 chunk_bytes=int(settings.chunk_bytes),
                 weights=weights,
+                hosts=hosts,
                 inproc=hosted.inproc if hosted else {},
             ),
             timeout_s=settings.timeout,
@@ -74,6 +78,7 @@ def connect(
             io_threads=settings.io_threads,
             context=hosted.context if hosted else None,
             on_shutdown=hosted.stop if hosted else None,
+            failpoints=parse(settings.failpoints),
         )
     except BaseException:
         if hosted is not None:

@@ -33,6 +33,7 @@ LINGER_MS = 500  # for the farewell
 _RECEIVES_PER_POLL = 64  # per reducer, so that none starves the others
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
 
+_INPROC = "inproc://"
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -54,6 +55,12 @@ class Disconnected(NamedTuple):
     reason: str
 
 
+class Released(NamedTuple):
+    """Nothing that was sent over a link before it was reset is read from callers' memory now."""
+
+    link: int
+
+
 class Message(NamedTuple):
     """A reducer said something; the header frame is empty if it cannot be one of ours."""
 
@@ -68,7 +75,7 @@ class Completed(NamedTuple):
     sequences: list[int]
 
 
-Event = Connected | Disconnected | Message | Completed
+Event = Connected | Disconnected | Released | Message | Completed
 
 
 class Transport(ABC):
@@ -90,6 +97,8 @@ class Transport(ABC):
         self._shared = context is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context(io_threads)
         self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        self._endpoints: list[str] = []
+        self._leaving: set[int] = set()  # links that were reset and not released
         self._reached: list[int] = []  # links whose sockets tell no story of their own
 
     @abstractmethod
@@ -106,10 +115,23 @@ class Transport(ABC):
         Args:
             address: ``host:port``, or ``inproc://...`` of a reducer in this process.
         """
-        inproc = address.startswith("inproc://")
-        if inproc:
-            self._reached.append(len(self._links))
-        self._links.append(self._socket(address if inproc else f"tcp://{address}"))
+        self._endpoints.append(address if address.startswith(_INPROC) else f"tcp://{address}")
+        self._links.append(self._socket(len(self._links)))
+
+    def reset(self, link: int) -> None:
+        """Close a link's connection, drop what it has not sent, and connect anew."""
+        _close(*self._links[link], linger_ms=0)
+        self._links[link] = self._socket(link)
+        self._leaving.add(link)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a `Released` is to come, which nothing announces: look often."""
+        return bool(self._leaving)
+
+    @abstractmethod
+    def _reads_for(self, link: int) -> bool:
+        """Whether what was sent over a link before it was reset is still read."""
 
     @abstractmethod
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
@@ -133,12 +155,14 @@ class Transport(ABC):
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
         for socket, monitor in self._links:
-            monitor.close(linger=0)
-            socket.close(linger=LINGER_MS)
+            _close(socket, monitor, LINGER_MS)
         if not self._shared:
             self._context.destroy(linger=LINGER_MS)
 
-    def _socket(self, endpoint: str) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    def _socket(self, link: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        endpoint = self._endpoints[link]
+        if endpoint.startswith(_INPROC):
+            self._reached.append(link)
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.IMMEDIATE, 1),  # nothing is queued to a reducer that is not there
@@ -166,12 +190,18 @@ class Transport(ABC):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def _news(self) -> list[Event]:
+        if not self._reached and not self._leaving:
+            return []
         reached, self._reached = self._reached, []
-        return [Connected(link) for link in reached]
+        released = [link for link in self._leaving if not self._reads_for(link)]
+        self._leaving.difference_update(released)
+        return [*map(Released, released), *map(Connected, reached)]
 
     def _messages(self, link: int, limit: int = sys.maxsize) -> Iterator[Event]:
         socket, _ = self._links[link]
         for _ in range(limit):
+            if self._links[link][0] is not socket:
+                return  # what came before has made somebody reset it
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -181,16 +211,25 @@ class Transport(ABC):
 
     def _changes(self, link: int) -> Iterator[Event]:
         _, monitor = self._links[link]
-        while monitor.poll(0):
+        while self._links[link][1] is monitor and monitor.poll(0):
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 yield Connected(link)
             elif event == zmq.EVENT_DISCONNECTED:
                 # What was said before the connection ended still counts: the last results.
                 yield from self._messages(link)
+                if self._links[link][1] is not monitor:
+                    return
                 yield Disconnected(link, "closed the connection, died or cannot be reached")
             else:
                 yield Disconnected(link, "is not a reducer, or demands keys")
+
+
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int) -> None:
+    # In this order: libzmq's thread would wait for ever to tell a monitor that nobody reads.
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=linger_ms)
 
 
 class PlainTransport(Transport):
@@ -201,6 +240,7 @@ class PlainTransport(Transport):
         self._flight = flight
         # Per link, what libzmq sends out of the caller's memory: in the order of sending.
         self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = []
+        self._left: list[deque[tuple[zmq.MessageTracker, object]]] = []  # before a reset
         self._waker = self._context.socket(zmq.PAIR)
         self._wakened = self._context.socket(zmq.PAIR)
         wake = f"inproc://wake-{id(self)}"
@@ -214,8 +254,19 @@ class PlainTransport(Transport):
         """Add a link to a reducer."""
         super().connect(address)
         self._unsent.append(deque())
+        self._left.append(deque())
         for socket in self._links[-1]:
             self._poller.register(socket, zmq.POLLIN)
+
+    def reset(self, link: int) -> None:
+        """Close a link's connection, drop what it has not sent, and connect anew."""
+        for socket in self._links[link]:
+            self._poller.unregister(socket)
+        super().reset(link)
+        for socket in self._links[link]:
+            self._poller.register(socket, zmq.POLLIN)
+        self._left[link] += self._unsent[link]
+        self._unsent[link].clear()
 
     def wait(self, timeout_s: float) -> None:
         """Wait for something to happen; at once after `wake`. An interrupt loses nothing."""
@@ -223,9 +274,9 @@ class PlainTransport(Transport):
 
     def events(self) -> Iterator[Event]:
         """Yield what has happened."""
+        self._forget_sent()
         yield from self._news()
         ready, self._ready = self._ready, {}
-        self._forget_sent()
         if self._wakened in ready:
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -256,7 +307,11 @@ class PlainTransport(Transport):
         """Whether a message that has not left yet lies in a failed all-reduce's buffer."""
         self._forget_sent()
         mine = operation.view.obj
-        return any(owner is mine for unsent in self._unsent for _, owner in unsent)
+        sent = (*self._unsent, *self._left)
+        return any(owner is mine for unsent in sent for _, owner in unsent)
+
+    def _reads_for(self, link: int) -> bool:
+        return bool(self._left[link])
 
     def wake(self) -> None:
         """Make `poll` return at once."""
@@ -270,6 +325,6 @@ class PlainTransport(Transport):
         super().close()
 
     def _forget_sent(self) -> None:
-        for unsent in self._unsent:
+        for unsent in (*self._unsent, *self._left):
             while unsent and unsent[0][0].done:
                 unsent.popleft()

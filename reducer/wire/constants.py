@@ -20,11 +20,12 @@ MAX_WORLD_SIZE = 1 << 16
 MAX_LANES = 64  # threads of one reducer
 MAX_ROUNDS_AHEAD = 1 << 14  # a worker's sequence numbers stay this close to its watermark
 MIN_CHARGE = 1024  # bytes that even the smallest contribution takes of a window
+SPARE_CHUNKS = 4  # in flight beyond a window: each preceded all others in flight when it was sent
 NO_SEQUENCE = (1 << 64) - 1  # the message concerns the connection, not one all-reduce
 
 
 class MessageType(IntEnum):
-    """What a message asks or says. Types 10 to 12 are set aside for failover and quotas."""
+    """What a message asks or says. Type 12 is set aside for quotas."""
 
     HELLO = 1
     WELCOME = 2
@@ -34,6 +35,9 @@ class MessageType(IntEnum):
     ERROR = 6
     GOODBYE = 7
     PING = 8
+    STRAGGLERS = 9
+    SHARD_MAP = 10
+    RETAINED = 11
 
 
 class DType(IntEnum):

@@ -26,7 +26,8 @@ enum {
     OP_MEAN = 2,
     OP_LAST = 5,
     MIN_CHARGE = 1024,
-    MAX_ROUNDS_AHEAD = 1 << 14
+    MAX_ROUNDS_AHEAD = 1 << 14,
+    SPARE_CHUNKS = 4
 };
 static const uint8_t HEADER_MAGIC[4] = {'R', 'D', 'S', 'V'};
 static const uint64_t NO_SEQUENCE = UINT64_MAX;

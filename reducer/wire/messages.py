@@ -24,7 +24,10 @@ from reducer.wire.constants import (
 )
 from reducer.wire.header import VERSION, Buffer
 
-_Body = TypeVar("_Body", "Hello", "Welcome")
+ALL_REDUCERS = -1  # a rank could reach none: everything begins anew
+MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
+
+_Body = TypeVar("_Body", "Hello", "Welcome", "Loss", "Stragglers")
 
 
 def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
@@ -108,6 +111,41 @@ class Welcome:
         _check(self.features, int, 0, (1 << 63) - 1, "features")
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """SHARD_MAP: a reducer is lost; every rank is to go on without it.
+
+    Attributes:
+        reducer: its index among the job's reducers, or `ALL_REDUCERS`.
+        epoch: the latest version of the shard map that it is lost for.
+    """
+
+    reducer: int
+    epoch: int
+
+    def __post_init__(self) -> None:
+        _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
+        _check(self.epoch, int, 0, (1 << 32) - 1, "epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """STRAGGLERS from a reducer: the ranks whose contributions an all-reduce waits for.
+
+    Attributes:
+        missing: these ranks, at most 128 of them.
+    """
+
+    missing: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.missing, (list, tuple)) or len(self.missing) > MAX_NAMED_RANKS:
+            raise RemoteProtocolError(f"missing must be a list of at most {MAX_NAMED_RANKS} ranks")
+        for rank in self.missing:
+            _check(rank, int, 0, MAX_WORLD_SIZE - 1, "a missing rank")
+        object.__setattr__(self, "missing", tuple(self.missing))
+
+
 def _check_version(version: object) -> None:
     _check(version, str, 3, 16, "version")
     if str(version).partition(".")[0] != str(VERSION_MAJOR):
@@ -118,13 +156,13 @@ def _check_version(version: object) -> None:
         )
 
 
-def encode(body: Hello | Welcome) -> bytes:
+def encode(body: Hello | Welcome | Loss | Stragglers) -> bytes:
     """Return the JSON of a body."""
     return _dump(asdict(body))
 
 
 def decode(kind: type[_Body], data: Buffer) -> _Body:
-    """Read a HELLO's or WELCOME's body.
+    """Read the body of a HELLO, WELCOME, SHARD_MAP or STRAGGLERS.
 
     Raises:
         RemoteProtocolError: it is no JSON object, or a value is missing, of a wrong type or out of
@@ -174,7 +212,7 @@ def encode_error(error: ReductionError) -> bytes:
     code = _CODES[type(error)]
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
     if "missing" in detail:
-        detail["missing"] = detail["missing"][:128]  # of thousands of ranks these tell enough
+        detail["missing"] = detail["missing"][:MAX_NAMED_RANKS]
     for length in (1024, 256, 32):  # what is longer would be refused, and nothing be told
         detail = {name: v[:length] if isinstance(v, str) else v for name, v in detail.items()}
         values = {"code": int(code), "message": str(error)[:length], "detail": detail}

@@ -29,6 +29,15 @@ class LinkState(Enum):
 
 _S = LinkState
 
+# What members say in any order.
+_WORKERS = (M.CONTRIBUTION, M.ABORT, M.RETAINED, M.SHARD_MAP, M.STRAGGLERS)
+_REDUCERS = (M.RESULT, M.ERROR, M.PING, M.RETAINED, M.SHARD_MAP, M.STRAGGLERS)
+
+
+def _stay(state: LinkState, *messages: M) -> dict[M, LinkState]:
+    return dict.fromkeys(messages, state)
+
+
 TRANSITIONS: dict[LinkState, dict[Role, dict[M, LinkState]]] = {
     _S.STRANGER: {
         Role.WORKER: {M.HELLO: _S.JOINING},
@@ -39,26 +48,16 @@ TRANSITIONS: dict[LinkState, dict[Role, dict[M, LinkState]]] = {
         Role.REDUCER: {M.WELCOME: _S.MEMBER, M.ERROR: _S.STRANGER},
     },
     _S.MEMBER: {
-        Role.WORKER: {M.CONTRIBUTION: _S.MEMBER, M.ABORT: _S.MEMBER, M.GOODBYE: _S.LEFT},
-        Role.REDUCER: {
-            M.RESULT: _S.MEMBER,
-            M.ERROR: _S.MEMBER,
-            M.PING: _S.MEMBER,
-            M.GOODBYE: _S.DRAINING,
-        },
+        Role.WORKER: {**_stay(_S.MEMBER, *_WORKERS), M.GOODBYE: _S.LEFT},
+        Role.REDUCER: {**_stay(_S.MEMBER, *_REDUCERS), M.GOODBYE: _S.DRAINING},
     },
     _S.DRAINING: {
-        Role.WORKER: {M.CONTRIBUTION: _S.DRAINING, M.ABORT: _S.DRAINING, M.GOODBYE: _S.LEFT},
-        Role.REDUCER: {M.RESULT: _S.DRAINING, M.ERROR: _S.DRAINING, M.PING: _S.DRAINING},
+        Role.WORKER: {**_stay(_S.DRAINING, *_WORKERS), M.GOODBYE: _S.LEFT},
+        Role.REDUCER: _stay(_S.DRAINING, *_REDUCERS),
     },
     _S.LEFT: {
         Role.WORKER: {},
-        Role.REDUCER: {
-            M.RESULT: _S.LEFT,
-            M.ERROR: _S.LEFT,
-            M.PING: _S.LEFT,
-            M.GOODBYE: _S.LEFT,
-        },
+        Role.REDUCER: _stay(_S.LEFT, *_REDUCERS, M.GOODBYE),
     },
 }
 

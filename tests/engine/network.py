@@ -1,7 +1,9 @@
 """Real sessions and real engines, joined by queues instead of sockets.
 
 Every connection is a pair of queues. Whoever drives the network chooses which message is delivered
-next; between queues every order is possible, within one there is only one.
+next; between queues every order is possible, within one there is only one. A connection that a
+session closes is gone with both its queues; when the reducer notices, and when the session hears
+that its memory is not read any more, is for `prompt` to say.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
+from worker_client.failover import Reset
 from worker_client.session import Finish, Session
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.engine import Engine
     from reducer.reductions import Send as EngineSend
     from worker_client.flight import Send
     from worker_client.operation import Operation
@@ -25,16 +31,27 @@ MEMORY_LIMIT = 1 << 30
 
 @dataclass
 class Worker:
-    """One rank: its session, and how each of its all-reduces ended."""
+    """One rank: its session, and how each of its all-reduces ended, by the number of the call."""
 
     session: Session
     started: list[Operation] = field(default_factory=list)
     ended: dict[int, ReductionError | None] = field(default_factory=dict)
     present: bool = True
 
+    def number(self, operation: Operation) -> int:
+        """Which call this was; a question of the session's own counts in sequence numbers alone."""
+        return next(at for at, mine in enumerate(self.started) if mine is operation)
+
 
 class Network:
-    """`world_size` workers of one job and their reducers."""
+    """`world_size` workers of one job and their reducers.
+
+    Attributes:
+        cut_off: pairs of rank and reducer without a connection.
+        was_cut: pairs whose connection broke; not those that a session closed.
+        later: what reducers and sessions have yet to notice.
+        prompt: whether the next such thing is noticed at once.
+    """
 
     def __init__(
         self,
@@ -45,12 +62,10 @@ class Network:
         implementation: str = "compiled",
     ) -> None:
         self.now = 0.0
+        self.implementation = implementation
         addresses = tuple(f"reducer-{index}:1" for index in range(reducers))
-        self.served = [
-            Served(implementation, memory_limit=MEMORY_LIMIT, address=address)
-            for address in addresses
-        ]
-        self.engines = [served.engine for served in self.served]
+        self.served = [self._serve(address) for address in addresses]
+        self.addresses = addresses
         common = (world_size, addresses, window, chunk_bytes)
         self.workers = [
             Worker(session(implementation, Settings("job", 0, rank, *common)))
@@ -61,7 +76,16 @@ class Network:
         self.down: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
         self.lives = dict.fromkeys(pairs, 0)  # connections that each pair has had before
         self.cut_off: set[tuple[int, int]] = set()
-        self.was_cut: set[int] = set()  # ranks that have lost a connection
+        self.was_cut: set[tuple[int, int]] = set()
+        self.later: list[Callable[[], None]] = []
+        self.prompt: Callable[[], bool] = lambda: True
+
+    def _serve(self, address: str) -> Served:
+        return Served(self.implementation, memory_limit=MEMORY_LIMIT, address=address)
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [served.engine for served in self.served]
 
     def connect(self) -> None:
         for rank, index in self.up:
@@ -82,31 +106,69 @@ class Network:
         """The process dies: what it had not yet delivered is gone, and the reducers notice."""
         worker = self.workers[rank]
         worker.present = False
-        for index, engine in enumerate(self.engines):
-            self.up[rank, index].clear()
-            self.down[rank, index].clear()
-            self.pass_on(index, engine.unreachable(self.peer(rank, index)))
-            self.lives[rank, index] += 1
-        for sequence in range(len(worker.started)):
-            worker.ended.setdefault(sequence, LocalProtocolError("died"))
+        for index in range(len(self.served)):
+            self.break_off(rank, index, at_once=True)
+        for number in range(len(worker.started)):
+            worker.ended.setdefault(number, LocalProtocolError("died"))
 
-    def cut(self, rank: int, index: int, noticed: bool) -> None:
-        """A connection breaks; the reducer may notice only when it next sends something."""
+    def break_off(self, rank: int, index: int, at_once: bool) -> None:
+        """End a connection; the reducer may notice only when it next sends something."""
         self.up[rank, index].clear()
         self.down[rank, index].clear()
         old = self.peer(rank, index)
         self.lives[rank, index] += 1
         self.cut_off.add((rank, index))
-        self.was_cut.add(rank)
-        if noticed:
-            self.pass_on(index, self.engines[index].unreachable(old))
+        engine = self.engines[index]
+        self.notice(lambda: self.pass_on(index, engine.unreachable(old)), at_once)
+
+    def notice(self, event: Callable[[], None], at_once: bool) -> None:
+        if at_once:
+            event()
+        else:
+            self.later.append(event)
+
+    def cut(self, rank: int, index: int, noticed: bool) -> None:
+        """A connection breaks."""
+        self.was_cut.add((rank, index))
+        self.break_off(rank, index, noticed)
         self.do(rank, self.workers[rank].session.disconnected(index, "was cut"))
+
+    def restart(self, index: int) -> None:
+        """A reducer dies, and another one takes its place; it knows nobody."""
+        self.served[index] = self._serve(self.addresses[index])
+        self.engines[index].tick(self.now)
+        ranks = range(len(self.workers))
+        connected = [rank for rank in ranks if (rank, index) not in self.cut_off]
+        for rank in connected:
+            self.was_cut.add((rank, index))
+            self.break_off(rank, index, at_once=True)
+        for rank in connected:
+            if self.workers[rank].present:
+                self.do(rank, self.workers[rank].session.disconnected(index, "died"))
+
+    def close(self, rank: int, index: int) -> None:
+        """The session closes a connection, broken or not; its transport then connects anew."""
+        if (rank, index) not in self.cut_off:
+            self.break_off(rank, index, self.prompt())
+        self.notice(lambda: self.release(rank, index), self.prompt())
+
+    def release(self, rank: int, index: int) -> None:
+        """Nothing that was sent over a connection before it was closed is read any more."""
+        if self.workers[rank].present:
+            self.do(rank, self.workers[rank].session.released(index))
 
     def mend(self, rank: int, index: int) -> None:
         """The worker's transport connects again."""
         self.cut_off.remove((rank, index))
         if self.workers[rank].present:
             self.do(rank, self.workers[rank].session.connected(index))
+
+    def calm(self) -> None:
+        """Bring every connection back, deliver and notice everything."""
+        while self.waiting() or self.later or self.cut_off:
+            self.deliver_all()
+            for pair in sorted(self.cut_off):
+                self.mend(*pair)
 
     def waiting(self) -> list[deque]:
         """Queues that hold a message, in a fixed order."""
@@ -124,8 +186,11 @@ class Network:
         self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))
 
     def deliver_all(self) -> None:
-        while queues := self.waiting():
-            for queue in queues:
+        while self.later or self.waiting():
+            later, self.later = self.later, []
+            for event in later:
+                event()
+            for queue in self.waiting():
                 while queue:
                     self.deliver(queue)
 
@@ -141,14 +206,19 @@ class Network:
         worker = self.workers[rank]
         for action in actions:
             if isinstance(action, Finish):
-                assert action.operation.sequence not in worker.ended, "ended twice"
-                worker.ended[action.operation.sequence] = action.error
-            else:
+                number = worker.number(action.operation)
+                assert number not in worker.ended, "ended twice"
+                worker.ended[number] = action.error
+            elif not isinstance(action, Reset):
                 self.put(rank, action)
         for send in worker.session.flight.refill(self.now):
             self.put(rank, send)
+        for action in actions:
+            if isinstance(action, Reset):
+                self.close(rank, action.link)
 
     def put(self, rank: int, send: Send) -> None:
+        assert (rank, send.link) not in self.cut_off, "said to nobody"
         # What is on the wire no longer changes with the buffer.
         payload = b"" if send.payload is None else bytes(send.payload)
         self.up[rank, send.link].append((send.header, payload))

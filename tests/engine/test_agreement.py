@@ -1,4 +1,4 @@
-"""Ranks agree on the size of chunks, whatever each of them has measured."""
+"""Ranks agree on the size of chunks and the reducers, whatever each of them has seen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def network(request: pytest.FixtureRequest) -> Network:
 
 
 def chunk_bytes(network: Network) -> list[int]:
-    return [worker.session._tuner.chunk_bytes for worker in network.workers]
+    return [worker.session._agreement.chunk_bytes for worker in network.workers]
 
 
 def chunk_sizes(network: Network) -> set[int]:
@@ -55,12 +55,13 @@ def test_the_slowest_rank_decides(network: Network) -> None:
     assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     for _ in range(3):
         call(network)
-    assert chunk_sizes(network) == {8}, "all wait for the answer"
+    assert chunk_sizes(network) == {24}, "all wait for the answer"
     network.deliver_all()
     assert chunk_bytes(network) == [256 * KIB] * 2  # 300 MB/s
     for worker in network.workers:
+        assert worker.ended == dict.fromkeys(range(5))
         # The question has the number 2 and is nobody's call.
-        assert worker.ended == {0: None, 1: None, 3: None, 4: None, 5: None}
+        assert [done.sequence for done in worker.started] == [0, 1, 3, 4, 5]
         assert all(bytes(done.view) == b"\2" * LARGE_BYTES for done in worker.started)
 
 
@@ -75,16 +76,19 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
         network.do(network.workers.index(worker), actions)
     network.deliver_all()
     assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
-    assert all(worker.ended[3] is None for worker in network.workers)
+    assert all(worker.ended[2] is None for worker in network.workers)
 
 
 def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network: Network) -> None:
-    network.workers[0].session._tuner.chunk_bytes = 128 * KIB
+    session = network.workers[0].session
+    session._agreement.chunk_bytes = 128 * KIB
+    session._map.agree([True, True])
     call(network)
     network.deliver_all()
     errors = [worker.ended[0] for worker in network.workers]
     assert all(isinstance(error, MismatchError) for error in errors)
-    assert {error.field for error in errors} == {"chunk_bytes"}
+    assert {error.field for error in errors} == {"epoch"}
+    assert [worker.session._map.epoch for worker in network.workers] == [2, 2]
     assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     call(network)
     network.deliver_all()
@@ -122,12 +126,13 @@ def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
         call(network)
         network.deliver_all()
     call(network, (0,))
-    view = memoryview(bytearray(8))
+    view = memoryview(bytearray(24))
     ours = Operation(view, DType.INT64, ReduceOp.MIN, None, 60.0)
-    started = network.workers[1].session._start(ours, network.now)
-    network.do(1, started)
+    network.workers[1].started.append(ours)
+    network.do(1, network.workers[1].session._start(ours, network.now))
     network.deliver_all()
-    assert isinstance(network.workers[1].ended[2], MismatchError)
+    ended = network.workers[1].ended[2]
+    assert isinstance(ended, MismatchError)
 
 
 def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from reducer.engine import AWAY_S
 from reducer.errors import (
     MismatchError,
     RankLostError,
+    ReducerLostError,
 )
 from reducer.wire.constants import ReduceOp
 from reducer.wire.messages import encode_error
@@ -43,14 +45,18 @@ def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer: Reducer) -> 
 
 
 @pytest.mark.parametrize("watermark", [0, 1])
-def test_nobody_waits_for_a_rank_that_came_back_without_its_rounds(
+def test_who_waits_for_a_rank_that_came_back_without_its_rounds_is_told_when_it_goes_for_good(
     reducer: Reducer, watermark: int
 ) -> None:
     two_chunks(reducer, 0, 0)
     assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2  # one chunk is done
     reducer.engine.unreachable(b"1")
     reducer.hello(1, watermark=watermark)
-    errors = told(two_chunks(reducer, 0, 64))
+    # It lives, and has told the others to leave this reducer: they need not fail.
+    assert told(two_chunks(reducer, 0, 64)) == {}
+    reducer.engine.tick(5.0)
+    assert reducer.engine.unreachable(b"1") == []
+    errors = told(reducer.engine.tick(5.0 + AWAY_S))
     assert errors[b"0"].rank == 1
 
 
@@ -61,22 +67,23 @@ def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation: str) ->
     for rank in range(2):
         reducer.contribute(rank)
     assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
-    errors = told(reducer.hello(1, world_size=3))
-    assert errors.keys() == {b"0"}
+    assert kinds(reducer.hello(1, world_size=3)) == [M.WELCOME]  # it tells the others, or has
+    assert reducer.engine.held() == 1024  # of rank 0
+    errors = told(reducer.contribute(1))
+    assert errors.keys() == {b"0", b"1"}
     assert errors[b"0"].rank == 1
     assert reducer.engine.held() == 0
 
 
-def test_nobody_waits_for_a_rank_that_joins_later_than_the_round(
-    implementation: str, reducer: Reducer
-) -> None:
-    reducer = Reducer(
-        implementation
-    )  # it was restarted, and rank 1 gave up what rank 0 has just begun
+def test_nobody_waits_for_a_rank_that_gave_up_before_it_joined(implementation: str) -> None:
+    reducer = Reducer(implementation)  # it was restarted
     reducer.hello(0, watermark=3)
     reducer.contribute(0, sequence=3)
-    errors = told(reducer.hello(1, watermark=4))
-    assert errors[b"0"].rank == 1
+    assert kinds(reducer.hello(1, watermark=4)) == [M.WELCOME]
+    body = encode_error(ReducerLostError("gone", reducer="here:1"))
+    errors = told(reducer.say(1, M.ABORT, 3, body, watermark=4))
+    assert errors.keys() == {b"0", b"1"}
+    assert isinstance(errors[b"0"], ReducerLostError)
 
 
 def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -> None:

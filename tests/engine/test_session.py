@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from reducer.errors import (
@@ -14,59 +12,12 @@ from reducer.errors import (
     RemoteProtocolError,
     VersionError,
 )
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, ReduceOp
 from reducer.wire.header import Header
-from reducer.wire.messages import Welcome, encode, encode_error
-from tests.engine import twins
-from worker_client.operation import Operation
-from worker_client.session import GRACE_S, Finish, Send
-from worker_client.settings import Settings
-
-M = MessageType
-
-
-class Driven:
-    """A session whose actions are followed by what its flight then sends, as the client does."""
-
-    def __init__(self, implementation: str, *settings: Any) -> None:
-        self.session = twins.session(implementation, Settings("job", 0, *settings))
-        self.flight = self.session.flight
-        self.links = self.session.links
-
-    def __getattr__(self, name: str) -> Any:
-        event = getattr(self.session, name)
-        if name not in {"connected", "disconnected", "submit", "tick", "close"}:
-            return event
-        return lambda *arguments: event(*arguments) + self.flight.refill(0.0)
-
-    def receive(self, index: int, frame: Any, payload: bytes) -> list:
-        return self.session.receive(index, frame, payload, 0.0) + self.flight.refill(0.0)
-
-    def in_flight(self, index: int) -> int:
-        return self.flight.stats(index).in_flight
-
-
-def join(session: Driven, index: int) -> list:
-    (hello,) = session.connected(index)
-    window = Header.unpack(hello.header).window
-    welcome = Header(M.WELCOME, window=window).pack()
-    return session.receive(index, welcome, encode(Welcome(incarnation="1")))
-
-
-@pytest.fixture(params=twins.IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def session(implementation: str) -> Driven:
-    """Rank 1 of 2, with two reducers and chunks of 64 bytes."""
-    session = Driven(implementation, 1, 2, ("a:1", "b:2"), 4096, 64)
-    assert not session.joined
-    for index in range(2):
-        assert join(session, index) == []
-    assert session.joined
-    return session
+from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
+from worker_client.failover import Reset
+from worker_client.joining import RETRY_S
+from worker_client.session import GRACE_S
 
 
 @pytest.fixture
@@ -75,28 +26,12 @@ def newcomer(implementation: str) -> Driven:
     return Driven(implementation, 0, 1, ("a:1",), 4096)
 
 
-def operation(nbytes: int = 256, timeout_s: float = 10.0) -> Operation:
-    return Operation(memoryview(bytearray(nbytes)), DType.UINT8, ReduceOp.SUM, "it", timeout_s)
-
-
-def sent(actions: list, kind: MessageType) -> list[tuple[int, Header]]:
-    """Messages of one kind, as (link, header)."""
-    headers = [(a.link, Header.unpack(a.header)) for a in actions if isinstance(a, Send)]
-    return [(link, header) for link, header in headers if header.type is kind]
-
-
-def errors(actions: list) -> list:
-    return [action.error for action in actions if isinstance(action, Finish)]
-
-
-def result(session: Driven, link: int, contribution: Header) -> list:
-    header = contribution._replace(type=M.RESULT, rank=0, watermark=0)
-    return session.receive(link, header.pack(), b"\7" * contribution.nbytes)
-
-
-def error(session: Driven, link: int, failure: Exception, sequence: int = (1 << 64) - 1) -> list:
-    frame = Header(M.ERROR, sequence=sequence).pack()
-    return session.receive(link, frame, encode_error(failure))
+@pytest.fixture
+def lone(implementation: str) -> Driven:
+    """Rank 1 of 2, with one reducer."""
+    session = Driven(implementation, 1, 2, ("a:1",), 4096, 64)
+    join(session, 0)
+    return session
 
 
 def test_contributions_start_at_another_reducer_for_every_rank(session: Driven) -> None:
@@ -150,10 +85,12 @@ def test_a_late_result_is_dropped(session: Driven) -> None:
 
 
 @pytest.mark.parametrize("change", [{"total_bytes": 512}, {"op": ReduceOp.MAX}, {"nbytes": 32}])
-def test_a_result_that_does_not_fit_is_an_error(session: Driven, change: dict) -> None:
-    link, header = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)[0]
-    (failure,) = errors(result(session, link, header._replace(**change)))
+def test_a_result_that_does_not_fit_is_an_error(lone: Driven, change: dict) -> None:
+    link, header = sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)[0]
+    actions = result(lone, link, header._replace(**change))
+    (failure,) = errors(actions)
     assert isinstance(failure, RemoteProtocolError)
+    assert Reset(0) in actions
 
 
 def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
@@ -178,36 +115,39 @@ def test_a_deadline_passes_without_an_answer(session: Driven) -> None:
     assert session.active == 0
 
 
-def test_a_lost_reducer_fails_what_needs_it(session: Driven) -> None:
-    session.submit(operation(), 0.0)
-    session.submit(operation(1), 0.0)  # needs the second reducer alone
-    session.submit(operation(1), 0.0)  # needs the first one alone
-    failures = errors(session.disconnected(1, "died"))
+def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
+    lone.submit(operation(), 0.0)
+    lone.submit(operation(1), 0.0)
+    actions = lone.disconnected(0, "died")
+    failures = errors(actions)
     assert [failure.sequence for failure in failures] == [0, 1]
     assert all(isinstance(failure, ReducerLostError) for failure in failures)
-    assert {failure.reducer for failure in failures} == {"b:2"}
-    assert session.active == 1
-    (failure,) = errors(session.submit(operation(), 0.0))
-    assert isinstance(failure, ReducerLostError)
-    told = sent(join(session, 1), M.ABORT)  # it is back, and learns what failed meanwhile
-    assert [(link, header.sequence) for link, header in told] == [(1, 3)]  # others are past
-    assert len(sent(session.submit(operation(), 0.0), M.CONTRIBUTION)) >= 2
+    assert {failure.reducer for failure in failures} == {"a:1"}
+    assert lone.active == 0
+    for _ in range(3):
+        (failure,) = errors(lone.submit(operation(), 0.0))
+        assert isinstance(failure, ReducerLostError)
+    told = join(lone, 0)  # it is back, and learns what failed meanwhile
+    assert [header.type for _, header in sent(told)] == [M.SHARD_MAP, M.ABORT]
+    ((_, abort),) = sent(told, M.ABORT)
+    assert (abort.sequence, abort.nbytes) == (0, 4)  # of them the first, and how many more
+    assert len(sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)) == 4
 
 
-def test_a_draining_reducer_gets_no_new_work(session: Driven) -> None:
-    contributions = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
-    session.receive(0, Header(M.GOODBYE).pack(), b"")
-    (failure,) = errors(session.submit(operation(), 0.0))
+def test_a_last_reducer_that_shuts_down_gets_no_new_work(lone: Driven) -> None:
+    contributions = sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)
+    assert lone.receive(0, Header(M.GOODBYE).pack(), b"") == []
+    (failure,) = errors(lone.submit(operation(), 0.0))
     assert "is shutting down" in str(failure)
     for link, header in contributions:
-        actions = result(session, link, header)
+        actions = result(lone, link, header)
     assert errors(actions) == [None]
 
 
-def test_an_unknown_peer_fails_everything_in_flight(session: Driven) -> None:
-    session.submit(operation(), 0.0)
-    session.submit(operation(), 0.0)
-    failures = errors(error(session, 0, MembershipError("I do not know you")))
+def test_a_last_reducer_that_knows_nobody_fails_everything_in_flight(lone: Driven) -> None:
+    lone.submit(operation(), 0.0)
+    lone.submit(operation(), 0.0)
+    failures = errors(error(lone, 0, MembershipError("I do not know you")))
     assert [failure.sequence for failure in failures] == [0, 1]
 
 
@@ -233,22 +173,16 @@ def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:
     assert session.active == 0
 
 
-def test_a_connection_made_anew_fails_what_the_old_one_carried(session: Driven) -> None:
-    session.submit(operation(), 0.0)
+def test_a_connection_made_anew_has_lost_what_the_old_one_carried(session: Driven) -> None:
+    first = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
     actions = session.connected(1)
-    (failure,) = errors(actions)
-    assert isinstance(failure, ReducerLostError)
-    assert [link for link, _ in sent(actions, M.ABORT)] == [0]
-    assert [link for link, _ in sent(actions, M.HELLO)] == [1]
-
-
-def test_what_failed_while_a_reducer_was_away_is_told_no_longer_than_needed(
-    session: Driven,
-) -> None:
-    session.disconnected(1, "died")
-    for _ in range(5):  # each fails at once, and the watermark passes it
-        assert isinstance(errors(session.submit(operation(), 0.0))[0], ReducerLostError)
-    assert len(session.links[1].owed) <= 1
+    assert errors(actions) == []
+    assert [action for action in actions if isinstance(action, Reset)] == [Reset(1)]
+    assert [link for link, _ in sent(actions)] == [0]  # no HELLO: that one is closed as well
+    session.released(1)
+    for at in [header for link, header in first if link == 0]:
+        ((link, _),) = sent(result(session, 0, at), M.CONTRIBUTION)
+        assert link == 0
 
 
 def test_a_window_freed_by_a_deadline_is_used_at_once(session: Driven) -> None:
@@ -267,7 +201,8 @@ def test_a_repeated_result_counts_once(session: Driven) -> None:
     assert session.in_flight(0) == 2048
 
 
-def test_too_far_ahead_nothing_is_said(session: Driven) -> None:
+def test_too_far_ahead_nothing_is_said(lone: Driven) -> None:
+    session = lone
     first = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
     for _ in range(MAX_ROUNDS_AHEAD - 1):  # one after the other: only the first is not answered
         (contribution,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
@@ -281,6 +216,16 @@ def test_too_far_ahead_nothing_is_said(session: Driven) -> None:
     actions = result(session, *first[0])
     assert errors(actions) == [None]
     assert len(sent(actions, M.CONTRIBUTION)) == 1  # now it may be
+
+
+def test_who_was_refused_asks_again(lone: Driven) -> None:
+    lone.disconnected(0, "died")
+    lone.connected(0)
+    error(lone, 0, MembershipError("no"))
+    assert isinstance(errors(lone.submit(operation(), 0.0))[0], MembershipError)
+    assert Reset(0) not in lone.tick(0.5 * RETRY_S)
+    assert Reset(0) in lone.tick(RETRY_S)
+    assert Reset(0) not in lone.tick(2 * RETRY_S), "once"
 
 
 def test_a_result_before_the_welcome_refuses_the_reducer(newcomer: Driven) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from reducer.engine import AWAY_S
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
@@ -19,6 +20,7 @@ class Reducer:
     def __init__(self, implementation: str, memory_limit: int = 1 << 30) -> None:
         self.served = Served(implementation, memory_limit=memory_limit, address="here:1")
         self.engine = self.served.engine
+        self.now = 0.0
 
     def hello(self, rank: int, world_size: int = 2, peer: bytes | None = None, **change) -> list:
         fields = {"generation": 0, "watermark": 0, "window": WINDOW}
@@ -42,6 +44,22 @@ class Reducer:
             wire_dtype=DType.FLOAT32,
         )._replace(**change)
         return self.served.receive(b"%d" % rank, header.pack(), payload)
+
+    def retain(self, rank: int, sequence: int = 0, payload: bytes = b"", **change) -> list:
+        """Claim a chunk of 64 bytes, or send its result."""
+        common = {"type": M.RETAINED, "total_bytes": 64, "nbytes": 64}
+        return self.contribute(rank, sequence, payload=payload, **{**common, **change})
+
+    def lose(self, peer: bytes) -> list:
+        """A peer goes and does not come back in time."""
+        sends = self.engine.unreachable(peer)
+        self.now += AWAY_S
+        return sends + self.tick()
+
+    def tick(self) -> list:
+        """What is said as time passes, without PINGs."""
+        sends = self.engine.tick(self.now)
+        return [send for send in sends if kinds([send]) != [M.PING]]
 
     def say(self, rank: int, kind: MessageType, sequence: int, body: bytes = b"", **change) -> list:
         header = Header(kind, job=fingerprint("job"), rank=rank, sequence=sequence, **change)

@@ -241,22 +241,33 @@ def test_a_later_generation_ends_the_earlier_one(job: Callable[..., list[Client]
 # -- reducers that are not there, or die ------------------------------------------------------
 
 
-def test_a_killed_reducer_is_named() -> None:
-    with local_pool(2) as servers, contextlib.ExitStack() as stack:
+def process_of(server: str) -> psutil.Process:
+    """The reducer of a local pool that listens there."""
+    port = int(server.rpartition(":")[2])
+    (found,) = (
+        child
+        for child in psutil.Process().children()
+        if any(c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections())
+    )
+    return found
+
+
+def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:
+    with local_pool(3) as servers, contextlib.ExitStack() as stack:
         common = {"servers": servers, "job": "reducer killed", "world_size": 2}
         clients = [stack.enter_context(connect(rank=rank, **common)) for rank in range(2)]
         all_reduce(clients)
+        for server in servers[1:]:
+            work = clients[0].all_reduce(ones(70_000), op="sum")  # in flight when it dies
+            process_of(server).kill()
+            assert (clients[1].all_reduce(ones(70_000), op="sum").wait(2) == 2).all()
+            assert (work.wait(2) == 2).all()
+        all_reduce(clients)
         work = clients[0].all_reduce(ones(70_000))
-        port = int(servers[1].rpartition(":")[2])
-        (victim,) = (
-            child
-            for child in psutil.Process().children()
-            if any(c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections())
-        )
-        victim.kill()
+        process_of(servers[0]).kill()
         (error,) = errors_of([work])
         assert isinstance(error, ReducerLostError)
-        assert error.reducer == servers[1]
+        assert error.reducer == servers[0]
         (error,) = errors_of([clients[1].all_reduce(ones(70_000))])
         assert isinstance(error, ReducerLostError)
 

@@ -25,6 +25,7 @@ def test_the_reducers_defaults() -> None:
         "io_threads": 1,
         "cpus": None,
         "impl": None,
+        "failpoints": "",
     }
 
 
@@ -37,6 +38,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_IO_THREADS", "3")
     monkeypatch.setenv("REDUCTION_CPUS", "0-1")
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
+    monkeypatch.setenv("REDUCTION_FAILPOINTS", "reducer.placed=kill@3")
     monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
     assert reducer_config.load(kernel="numpy").model_dump() == {
         "bind": "tcp://0.0.0.0:0",
@@ -47,6 +49,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "io_threads": 3,
         "cpus": (0, 1),
         "impl": "plain",
+        "failpoints": "reducer.placed=kill@3",
     }
 
 

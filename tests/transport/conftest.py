@@ -37,13 +37,17 @@ def joined(
     with contextlib.ExitStack() as stack:
 
         def make(
-            reducers: int = 1, window: int = MIB, timeout_s: float = 10.0, receive_limit: int = 0
+            reducers: int = 1,
+            window: int = MIB,
+            timeout_s: float = 10.0,
+            receive_limit: int = 0,
+            hosts: dict[int, int] | None = None,
         ) -> tuple[Client, list[Reducer]]:
             pool = [Reducer(context, receive_limit) for _ in range(reducers)]
             for reducer in pool:
                 stack.callback(reducer.socket.close)
             addresses = tuple(f"127.0.0.1:{reducer.port}" for reducer in pool)
-            settings = Settings("job", 0, 0, 2, addresses, window, CHUNK)
+            settings = Settings("job", 0, 0, 2, addresses, window, CHUNK, hosts=hosts or {})
             with ThreadPoolExecutor(1) as thread:
                 client = thread.submit(
                     Client, settings, timeout_s=timeout_s, connect_timeout_s=5.0, impl=impl

@@ -114,7 +114,7 @@ def inside(context: zmq.Context) -> Iterator[Inside]:
     for link, reducer in enumerate(reducers):
         reducer.rcvhwm = reducer.sndhwm = 0
         reducer.bind(f"inproc://reducer-{link}")
-        flight.add_link(1 << 30)
+        flight.add_link(1 << 30, keep=False)
         flight.open(link)
         transport.connect(f"inproc://reducer-{link}")
     yield Inside(flight, transport, reducers)
@@ -128,7 +128,7 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
     long, short = (memoryview(bytearray(size)) for size in (500 * CHUNK, 8))
     for view, link in ((long, 0), (short, 1)):
         operation = Operation(view, DType.UINT8, ReduceOp.MAX, None, 1.0)
-        flight.submit(operation, [Part(link, 0, view.nbytes)], CHUNK)
+        flight.submit(operation, [Part(link, 0, view.nbytes)], CHUNK, 0)
     transport.refill()
     for reducer, chunks in zip(reducers, (500, 1), strict=True):
         for _ in range(chunks):
@@ -149,7 +149,7 @@ def test_a_reducer_in_this_process_sees_that_memory_is_shared(inside: Inside, nb
     for _ in range(2):
         address = np.frombuffer(data, np.uint8).ctypes.data
         mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
-        mine.sequence = flight.submit(mine, [Part(0, 0, nbytes)], nbytes)
+        mine.sequence = flight.submit(mine, [Part(0, 0, nbytes)], nbytes, 0)
         transport.refill()
         _, header, payload = reducer.recv_multipart(copy=False)
         assert Header.unpack(header.buffer).sequence == mine.sequence

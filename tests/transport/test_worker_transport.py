@@ -16,6 +16,7 @@ from reducer.errors import (
     ReductionTimeout,
     RemoteProtocolError,
 )
+from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from tests.transport.scripted import CHUNK, MIB, M, ramp
 
@@ -156,6 +157,8 @@ def test_nonsense_fails_what_is_in_flight_and_nothing_later(
     reducer.say(*frames)
     with pytest.raises(RemoteProtocolError):
         work.wait(5)
+    reducer.welcome()  # over another connection
+    assert reducer.hear(M.SHARD_MAP).header.sequence == NO_SEQUENCE
     assert reducer.hear(M.ABORT).header.sequence == 0
     work = client.all_reduce(ramp(8), op="max")
     reducer.answer(reducer.hear(M.CONTRIBUTION))
@@ -173,8 +176,35 @@ def test_a_result_that_does_not_fit_is_an_error(joined: Callable, change: dict) 
     assert (data == ramp(8)).all()
 
 
+def test_another_reducer_takes_over(joined: Callable) -> None:
+    client, pool = joined(reducers=2)
+    data = ramp(4 * CHUNK)
+    work = client.all_reduce(data, op="max", name="it")
+    heard = {reducer: [reducer.hear(M.CONTRIBUTION) for _ in range(2)] for reducer in pool}
+    lost, heir = pool
+    lost.answer(heard[lost][0])
+    time.sleep(0.2)  # libzmq drops what was not read when it disconnects
+    lost.socket.close()
+    heir.hear(M.SHARD_MAP)
+    said = [heir.hear() for _ in range(2)]
+    assert {at.header.type: at.header.offset for at in said} == {
+        M.RETAINED: heard[lost][0].header.offset,
+        M.CONTRIBUTION: heard[lost][1].header.offset,
+    }
+    for at in (*heard[heir], *said):
+        if at.header.type is M.CONTRIBUTION:
+            heir.answer(at)
+    assert (work.wait(5) == ramp(4 * CHUNK) + np.uint8(1)).all()
+    data[:] = 0  # the caller's again, while the result is kept
+    (claim,) = [at.header for at in said if at.header.type is M.RETAINED]
+    heir.say(claim._replace(rank=0, watermark=0).pack())
+    supplied = heir.hear(M.RETAINED)
+    assert supplied.header == claim._replace(watermark=1)
+    assert (supplied.payload == ramp(4 * CHUNK)[claim.offset :][:CHUNK] + np.uint8(1)).all()
+
+
 def test_one_that_talks_without_end_keeps_nobody_waiting(joined: Callable) -> None:
-    client, (talker, quiet) = joined(reducers=2)
+    client, (talker, quiet) = joined(reducers=2, hosts={0: 0, 1: 1})  # whom nobody replaces
     stop = threading.Event()
 
     def talk() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import reducer.wire
-from reducer.wire import constants, layout
+from reducer.wire import constants, layout, messages
 from reducer.wire.constants import DType, ErrorCode, MessageType, ReduceOp
 from reducer.wire.header import LAYOUT, PREFIX, Header
 from reducer.wire.states import TRANSITIONS, LinkState, Role
@@ -52,7 +52,7 @@ def test_codes() -> None:
     assert {row[1]: int(row[0]) for row in four} == DType.__members__
     assert {row[1]: int(row[2]) for row in four} == {d.name: d.itemsize for d in DType}
     assert {row[6]: int(row[5]) for row in four if row[5]} == ReduceOp.__members__
-    assert {name: int(code) for code, name, _ in rows(6, 3)} == ErrorCode.__members__
+    assert {name: int(code) for code, name, _ in rows(7, 3)} == ErrorCode.__members__
 
 
 def test_who_may_say_what() -> None:
@@ -79,15 +79,18 @@ def test_only_the_named_sender_says_a_message() -> None:
     [
         (1, "exactly 96 bytes", constants.HEADER_BYTES == 96),
         (1, "at most 4096 bytes of UTF-8", constants.MAX_BODY_BYTES == 4096),
+        (3, "at most 128 ranks", messages.MAX_NAMED_RANKS == 128),
+        (3, "-1 for all of them", messages.ALL_REDUCERS == -1),
         (3, "1 to 128 bytes", constants.MAX_JOB_NAME_BYTES == 128),
         (5, "least 1024 bytes", constants.MIN_CHARGE == 1024),
         (5, "below watermark + 16384", constants.MAX_ROUNDS_AHEAD == 16384),
-        (7, "`u = ceil(total_bytes/64)`", constants.SHARD_ALIGNMENT == 64),
-        (7, "32 KiB for each", layout.MIN_SHARD == 32 << 10),
-        (7, "at least 64 KiB", layout.SMALLEST_CHUNK == 64 << 10),
-        (7, "at most 1 MiB", layout.LARGEST_CHUNK == 1 << 20),
-        (7, "in one millisecond", layout.CHUNK_S == 0.001),
-        (7, "at most 4 MiB", constants.MAX_CHUNK_BYTES == 4 << 20),
+        (5, "up to 4 of the largest chunks", constants.SPARE_CHUNKS == 4),
+        (8, "`u = ceil(total_bytes/64)`", constants.SHARD_ALIGNMENT == 64),
+        (8, "32 KiB for each", layout.MIN_SHARD == 32 << 10),
+        (8, "at least 64 KiB", layout.SMALLEST_CHUNK == 64 << 10),
+        (8, "at most 1 MiB", layout.LARGEST_CHUNK == 1 << 20),
+        (8, "in one millisecond", layout.CHUNK_S == 0.001),
+        (8, "at most 4 MiB", constants.MAX_CHUNK_BYTES == 4 << 20),
     ],
 )
 def test_numbers_in_prose(section: int, sentence: str, value: bool) -> None:

@@ -16,13 +16,15 @@ IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions
 
 
-def make(name: str, links: int = 2, window: int = WINDOW, **identity: int) -> Flight:
+def make(
+    name: str, links: int = 2, window: int = WINDOW, keep: bool = False, **identity: int
+) -> Flight:
     """A flight whose links are shut."""
     chosen = implementation.select(name)
     assert chosen.name == name
     flight = chosen.flight(IDENTITY._replace(**identity))
     for _ in range(links):
-        flight.add_link(window)
+        flight.add_link(window, keep)
     return flight
 
 

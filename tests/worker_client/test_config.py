@@ -50,6 +50,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("impl", "plain", "plain"),
     ("impl", "compiled", "compiled"),
     ("io_threads", "2", 2),
+    ("failpoints", "worker.copied=kill@3", "worker.copied=kill@3"),
 ]
 DEFAULTS = {
     "servers": (),
@@ -62,6 +63,7 @@ DEFAULTS = {
     "connect_timeout": 10.0,
     "impl": None,
     "io_threads": 1,
+    "failpoints": "",
 }
 
 
@@ -158,6 +160,7 @@ MISTAKES = [
     ("timeout", "", "write a duration such as"),
     ("connect_timeout", "0ms", "greater than 0"),
     ("connect_timeout", "soon", "write a duration such as"),
+    ("failpoints", "worker.copy=kill", "known are .*worker.copied"),
 ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reducer.wire.constants import ReduceOp
+from reducer.wire.header import Header
 from tests.worker_client.flights import (
     WINDOW,
     header_of,
@@ -36,17 +37,26 @@ class Twin:
     sends: list[Send] = field(default_factory=list)
 
 
+def kept(twin: Twin, sequence: int, offset: int) -> tuple[Header, bytes] | None:
+    found = twin.flight.kept(sequence, offset)
+    return found and (Header.unpack(found[0]), bytes(found[1]))
+
+
 class Twins(RuleBasedStateMachine):
     """Whatever is asked of both, both answer the same."""
 
     @initialize(
-        links=st.integers(1, 3), rank=st.integers(0, 2), window=st.sampled_from([1, WINDOW])
+        links=st.integers(1, 3),
+        rank=st.integers(0, 2),
+        window=st.sampled_from([1, WINDOW]),
+        keep=st.booleans(),
     )
-    def begin(self, links: int, rank: int, window: int) -> None:
+    def begin(self, links: int, rank: int, window: int, keep: bool) -> None:
         self.links = links
         self.now = 0.0
         self.active: set[int] = set()
-        self.twins = [Twin(make(name, links, window, rank=rank)) for name in ("plain", "compiled")]
+        names = ("plain", "compiled")
+        self.twins = [Twin(make(name, links, window, keep, rank=rank)) for name in names]
 
     def both(self, ask: Any) -> Any:
         """Ask both and return the common answer."""
@@ -65,12 +75,12 @@ class Twins(RuleBasedStateMachine):
             start, end = end, end + 64 * size
             cut.append(Part(self.link(choice), start, end))
         cut = cut or [Part(self.link(choice), 0, 0)]
-        chunk_bytes = 64 * choice.randint(1, 3)
+        chunk_bytes, epoch = 64 * choice.randint(1, 3), choice.randint(0, 2)
         data = choice.randbytes(end)
 
         def ask(twin: Twin) -> int:
             twin.buffers.append(operation(data))
-            return twin.flight.submit(twin.buffers[-1], cut, chunk_bytes)
+            return twin.flight.submit(twin.buffers[-1], cut, chunk_bytes, epoch)
 
         self.active.add(self.both(ask))
 
@@ -122,9 +132,23 @@ class Twins(RuleBasedStateMachine):
     def lose_a_link(self, choice: random.Random, often: int) -> None:
         link = self.link(choice)
         if often == 0:
-            for sequence in self.both(lambda twin: twin.flight.reset(link)):
-                self.active.remove(sequence)
-                self.both(lambda twin, sequence=sequence: twin.flight.end(sequence))
+            self.both(lambda twin: twin.flight.shut(link))
+
+    @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
+    def move(self, choice: random.Random, whole: bool) -> None:
+        link = self.link(choice)
+        carried = sorted(self.both(lambda twin: sorted(twin.flight.carried(link))))
+        if not whole:
+            carried = carried[choice.randint(0, len(carried)) :][:2]
+        for chunk in carried:
+            to = self.link(choice)
+            self.both(lambda twin, at=(chunk.sequence, chunk.offset, to): twin.flight.move(*at))
+
+    @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
+    def confirm(self, choice: random.Random, often: int) -> None:
+        if often == 0:
+            reached = choice.randint(0, self.twins[0].flight.watermark)
+            self.both(lambda twin: twin.flight.confirm(reached))
 
     @invariant()
     def they_agree(self) -> None:
@@ -132,10 +156,15 @@ class Twins(RuleBasedStateMachine):
             return
         plain, compiled = (twin.flight for twin in self.twins)
         assert plain.watermark == compiled.watermark
+        assert plain.reached == compiled.reached
+        assert plain.kept_bytes == compiled.kept_bytes
         for link in range(self.links):
             stats = plain.stats(link)
             assert compiled.stats(link) == pytest.approx(stats, abs=1e-6)
-            assert 0 <= stats.in_flight <= max(stats.in_flight, stats.window)
+            assert stats.in_flight >= 0
+            self.both(lambda twin, link=link: twin.flight.needs(link))
+            for chunk in self.both(lambda twin, link=link: sorted(twin.flight.carried(link))):
+                self.both(lambda twin, at=(chunk.sequence, chunk.offset): kept(twin, *at))
             for sequence in self.active:
                 self.both(lambda twin, at=(link, sequence): twin.flight.waits_for(*at))
                 self.both(lambda twin, at=(link, sequence): twin.flight.expects(*at, 64))

@@ -23,7 +23,7 @@ def links(*places: tuple[int, int]) -> list[Link]:
 
 def made(weights: tuple[int, ...], among: list[Link], chunk_bytes: int = 0) -> Plan:
     plan = Plan(weights, chunk_bytes)
-    plan.use(among)
+    plan.use(among, range(len(weights)))
     return plan
 
 
@@ -58,8 +58,20 @@ def test_a_new_link_makes_new_plans() -> None:
     among = links((0, 0), (1, 0))
     plan = made((1, 1), among[:1])
     assert [part.link for part in plan.next(MIB)] == [0]
-    plan.use(among)
+    plan.use(among, {0, 1})
     assert [part.link for part in plan.next(MIB)] == [1, 0]  # the second call begins elsewhere
+
+
+def test_only_reducers_that_are_used_get_anything() -> None:
+    among = links((0, 0), (1, 0), (2, 0), (1, 1))
+    plan = made((1, 1, 1), among)
+    assert {part.link for part in plan.next(9 * MIB)} == {0, 1, 2, 3}
+    plan.use(among, (0, 1))
+    assert sorted(part.link for part in plan.next(8 * MIB)) == [0, 1, 3]
+    plan.use(among, (2,))
+    assert plan.next(MIB) == [(2, 0, MIB)]
+    plan.use(among, (0, 1, 2))
+    assert {part.link for part in plan.next(9 * MIB)} == {0, 1, 2, 3}
 
 
 def test_few_plans_are_kept(monkeypatch) -> None:

@@ -1,0 +1,67 @@
+"""A session, and what its reducers say to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header
+from reducer.wire.messages import Welcome, encode, encode_error
+from tests.engine import twins
+from worker_client.operation import Operation
+from worker_client.session import Finish, Send
+from worker_client.settings import Settings
+
+M = MessageType
+
+
+class Driven:
+    """A session whose actions are followed by what its flight then sends, as the client does."""
+
+    def __init__(self, implementation: str, *settings: Any, **others: Any) -> None:
+        self.session = twins.session(implementation, Settings("job", 0, *settings, **others))
+        self.flight = self.session.flight
+        self.links = self.session.links
+
+    def __getattr__(self, name: str) -> Any:
+        event = getattr(self.session, name)
+        if name not in {"connected", "disconnected", "released", "submit", "tick", "close"}:
+            return event
+        return lambda *arguments: event(*arguments) + self.flight.refill(0.0)
+
+    def receive(self, index: int, frame: Any, payload: bytes) -> list:
+        return self.session.receive(index, frame, payload, 0.0) + self.flight.refill(0.0)
+
+    def in_flight(self, index: int) -> int:
+        return self.flight.stats(index).in_flight
+
+
+def join(session: Driven, index: int) -> list:
+    (hello,) = session.connected(index)
+    window = Header.unpack(hello.header).window
+    welcome = Header(M.WELCOME, window=window).pack()
+    return session.receive(index, welcome, encode(Welcome(incarnation="1")))
+
+
+def operation(nbytes: int = 256, timeout_s: float = 10.0) -> Operation:
+    return Operation(memoryview(bytearray(nbytes)), DType.UINT8, ReduceOp.SUM, "it", timeout_s)
+
+
+def sent(actions: list, kind: MessageType | None = None) -> list[tuple[int, Header]]:
+    """Messages, perhaps of one kind, as (link, header)."""
+    headers = [(a.link, Header.unpack(a.header)) for a in actions if isinstance(a, Send)]
+    return [(link, header) for link, header in headers if kind in {None, header.type}]
+
+
+def errors(actions: list) -> list:
+    return [action.error for action in actions if isinstance(action, Finish)]
+
+
+def result(session: Driven, link: int, contribution: Header) -> list:
+    header = contribution._replace(type=M.RESULT, rank=0, watermark=0)
+    return session.receive(link, header.pack(), b"\7" * contribution.nbytes)
+
+
+def error(session: Driven, link: int, failure: Exception, sequence: int = (1 << 64) - 1) -> list:
+    frame = Header(M.ERROR, sequence=sequence).pack()
+    return session.receive(link, frame, encode_error(failure))

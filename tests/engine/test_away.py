@@ -1,0 +1,161 @@
+"""Ranks whose connection breaks, what they give up, and what they tell of other reducers."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.engine import AWAY_S
+from reducer.errors import RankLostError, ReducerLostError, RemoteProtocolError
+from reducer.wire.header import Header
+from reducer.wire.messages import ALL_REDUCERS, Loss, decode, encode, encode_error
+from tests.engine.words import M, Reducer, kinds, told
+
+LOST = encode_error(ReducerLostError("all are gone", reducer="here:1"))
+
+
+def test_a_rank_is_lost_when_it_has_been_away_for_a_while(reducer: Reducer) -> None:
+    reducer.now = 5.0
+    reducer.tick()
+    reducer.contribute(0)
+    assert reducer.engine.unreachable(b"1") == []
+    assert reducer.engine.unreachable(b"1") == []
+    reducer.now = 5.0 + AWAY_S - 0.01
+    assert reducer.tick() == []
+    reducer.now = 5.0 + AWAY_S
+    assert told(reducer.tick())[b"0"].rank == 1
+
+
+def test_a_rank_that_comes_back_in_time_is_told_of_to_nobody(reducer: Reducer) -> None:
+    reducer.contribute(0, sequence=2, watermark=2)
+    reducer.contribute(1, sequence=3, watermark=2)
+    reducer.engine.unreachable(b"1")
+    assert kinds(reducer.hello(1, peer=b"1", watermark=2)) == [M.WELCOME]
+    reducer.now = 3 * AWAY_S
+    assert reducer.tick() == []
+    reducer.contribute(0, sequence=4, watermark=2)
+    assert kinds(reducer.contribute(1, sequence=4, watermark=2)) == [M.RESULT] * 2
+    errors = told(reducer.contribute(1, sequence=3, watermark=2))  # of its earlier life
+    assert errors[b"1"].rank == 1
+
+
+def test_a_lower_watermark_is_another_process(reducer: Reducer) -> None:
+    for rank in range(2):
+        reducer.contribute(rank, sequence=5, watermark=5)
+    reducer.contribute(0, sequence=6, watermark=6)
+    reducer.engine.unreachable(b"1")
+    errors = told(reducer.hello(1, peer=b"new", watermark=0))
+    assert errors[b"0"].rank == 1, "at once"
+    assert b"new" in errors, "the job is still here"
+
+
+def test_a_job_that_is_away_as_a_whole_makes_way_for_another_one(reducer: Reducer) -> None:
+    for rank in range(2):
+        reducer.contribute(rank, sequence=5, watermark=5)
+        reducer.engine.unreachable(b"%d" % rank)
+    sends = reducer.hello(1, peer=b"new", watermark=0)
+    assert [send.peer for send in sends if kinds([send]) == [M.WELCOME]] == [b"new"]
+    (job,) = reducer.engine.jobs
+    assert list(job.members) == [1]
+    assert reducer.rounds() == set()
+
+
+def test_a_reducer_that_shuts_down_waits_for_nobody(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    reducer.engine.drain()
+    assert told(reducer.engine.unreachable(b"1"))[b"0"].rank == 1
+
+
+# -- what was given up ----------------------------------------------------------------------------
+
+
+def test_a_range_is_given_up_now_and_later(reducer: Reducer) -> None:
+    for sequence in (1, 3, 5):
+        reducer.contribute(0, sequence=sequence)
+    errors = told_by_sequence(reducer.say(1, M.ABORT, 1, LOST, nbytes=3, watermark=5))
+    assert errors == {(b"0", 1), (b"0", 3)}
+    assert reducer.engine.held() == 1024
+    for sequence in (2, 4):
+        assert isinstance(told(reducer.contribute(0, sequence))[b"0"], ReducerLostError)
+    assert kinds(reducer.contribute(1, sequence=5, watermark=5)) == [M.RESULT] * 2
+    assert reducer.contribute(0, sequence=0) == []
+
+
+def told_by_sequence(sends: list) -> set[tuple[bytes, int]]:
+    headers = [(send.peer, Header.unpack(send.header)) for send in sends]
+    return {(peer, header.sequence) for peer, header in headers if header.type is M.ERROR}
+
+
+def test_a_range_is_forgotten_when_every_rank_has_passed_it(reducer: Reducer) -> None:
+    reducer.say(1, M.ABORT, 0, LOST, nbytes=3, watermark=4)
+    (job,) = reducer.engine.jobs
+    assert not job.healthy
+    assert len(job.given_up) == 1
+    for rank in range(2):
+        reducer.contribute(rank, sequence=4, watermark=4)
+    assert job.given_up == []
+    assert job.healthy
+    assert reducer.rounds() == {4}
+
+
+def test_one_that_is_below_the_senders_watermark_counts_while_others_need_it(
+    reducer: Reducer,
+) -> None:
+    reducer.contribute(1, sequence=7, watermark=7)
+    reducer.contribute(0, sequence=3)
+    assert told(reducer.say(1, M.ABORT, 3, LOST, watermark=7)).keys() == {b"0", b"1"}
+    reducer.contribute(0, sequence=7, watermark=7)
+    assert reducer.say(1, M.ABORT, 5, LOST, watermark=7) == []
+    assert 5 not in reducer.rounds()
+
+
+# -- reducers that are lost -----------------------------------------------------------------------
+
+
+def losses(sends: list) -> dict[bytes, Loss]:
+    found = [send for send in sends if kinds([send]) == [M.SHARD_MAP]]
+    return {send.peer: decode(Loss, send.payload) for send in found}
+
+
+def tell(reducer: Reducer, rank: int, lost: int, epoch: int) -> list:
+    return reducer.say(rank, M.SHARD_MAP, 0, encode(Loss(lost, epoch)))
+
+
+@pytest.fixture
+def two_of_three(implementation: str) -> Reducer:
+    """Ranks 0 and 1 of 3, in a job of four reducers; rank 2 has yet to come."""
+    reducer = Reducer(implementation)
+    for rank in range(2):
+        reducer.hello(rank, world_size=3, reducers=4)
+    return reducer
+
+
+def test_a_loss_is_passed_on_once(two_of_three: Reducer) -> None:
+    assert losses(tell(two_of_three, 0, 2, 1)) == {b"1": Loss(2, 1)}
+    assert tell(two_of_three, 1, 2, 1) == []
+    assert tell(two_of_three, 1, 2, 0) == []
+    assert losses(tell(two_of_three, 1, 2, 4)) == {b"0": Loss(2, 4)}
+    assert losses(tell(two_of_three, 1, ALL_REDUCERS, 6)) == {b"0": Loss(ALL_REDUCERS, 6)}
+
+
+def test_who_joins_late_is_told_of_every_loss(two_of_three: Reducer) -> None:
+    tell(two_of_three, 0, 2, 1)
+    tell(two_of_three, 0, 3, 0)
+    sends = two_of_three.hello(2, world_size=3, reducers=4)
+    assert kinds(sends) == [M.WELCOME, M.SHARD_MAP, M.SHARD_MAP]
+    found = [decode(Loss, send.payload) for send in sends[1:]]
+    assert found == [Loss(2, 1), Loss(3, 0)]
+
+
+def test_a_reducer_that_the_job_does_not_have_cannot_be_lost(two_of_three: Reducer) -> None:
+    assert isinstance(told(tell(two_of_three, 0, 4, 0))[b"0"], RemoteProtocolError)
+    assert losses(tell(two_of_three, 0, 3, 0)) == {b"1": Loss(3, 0)}
+
+
+def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(implementation: str) -> None:
+    reducer = Reducer(implementation)
+    for rank in range(2):
+        reducer.hello(rank)
+    reducer.hello(0, peer=b"other", job="other")
+    reducer.contribute(0)
+    assert isinstance(told(reducer.lose(b"1"))[b"0"], RankLostError)
+    assert len(reducer.engine.jobs) == 2

@@ -1,0 +1,243 @@
+"""What a worker does when a reducer is lost: the rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.errors import (
+    MembershipError,
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+    RemoteProtocolError,
+)
+from reducer.wire.header import Header
+from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode
+from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
+from worker_client.failover import Reset
+from worker_client.flight import Send
+from worker_client.pending import STRAGGLER_S
+from worker_client.session import Finish
+
+
+@pytest.fixture
+def three(implementation: str) -> Driven:
+    """Rank 0 of 2, with three reducers and chunks of 64 bytes."""
+    session = Driven(implementation, 0, 2, ("a:1", "b:2", "c:3"), 3 * 4096, 64)
+    for index in range(3):
+        join(session, index)
+    return session
+
+
+@pytest.fixture
+def hosted(implementation: str) -> Driven:
+    """Rank 0 of 2; rank 1 hosts the second reducer."""
+    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
+    for index in range(2):
+        join(session, index)
+    return session
+
+
+def resets(actions: list) -> list[int]:
+    return [action.link for action in actions if isinstance(action, Reset)]
+
+
+def losses(actions: list) -> list[tuple[int, Loss]]:
+    """SHARD_MAP messages, as (link, what is lost)."""
+    kinds = [(a, Header.unpack(a.header).type) for a in actions if isinstance(a, Send)]
+    return [(a.link, decode(Loss, a.payload)) for a, kind in kinds if kind is M.SHARD_MAP]
+
+
+def hear_of(session: Driven, link: int, reducer: int, epoch: int) -> list:
+    """Another rank says that it has lost a reducer."""
+    return session.receive(link, Header(M.SHARD_MAP).pack(), encode(Loss(reducer, epoch)))
+
+
+def lose(session: Driven, way: str) -> list:
+    """The second reducer, which is lost in one of several ways."""
+    if way == "disconnected":
+        return session.disconnected(1, "died")
+    if way == "unknown":
+        return error(session, 1, MembershipError("who are you?"))
+    if way == "misunderstood":
+        return error(session, 1, RemoteProtocolError("what?"))
+    if way == "malformed":
+        return session.receive(1, b"nonsense", b"")
+    if way == "goodbye":
+        return session.receive(1, Header(M.GOODBYE).pack(), b"")
+    return hear_of(session, 0, 1, 0)
+
+
+WAYS = ("disconnected", "unknown", "misunderstood", "malformed", "goodbye", "heard")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(three: Driven, way: str) -> None:
+    mine = operation(64 * 6)
+    contributions = sent(three.submit(mine, 0.0), M.CONTRIBUTION)
+    actions = lose(three, way)
+    assert errors(actions) == []
+    assert resets(actions) == [1]
+    assert losses(actions) == [(0, Loss(1, 0)), (2, Loss(1, 0))]
+    assert sent(actions, M.CONTRIBUTION) == [], "its memory may still be read"
+    moved = sent(three.released(1), M.CONTRIBUTION)
+    assert sorted((link, header.offset) for link, header in moved) == [(0, 192), (2, 128)]
+    kept = [(link, header) for link, header in contributions if link != 1]
+    ended = [result(three, link, header) for link, header in kept + moved]
+    assert [errors(actions) for actions in ended] == [[]] * 5 + [[None]]
+    assert bytes(mine.view) == b"\7" * 64 * 6
+
+
+def test_a_loss_is_told_once(three: Driven) -> None:
+    lose(three, "disconnected")
+    assert hear_of(three, 0, 1, 0) == []
+    assert hear_of(three, 2, 1, 0) == []
+
+
+def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) -> None:
+    lose(three, "disconnected")
+    three.released(1)
+    contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
+    assert sorted((link, header.offset) for link, header in contributions) == [
+        (0, 0),
+        (0, 64),
+        (0, 192),
+        (2, 128),
+        (2, 256),
+        (2, 320),
+    ]
+    assert {header.epoch for _, header in contributions} == {0}
+
+
+def test_a_result_that_is_here_is_claimed_and_supplied(three: Driven) -> None:
+    contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
+    done = next(header for link, header in contributions if link == 1)
+    result(three, 1, done)
+    lose(three, "disconnected")
+    actions = three.released(1)
+    ((link, claim),) = sent(actions, M.RETAINED)
+    assert claim == done._replace(type=M.RETAINED, watermark=0)
+    assert all(not a.payload for a in actions if Header.unpack(a.header).type is M.RETAINED)
+    (supplied,) = three.receive(link, claim._replace(rank=0).pack(), b"")
+    assert (supplied.link, Header.unpack(supplied.header)) == (link, claim)
+    assert bytes(supplied.payload) == b"\7" * 64
+    assert three.receive(link, claim._replace(sequence=9).pack(), b"") == [], "not kept"
+    assert three.session.failover.claimed == three.session.failover.supplied == 1
+
+
+def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -> None:
+    for link, header in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION):
+        ended = result(three, link, header)
+    assert errors(ended) == [None]
+    assert three.flight.kept_bytes == 64 * 6
+    lose(three, "disconnected")
+    assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [128, 192]
+    three.receive(0, Header(M.PING, watermark=1).pack(), b"")
+    assert three.flight.kept_bytes == 0
+    lost = three.disconnected(0, "died")
+    assert resets(lost) == [0]
+    assert sent(three.released(0), M.RETAINED) == []
+
+
+def test_a_second_loss_moves_what_was_moved(three: Driven) -> None:
+    three.submit(operation(64 * 6), 0.0)
+    lose(three, "disconnected")
+    three.released(1)
+    lost = three.disconnected(0, "died too")
+    assert losses(lost) == [(2, Loss(0, 0))]
+    three.released(0)
+    assert [chunk.offset for chunk in three.flight.carried(2)] == [64 * n for n in range(6)]
+
+
+def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three: Driven) -> None:
+    lose(three, "disconnected")
+    three.released(1)
+    assert losses(join(three, 1)) == [(1, Loss(1, 0))]
+    links = {link for link, _ in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)}
+    assert links == {0, 2}
+
+
+def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) -> None:
+    session.submit(operation(), 0.0)
+    session.disconnected(0, "died")
+    actions = session.disconnected(1, "died as well")
+    (failure,) = errors(actions)
+    assert isinstance(failure, ReducerLostError)
+    assert "b:2 died as well" in str(failure)
+    assert session.session._map.epoch == 2
+    (failure,) = errors(session.submit(operation(), 0.0))
+    assert isinstance(failure, ReducerLostError), "at once"
+    for link in range(2):
+        session.released(link)
+    told = join(session, 0)
+    assert losses(told) == [(0, Loss(ALL_REDUCERS, 2))]
+    ((_, abort),) = sent(told, M.ABORT)
+    assert (abort.sequence, abort.nbytes) == (0, 1)
+    join(session, 1)
+    ((link, question),) = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
+    assert question.epoch == 2
+    headers = sent(result(session, link, question), M.CONTRIBUTION)
+    assert {header.epoch for _, header in headers} == {3}
+    assert {link for link, _ in headers} == {0, 1}
+
+
+def test_another_rank_has_begun_anew(session: Driven) -> None:
+    session.submit(operation(), 0.0)
+    assert hear_of(session, 0, ALL_REDUCERS, 2) == []
+    assert session.active == 1
+    headers = sent(session.submit(operation(0), 0.0), M.CONTRIBUTION)
+    assert session.session._map.epoch == 2
+    hear_of(session, 0, ALL_REDUCERS, 1)
+    assert session.session._map.epoch == 2, "stale"
+    assert all(header.epoch == 2 for _, header in headers)
+
+
+def test_ranks_of_different_epochs_begin_anew(session: Driven) -> None:
+    session.submit(operation(), 0.0)
+    wrong = MismatchError("epochs", field="epoch", rank=0, other_rank=1, expected=4, got=0)
+    (failure,) = errors(error(session, 0, wrong, sequence=0))
+    assert failure.field == "epoch"
+    assert session.session._map.epoch == 5
+
+
+def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted: Driven) -> None:
+    hosted.submit(operation(), 0.0)
+    actions = hosted.disconnected(1, "died")
+    (failure,) = errors(actions)
+    assert isinstance(failure, RankLostError)
+    assert failure.rank == 1
+    assert resets(actions) == []
+    assert losses(actions) == []
+    assert hear_of(hosted, 0, 1, 0) == []
+
+
+def test_a_reducer_that_shuts_down_without_another_finishes(implementation: str) -> None:
+    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 4096, 64)
+    for index in range(2):
+        join(session, index)
+    session.disconnected(0, "died")
+    assert session.receive(1, Header(M.GOODBYE).pack(), b"") == []
+
+
+def test_an_all_reduce_that_takes_long_is_asked_about(
+    session: Driven, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((link, _),) = sent(session.submit(operation(1, timeout_s=60.0), 0.0), M.CONTRIBUTION)
+    assert sent(session.tick(STRAGGLER_S - 0.1)) == []
+    ((asked, header),) = sent(session.tick(STRAGGLER_S))
+    assert (asked, header.type, header.sequence) == (link, M.STRAGGLERS, 0)
+    assert sent(session.tick(STRAGGLER_S + 1.0)) == []
+    answer = Header(M.STRAGGLERS, sequence=0).pack()
+    assert session.receive(link, answer, encode(Stragglers((0, 3)))) == []
+    assert "waits for rank 0, 3" in caplog.text
+    assert len(sent(session.tick(2 * STRAGGLER_S))) == 1
+    assert session.active == 1
+
+
+def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
+    three.submit(operation(64 * 6), 0.0)
+    lose(three, "disconnected")
+    actions = three.close(RankLostError("closing", rank=0))
+    assert [type(a.error) for a in actions if isinstance(a, Finish)] == [RankLostError]
+    assert {link for link, _ in sent(actions, M.GOODBYE)} == {0, 2}
+    assert three.released(1) == []

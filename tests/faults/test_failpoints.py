@@ -1,0 +1,383 @@
+"""Failpoints: what is written is read, and every place of a real process is one."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from reducer import _loop, failpoints
+from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
+from reducer.failpoints import DROPPING, LEAVE_S, Action, Failpoint, Place, parse
+from tests.faults.processes import reducer, worker
+from tests.integration.calls import ones
+from worker_client import _flight
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable, Iterator
+    from typing import IO
+
+    from worker_client.client import Client
+    from worker_client.work import Work
+
+ROOT = Path(__file__).parents[2]
+TWINS = ["plain", "reducer", "worker"]
+
+
+# -- what is written ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("", []),
+        (" , ", []),
+        ("reducer.placed=kill", [Failpoint(Place.REDUCER_PLACED, Action.KILL, 0.0, 1)]),
+        ("reducer.before_sum=stop@3", [Failpoint(Place.REDUCER_BEFORE_SUM, Action.STOP, 0.0, 3)]),
+        ("reducer.tick=delay:50ms", [Failpoint(Place.REDUCER_TICK, Action.DELAY, 0.05, 0)]),
+        ("worker.copied=delay:1.5s@2", [Failpoint(Place.WORKER_COPIED, Action.DELAY, 1.5, 2)]),
+        ("worker.hello=drop", [Failpoint(Place.WORKER_HELLO, Action.DROP, 0.0, 0)]),
+        ("worker.received=drop@10", [Failpoint(Place.WORKER_RECEIVED, Action.DROP, 0.0, 10)]),
+        # What was handed to libzmq leaves first.
+        (
+            "reducer.between_results=kill, worker.after_send=stop@2",
+            [
+                Failpoint(Place.REDUCER_BETWEEN_RESULTS, Action.KILL, LEAVE_S, 1),
+                Failpoint(Place.WORKER_AFTER_SEND, Action.STOP, LEAVE_S, 2),
+            ],
+        ),
+    ],
+)
+def test_what_is_read(text: str, read: list[Failpoint]) -> None:
+    assert parse(text) == tuple(read)
+    assert parse(",".join(place.text + "=kill" for place in Place))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("reducer.sum=kill", r"no failpoint is called 'reducer.sum'.*reducer\.received, .*hello$"),
+        ("REDUCER_TICK=kill", "no failpoint is called"),
+        (
+            "reducer.tick=die",
+            "'die' is no action of reducer.tick: known are kill, stop, ",
+        ),
+        ("reducer.tick=", "'' is no action"),
+        ("reducer.tick=delay", "'delay' is no action"),
+        ("reducer.tick=delay:soon", "'delay:soon' is no action"),
+        ("reducer.tick=delay:5h", "'delay:5h' is no action"),
+        (
+            "reducer.tick=drop",
+            r"nothing to drop at reducer.tick, only at .*hello$",
+        ),
+        ("reducer.tick", "write NAME=ACTION or NAME=ACTION@N"),
+        ("reducer.tick=kill@0", "with N from 1"),
+        ("reducer.tick=kill@", "with N from 1"),
+        ("reducer.tick=kill@1@2", "with N from 1"),
+        ("reducer.tick=kill,reducer.tick=stop", "reducer.tick is given twice"),
+    ],
+)
+def test_what_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse(text)
+
+
+def test_c_has_the_same_places_and_actions() -> None:
+    header = (ROOT / "reducer" / "failpoints.h").read_text()
+    source = (ROOT / "reducer" / "failpoints.c").read_text()
+    places = re.search(r"enum failpoint \{(.*?)\}", header, re.DOTALL)
+    actions = re.search(r"enum action \{(.*?)\}", source, re.DOTALL)
+    assert places
+    assert actions
+    assert re.findall(r"\w+", places[1]) == [place.name for place in Place] + ["FAILPOINTS"]
+    assert re.findall(r"\w+", actions[1]) == ["NOTHING"] + [action.name for action in Action]
+
+
+def test_the_table_of_places_is_complete() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Failpoints\n")[2]
+    rows = re.findall(r"^\| `(\w+\.\w+)` \|.*\| (.*)\|$", section, re.MULTILINE)
+    assert [name for name, _ in rows] == [place.text for place in Place]
+    assert [name for name, lost in rows if lost.strip()] == [place.text for place in DROPPING]
+
+
+@pytest.mark.parametrize("arm", [failpoints.arm, _loop.arm, _flight.arm], ids=TWINS)
+def test_which_pass_counts(arm: Callable[..., Callable[[Place], bool]]) -> None:
+    try:
+        hit = arm(parse("worker.received=drop@2,reducer.welcome=drop,reducer.tick=delay:20ms@2"))
+        assert [hit(Place.WORKER_RECEIVED) for _ in range(4)] == [False, True, False, False]
+        assert [hit(Place.REDUCER_WELCOME) for _ in range(3)] == [True] * 3
+        assert not hit(Place.WORKER_HELLO)
+        took = []
+        for _ in range(3):
+            started = time.perf_counter()
+            assert not hit(Place.REDUCER_TICK)
+            took.append(time.perf_counter() - started)
+        assert max(took) == took[1] >= 0.02
+        hit = arm(parse("worker.received=drop@2"))
+        assert [hit(Place.WORKER_RECEIVED) for _ in range(2)] == [False, True]
+    finally:
+        hit = arm(())
+    assert not any(hit(place) for place in Place)
+
+
+# -- reducers -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def job(
+    address: str, *, late: bool = False, timeout: str = "2s"
+) -> Iterator[tuple[list[Client], list[Work]]]:
+    """Two ranks of a job, and their first all-reduces; rank 0's is perhaps before rank 1 comes."""
+    with ExitStack() as stack:
+        arguments = {"world_size": 2, "servers": [address], "timeout": timeout}
+        ranks = [stack.enter_context(connect(rank=0, **arguments))]
+        works = [ask(ranks[0])] if late else []
+        if late:
+            time.sleep(0.05)  # so that it has arrived
+        ranks.append(stack.enter_context(connect(rank=1, **arguments)))
+        yield ranks, works + [ask(client) for client in ranks[len(works) :]]
+
+
+def ask(client: Client, **arguments: str) -> Work:
+    return client.all_reduce(ones(), op="sum", **arguments)
+
+
+def outcomes(works: list[Work]) -> list[float | type[ReductionError]]:
+    """The sum at each rank, or its error."""
+    return [outcome(work) for work in works]
+
+
+def outcome(work: Work) -> float | type[ReductionError]:
+    try:
+        return float(work.wait(5)[0])
+    except ReductionError as error:
+        return type(error)
+
+
+# Whether rank 1 is late: then Python takes the first contributions in the compiled loop, too.
+WAYS = pytest.mark.parametrize(
+    ("impl", "late"),
+    [("plain", False), ("compiled", False), ("compiled", True)],
+    indirect=["impl"],
+    ids=["plain", "compiled", "compiled-late"],
+)
+
+
+@WAYS
+@pytest.mark.usefixtures("impl")
+@pytest.mark.parametrize(
+    ("point", "with_sum"),
+    [
+        ("reducer.received=kill@2", (0, 0)),
+        ("reducer.received=kill@3", (2, 0)),
+        ("reducer.placed=kill@2", (0, 0)),
+        ("reducer.placed=kill@3", (2, 0)),
+        ("reducer.before_sum=kill@2", (2, 0)),
+        ("reducer.after_sum=kill@2", (2, 0)),
+        ("reducer.between_results=kill@2", (2, 1)),
+        ("reducer.after_results=kill@2", (2, 2)),
+    ],
+)
+def test_a_reducer_dies_at_the_nth_pass(point: str, late: bool, with_sum: tuple[int, int]) -> None:
+    with reducer(point) as (process, address), job(address, late=late) as (ranks, works):
+        found = [outcomes(works), outcomes([ask(client) for client in ranks])]
+        assert process.wait(5) == -signal.SIGKILL
+    assert tuple(call.count(2.0) for call in found) == with_sum
+    assert {one for call in found for one in call} <= {2.0, ReducerLostError}
+
+
+@pytest.mark.usefixtures("impl")
+@pytest.mark.parametrize("point", ["reducer.tick=kill@3", "reducer.welcome=kill"])
+def test_a_reducer_dies_without_an_all_reduce(point: str) -> None:
+    with reducer(point) as (process, address):
+        if "welcome" in point:
+            with pytest.raises(ReducerLostError):
+                connect(rank=0, world_size=1, servers=[address], connect_timeout="300ms")
+        assert process.wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.usefixtures("impl")
+def test_a_reducer_stops_and_goes_on() -> None:
+    with reducer("reducer.before_sum=stop") as (process, address), job(address) as (_, works):
+        until_stopped(process)
+        assert not any(work.done() for work in works)
+        process.send_signal(signal.SIGCONT)
+        assert outcomes(works) == [2.0, 2.0]
+
+
+def until_stopped(process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 5
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("impl")
+def test_a_reducer_is_slow() -> None:
+    with (
+        reducer("reducer.after_sum=delay:150ms,reducer.received=delay:150ms@3") as (_, address),
+        job(address) as (ranks, works),
+    ):
+        assert outcomes(works) == [2.0, 2.0]
+        started = time.perf_counter()
+        assert outcomes([ask(client) for client in ranks]) == [2.0, 2.0]
+        assert time.perf_counter() - started > 0.3
+
+
+@WAYS
+@pytest.mark.usefixtures("impl")
+@pytest.mark.parametrize(
+    ("place", "with_sum"),
+    [("reducer.received", 0), ("reducer.after_sum", 0), ("reducer.between_results", 1)],
+)
+def test_a_reducer_drops(place: str, late: bool, with_sum: int) -> None:
+    with (
+        reducer(f"{place}=drop@1") as (_, address),
+        job(address, late=late, timeout="300ms") as (_, works),
+    ):
+        found = outcomes(works)
+    assert found.count(2.0) == with_sum
+    assert found.count(ReductionTimeout) == 2 - with_sum
+
+
+@pytest.mark.usefixtures("impl")
+def test_a_reducer_drops_a_welcome() -> None:
+    with reducer("reducer.welcome=drop@1") as (_, address):
+        # A PING may be the first that it hears, which ends the connection.
+        with pytest.raises(ReductionError, match=r"not answer a HELLO|PING is not allowed"):
+            connect(rank=0, world_size=1, servers=[address], connect_timeout="300ms")
+        connect(rank=0, world_size=1, servers=[address], connect_timeout="5s").shutdown()
+
+
+# -- workers ------------------------------------------------------------------------------------
+
+
+def line(pipe: IO[str] | None) -> str:
+    assert pipe is not None
+    return pipe.readline().strip()
+
+
+def go(process: subprocess.Popen) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+@contextmanager
+def both(
+    failpoints: str, servers: list[str], request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen, Client]]:
+    """A process that is rank 0, and rank 1 here."""
+    name = request.node.name[:100]
+    with (
+        worker(failpoints, servers[:1], name) as process,
+        connect(rank=1, world_size=2, servers=servers[:1], job=name, chunk_bytes="64KiB") as client,
+    ):
+        yield process, client
+
+
+def ask_three_chunks(client: Client) -> Work:
+    return client.all_reduce(ones(49152), op="sum")
+
+
+@pytest.mark.parametrize(
+    ("point", "sums", "others"),
+    [
+        ("worker.before_send=kill@4", 1, RankLostError),
+        ("worker.after_send=kill@3", 0, 2.0),
+        ("worker.after_send=kill@6", 1, 2.0),
+        ("worker.received=kill@4", 1, None),
+        ("worker.copied=kill@6", 1, 2.0),
+        ("worker.completed=kill@2", 1, 2.0),
+    ],
+)
+def test_a_worker_dies_at_the_nth_pass(
+    servers: list[str],
+    request: pytest.FixtureRequest,
+    point: str,
+    sums: int,
+    others: float | type[ReductionError] | None,
+) -> None:
+    with both(point, servers, request) as (process, client):
+        assert line(process.stdout) == "joined"
+        for call in range(sums + 1):
+            go(process)
+            works = [ask_three_chunks(client)]
+            assert line(process.stdout) == ("2.0" if call < sums else "")
+        assert process.wait(5) == -signal.SIGKILL
+        assert others is None or outcomes(works) == [others]
+
+
+def test_a_worker_dies_before_it_says_hello(
+    servers: list[str], request: pytest.FixtureRequest
+) -> None:
+    with worker("worker.hello=kill", servers, request.node.name[:100]) as process:
+        assert not line(process.stdout)
+        assert process.wait(5) == -signal.SIGKILL
+
+
+def test_a_worker_stops_and_goes_on(servers: list[str], request: pytest.FixtureRequest) -> None:
+    with both("worker.copied=stop@2", servers, request) as (process, client):
+        assert line(process.stdout) == "joined"
+        go(process)
+        work = ask_three_chunks(client)
+        until_stopped(process)
+        process.send_signal(signal.SIGCONT)
+        assert line(process.stdout) == "2.0"
+        assert outcomes([work]) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("point", "least_s"),
+    [
+        ("worker.received=delay:60ms", 0.18),  # three chunks
+        ("worker.copied=delay:60ms", 0.18),
+        ("worker.completed=delay:120ms", 0.12),
+        ("worker.before_send=delay:150ms@1", 0.15),
+    ],
+)
+def test_a_worker_is_slow(
+    servers: list[str], request: pytest.FixtureRequest, point: str, least_s: float
+) -> None:
+    with both(point, servers, request) as (process, client):
+        assert line(process.stdout) == "joined"
+        started = time.perf_counter()
+        go(process)
+        assert outcomes([ask_three_chunks(client)]) == [2.0]
+        assert line(process.stdout) == "2.0"
+        assert time.perf_counter() - started > least_s
+
+
+@pytest.mark.parametrize("place", ["worker.before_send", "worker.received"])
+def test_a_worker_drops(servers: list[str], request: pytest.FixtureRequest, place: str) -> None:
+    with both(f"{place}=drop@2", servers, request) as (process, client):
+        assert line(process.stdout) == "joined"
+        go(process)
+        found = outcomes([ask_three_chunks(client)])
+        assert found == [2.0 if place == "worker.received" else ReductionTimeout]
+        assert process.wait(5) == 1
+        assert process.stderr
+        assert "reducer.errors.ReductionTimeout" in process.stderr.read()
+
+
+def test_a_worker_drops_its_hello(servers: list[str], request: pytest.FixtureRequest) -> None:
+    with worker("worker.hello=drop", servers, request.node.name[:100]) as process:
+        assert process.wait(5) == 1
+        assert process.stderr
+        assert "does not answer a HELLO" in process.stderr.read()
+
+
+def test_a_wrong_name_ends_the_command_with_a_sentence() -> None:
+    with reducer("reducer.sum=kill") as (process, address):
+        assert process.wait(5) == 2
+        assert not address
+        assert process.stderr
+        assert "failpoints: no failpoint is called 'reducer.sum'" in process.stderr.read()

@@ -1,0 +1,163 @@
+"""Whatever the network does, a step is exact or says in time why not, and the job goes on."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from reducer.wire.constants import HEADER_BYTES, MAGIC, VERSION_MAJOR, MessageType
+from tests.conftest import joined
+from tests.faults.proxy import Direction, Proxy, Way
+from tests.faults.steps import (
+    begin,
+    exact,
+    exact_or_typed,
+    works_again,
+    works_again_or_says_why_not,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.client import Client
+
+BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
+MORE_FRAME = bytes([1, HEADER_BYTES])  # how ZMTP begins a header that a payload follows
+PAYLOAD_LENGTH = HEADER_BYTES + 1  # where its 8 bytes begin, big-endian, counted from the magic
+
+
+def chunk(way: Way) -> bytes:
+    """The first bytes of a chunk's header in that direction."""
+    kind = MessageType.CONTRIBUTION if way == "up" else MessageType.RESULT
+    return MAGIC + bytes([VERSION_MAJOR, kind])
+
+
+class Net(NamedTuple):
+    """A job of two ranks that reaches each of its two reducers through a proxy."""
+
+    clients: list[Client]
+    proxies: list[Proxy]
+
+
+@pytest.fixture
+def make_net(servers: list[str], request: pytest.FixtureRequest) -> Iterator[Callable[[str], Net]]:
+    """Make jobs, each with proxies of its own."""
+    with ExitStack() as stack:
+
+        def make(what: str) -> Net:
+            proxies = [stack.enter_context(Proxy(server)) for server in servers]
+            addresses = [proxy.address for proxy in proxies]
+            job = f"{request.node.name[:90]} {what}"
+            clients = stack.enter_context(joined(2, servers=addresses, job=job, timeout="20s"))
+            exact(begin(clients, 0))
+            return Net(clients, proxies)
+
+        yield make
+
+
+@pytest.fixture
+def net(make_net: Callable[[str], Net]) -> Net:
+    return make_net("")
+
+
+# -- a network that is slow -----------------------------------------------------------------------
+
+
+def test_a_delay_costs_time_alone(net: Net) -> None:
+    for proxy in net.proxies:
+        proxy.delay("both", 0.05, jitter_s=0.02)
+    start = time.monotonic()
+    for number in range(1, 6):
+        exact(begin(net.clients, number))
+    assert time.monotonic() - start >= 5 * 0.1
+
+
+def test_a_reducer_at_a_tenth_of_its_rate_is_not_a_dead_one(net: Net) -> None:
+    slow, count = net.proxies[0], 2_000_000  # 8 MB
+    took: list[float] = []
+    passed: list[int] = []
+    for number in range(1, 4):
+        if number == 3:
+            slow.throttle("both", passed[1] / took[1] / 10)
+        before, start = slow.counts.up_bytes, time.monotonic()
+        exact(begin(net.clients, number, count), within_s=15)
+        took.append(time.monotonic() - start)
+        passed.append(slow.counts.up_bytes - before)
+    assert took[2] > 2 * took[1]  # perhaps not ten times: shares may follow the rates
+
+
+def test_a_partition_is_noticed_and_gone_when_it_heals(make_net: Callable[[str], Net]) -> None:
+    directions: tuple[Direction, ...] = ("up", "down", "both")
+    nets = [make_net(direction) for direction in directions]  # at once: three would take long
+    start = time.monotonic()
+    for direction, net in zip(directions, nets, strict=True):
+        net.proxies[0].blackhole(direction)
+    for step in [begin(net.clients, 1) for net in nets]:
+        exact_or_typed(step, within_s=start + 3 - time.monotonic())
+    time.sleep(max(0.0, start + 3 - time.monotonic()))  # connections are begun anew meanwhile
+    for step in [begin(net.clients, 2) for net in nets]:
+        exact_or_typed(step, within_s=3)
+    for net in nets:
+        net.proxies[0].heal()
+        works_again(net.clients)
+
+
+# -- a network that cuts --------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("nbytes", [0, 50, HEADER_BYTES, 100_000])
+def test_a_torn_frame_tears_no_sum(net: Net, way: Way, nbytes: int) -> None:
+    fired = net.proxies[1].cut(way, mid_frame=nbytes, after=chunk(way))
+    exact_or_typed(begin(net.clients, 1), within_s=3)
+    assert fired.wait(2)
+    works_again(net.clients)
+
+
+def test_a_cut_of_everything_in_the_middle_of_a_step(net: Net) -> None:
+    for proxy in net.proxies:
+        proxy.throttle("both", 2_000_000)  # so that it is in the middle
+    step = begin(net.clients, 1)
+    for proxy in net.proxies:
+        proxy.cut()
+        proxy.restore()
+    exact_or_typed(step, within_s=3)
+    assert all(proxy.counts.cuts == 2 for proxy in net.proxies)
+    works_again(net.clients)
+
+
+# -- a network that lies --------------------------------------------------------------------------
+#
+# A payload, and a header's field in which another value makes sense too, only TCP's own checksum
+# guards.
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("offset", "bit"),
+    [
+        pytest.param(0, 5, id="magic"),
+        pytest.param(40, 3, id="total_bytes"),
+        pytest.param(56, 3, id="nbytes"),
+        pytest.param(PAYLOAD_LENGTH, 0, id="length beyond every limit"),
+        pytest.param(PAYLOAD_LENGTH + 5, 4, id="length of what never comes"),
+        pytest.param(PAYLOAD_LENGTH + 7, 3, id="length of what comes next too"),
+    ],
+)
+def test_a_flipped_bit_adds_nothing(net: Net, way: Way, offset: int, bit: int) -> None:
+    fired = net.proxies[0].flip(way, offset, bit, after=MORE_FRAME)
+    exact_or_typed(begin(net.clients, 1), within_s=3)
+    assert fired.wait(2)
+    works_again_or_says_why_not(net.clients)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("nbytes", [1, 10, 90])
+def test_bytes_of_a_header_that_come_twice_add_nothing(net: Net, way: Way, nbytes: int) -> None:
+    fired = net.proxies[0].duplicate(way, nbytes, after=chunk(way))
+    exact_or_typed(begin(net.clients, 1), within_s=3)
+    assert fired.wait(2)
+    works_again_or_says_why_not(net.clients)

@@ -1,0 +1,145 @@
+"""Which reducers are in use, and who takes over the chunks of those that are lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker_client.shard_map import ShardMap
+
+LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
+
+
+def without(*lost: int, reducers: int = 5, epoch: int = 0) -> ShardMap:
+    """A map of reducers of which some are lost."""
+    made = ShardMap(reducers)
+    for reducer in lost:
+        made.lose(reducer, epoch)
+    return made
+
+
+def heirs(made: ShardMap, reducer: int, chunks: int = 60, epoch: int = 0) -> list[int | None]:
+    return [made.heir(reducer, number, epoch) for number in range(chunks)]
+
+
+@given(losses=LOSSES, other=st.randoms(use_true_random=False))
+def test_ranks_with_the_same_losses_choose_the_same_heirs(losses: list[int], other) -> None:
+    mine = without(*losses)
+    other.shuffle(losses)
+    theirs = without(*losses)
+    for reducer in range(5):
+        assert heirs(mine, reducer) == heirs(theirs, reducer)
+
+
+@given(losses=LOSSES)
+def test_an_heir_is_in_use(losses: list[int]) -> None:
+    made = without(*losses)
+    for reducer in losses:
+        expected = set(range(5)) - set(losses) or {None}
+        assert set(heirs(made, reducer)) <= expected
+        assert [made.uses(at) for at in range(5)] == [at not in losses for at in range(5)]
+
+
+@pytest.mark.parametrize("reducers", [2, 3, 5, 8])
+def test_chunks_are_spread_evenly_over_the_heirs(reducers: int) -> None:
+    for lost in range(reducers):
+        shares = Counter(heirs(without(lost, reducers=reducers), lost, 10 * (reducers - 1)))
+        assert shares == dict.fromkeys(set(range(reducers)) - {lost}, 10)
+
+
+def test_neighbours_get_different_heirs() -> None:
+    found = heirs(without(2), 2)
+    assert all(one != other for one, other in pairwise(found))
+
+
+@given(losses=LOSSES.filter(len), second=st.integers(0, 4))
+def test_a_second_loss_moves_the_chunks_of_that_one_alone(losses: list[int], second: int) -> None:
+    before = heirs(without(*losses), losses[0])
+    made = without(*losses)
+    made.lose(second, 0)
+    after = heirs(made, losses[0])
+    assert all(old in (new, second) for old, new in zip(before, after, strict=True))
+
+
+def test_a_loss_is_news_once() -> None:
+    made = without(1)
+    assert made.knows(1, 0)
+    assert made.lost() == [(1, 0)]
+    assert not made.knows(1, 3)
+    made.lose(1, 3)
+    assert made.lost() == [(1, 3)]
+    made.lose(1, 2)
+    assert made.lost() == [(1, 3)], "a stale one changes nothing"
+    assert made.knows(1, 2)
+    assert not made.knows(0, 0)
+
+
+def test_a_loss_that_is_heard_late_says_nothing_of_the_epoch_that_is_there_now() -> None:
+    made = ShardMap(3)
+    made.agree([True] * 3)
+    made.lose(1, 0)
+    assert made.is_past(1, 0)
+    assert made.uses(1)
+    assert not made.uses(1, 0)
+    assert made.lost() == []
+
+
+def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on() -> None:
+    made = without(1, reducers=3)
+    made.agree([True, False, True])
+    assert (made.epoch, made.base) == (1, (0, 2))
+    assert not made.uses(1)
+    made.agree([True, True, True])
+    assert (made.epoch, made.base) == (2, (0, 1, 2))
+    assert made.uses(1)
+    assert made.lost() == []
+    assert not made.uses(1, 0), "what is still in progress never goes back"
+    assert set(heirs(made, 1)) == {0, 2}
+    assert made.is_past(1, 0)
+    assert made.is_past(1, 1)
+    assert not made.is_past(1, 2)
+
+
+def test_chunks_of_an_old_epoch_are_no_longer_anybodys_if_all_of_it_are_lost() -> None:
+    made = ShardMap(3)
+    made.agree([True, True, False])
+    made.lose(0, 1)
+    made.lose(1, 1)
+    assert made.heir(0, 0, 1) is None
+    assert made.heir(0, 0, 0) == 2
+    assert made.heir(2, 0, 1) is None, "it was not used in that epoch"
+    assert made.heir(0, 0, 7) is None, "nobody knows that epoch"
+
+
+def test_what_no_rank_can_use_leaves_things_as_they_were() -> None:
+    made = ShardMap(2)
+    made.agree([False, False])
+    assert (made.epoch, made.base) == (1, (0, 1))
+
+
+def test_a_hosted_reducer_is_used_whatever_a_rank_says() -> None:
+    made = ShardMap(3, hosted={2: 0})
+    made.agree([True, False, False])
+    assert made.base == (0, 2)
+
+
+def test_beginning_anew_uses_all_from_then_on() -> None:
+    made = without(0, 1, 2, reducers=3)
+    assert not any(made.uses(reducer) for reducer in range(3))
+    made.renew(2)
+    assert (made.epoch, made.base, made.lost()) == (2, (0, 1, 2), [])
+    assert all(made.uses(reducer) for reducer in range(3))
+    assert heirs(made, 0, 4) == [None] * 4, "what was begun before has nobody"
+
+
+def test_old_epochs_are_forgotten() -> None:
+    made = ShardMap(2)
+    for _ in range(300):
+        made.agree([True, True])
+    made.lose(0, 300)
+    assert made.heir(0, 0, 300) == made.heir(0, 0, 100) == 1
+    assert made.heir(0, 0, 0) is None

@@ -1,0 +1,187 @@
+"""How a worker goes on without a reducer: close, tell, and move its chunks (sans I/O).
+
+The rules are those of `reducer/wire/README.md`, section 6. A chunk is known by its all-reduce and
+its offset, and its bits do not depend on who sums it. So ranks may move a chunk at different times,
+and need not agree on anything but where it goes.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from reducer.wire.constants import MessageType
+from reducer.wire.messages import ALL_REDUCERS, Loss, encode
+from worker_client.flight import Send
+from worker_client.shard_map import ShardMap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reducer.wire.header import Header
+    from worker_client.flight import Flight
+    from worker_client.link import Link
+    from worker_client.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Reset(NamedTuple):
+    """Close a link's connection with all that it has yet to send, and connect anew.
+
+    The session is to be told with `released` when nothing reads the callers' memory for it any
+    more, and with `connected` as ever.
+    """
+
+    link: int
+
+
+class Failover:
+    """The losses of one worker's reducers.
+
+    Args:
+        settings: who we are and where the reducers are.
+        links: the session's.
+        flight: what they carry.
+        header: makes the header of a message.
+
+    Attributes:
+        map: which reducers are in use.
+        losses: how many were lost, all in all.
+        moved: chunks that were sent again to another reducer.
+        claimed: chunks whose result is here, of which another reducer was told.
+        supplied: results that others needed from here.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        links: Sequence[Link],
+        flight: Flight,
+        header: Callable[[MessageType], Header],
+    ) -> None:
+        self.map = ShardMap(len(settings.reducers), settings.hosts)
+        self.losses = self.moved = self.claimed = self.supplied = 0
+        self._hosts = settings.hosts
+        self._reducers = len(settings.reducers)
+        self._links = links
+        self._flight = flight
+        self._header = header
+        self._renewed = 0  # the epoch in which everything began anew, if it did
+
+    def keeps(self, reducer: int) -> bool:
+        """Whether results of a reducer are kept: it may be lost, and there may be another one."""
+        return reducer not in self._hosts and self._reducers > 1
+
+    def others(self, reducer: int) -> bool:
+        """Whether there is another reducer to go on with."""
+        return any(
+            link.member and link.reducer != reducer and self.map.uses(link.reducer)
+            for link in self._links
+        )
+
+    def lose(self, reducer: int, epoch: int, present: int) -> list[Reset | Send]:
+        """Take a reducer out of use, and tell the other ranks; nothing if that was done before.
+
+        Args:
+            reducer: its index.
+            epoch: for which it is lost, and for all before.
+            present: for which it is out of use here from now on, if it matters.
+        """
+        if self.map.knows(reducer, epoch):
+            return []
+        self.map.lose(reducer, epoch)
+        if self.map.is_past(reducer, epoch) and not self._matters(reducer, epoch):
+            return []
+        self.map.lose(reducer, present)
+        self.losses += 1
+        actions: list[Reset | Send] = []
+        for link in self._links:
+            if link.reducer == reducer:
+                link.close()
+                link.owed = None  # the others give it up as well
+                self._flight.shut(link.index)
+                actions.append(Reset(link.index))
+        loss = self._loss(reducer, dict(self.map.lost())[reducer])
+        return actions + [Send(link.index, *loss) for link in self._links if link.member]
+
+    def rehome(self, link: Link, sequence: int | None = None) -> tuple[list[Send], list[int]]:
+        """Move what a link carried to the heirs of its reducer.
+
+        Args:
+            link: which is lost, and whose messages nobody reads any more.
+            sequence: one all-reduce that was not begun there; None for all.
+
+        Returns:
+            Claims on results that are here, and the all-reduces that nobody is left for.
+        """
+        claims: list[Send] = []
+        stuck: list[int] = []
+        for chunk in self._flight.carried(link.index, sequence):
+            reducer = self._links[chunk.home].reducer
+            heir = self.map.heir(reducer, chunk.number, chunk.epoch)
+            if heir is None:
+                stuck += [] if chunk.done else [chunk.sequence]
+                continue
+            lanes = [other.index for other in self._links if other.reducer == heir]
+            to = lanes[chunk.number % len(lanes)]
+            self._flight.move(chunk.sequence, chunk.offset, to)
+            if not chunk.done:
+                self.moved += 1
+            elif (kept := self._flight.kept(chunk.sequence, chunk.offset)) is not None:
+                self.claimed += 1
+                claims.append(Send(to, kept[0], None))
+        return claims, list(dict.fromkeys(stuck))
+
+    def supply(self, link: Link, header: Header) -> list[Send]:
+        """Send a result that a reducer asks for."""
+        kept = self._flight.kept(header.sequence, header.offset)
+        if kept is None:
+            log.debug("all-reduce %d: a result that was asked for is not kept", header.sequence)
+            return []
+        self.supplied += 1
+        return [Send(link.index, *kept)]
+
+    def renew(self, epoch: int) -> None:
+        """Begin anew with all reducers."""
+        self._renewed = epoch
+        self.map.renew(epoch)
+
+    def news(self, link: Link) -> list[Send]:
+        """Return what a reducer is to be told, and the other ranks by it, when it is reached."""
+        losses = [self._loss(*loss) for loss in self.map.lost()]
+        if self._renewed:
+            losses.append(self._loss(ALL_REDUCERS, self._renewed))
+        return [Send(link.index, *loss) for loss in losses]
+
+    def usable(self) -> list[bool]:
+        """Return which reducers this rank could use from now on."""
+        reachable = [True] * self._reducers
+        for link in self._links:
+            reachable[link.reducer] &= link.member and not link.closing
+        return reachable
+
+    def agree(self, usable: Sequence[bool]) -> list[int]:
+        """Begin a new epoch with the reducers that every rank can use.
+
+        Returns:
+            Those among them that this rank cannot.
+        """
+        self.map.agree(usable)
+        return [
+            link.reducer
+            for link in self._links
+            if self.map.uses(link.reducer) and link.reducer not in self._hosts and not link.member
+        ]
+
+    def _matters(self, reducer: int, epoch: int) -> bool:
+        """Whether anything may be missing at some rank that a reducer carried up to an epoch."""
+        return any(
+            chunk.epoch <= epoch
+            for link in self._links
+            if link.reducer == reducer
+            for chunk in self._flight.carried(link.index)
+        )
+
+    def _loss(self, reducer: int, epoch: int) -> tuple[bytes, bytes]:
+        return self._header(MessageType.SHARD_MAP).pack(), encode(Loss(reducer, epoch))

@@ -1,0 +1,78 @@
+"""All-reduces that have begun and not ended, and what is due with them (sans I/O)."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worker_client.operation import Operation
+
+STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
+
+
+class Pending:
+    """The all-reduces in progress, in the order of their sequence numbers."""
+
+    def __init__(self) -> None:
+        self._operations: dict[int, Operation] = {}
+        self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def __getitem__(self, sequence: int) -> Operation:
+        return self._operations[sequence]
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._operations
+
+    def get(self, sequence: int) -> Operation | None:
+        """Return an all-reduce, None if it is not in progress."""
+        return self._operations.get(sequence)
+
+    def all(self) -> list[Operation]:
+        """Return all of them."""
+        return list(self._operations.values())
+
+    def begin(self, operation: Operation, now: float) -> None:
+        """Take note that an all-reduce has begun, in seconds of the caller's clock."""
+        self._operations[operation.sequence] = operation
+        operation.begun, operation.ask_at = now, now + STRAGGLER_S
+        self.expect(operation, now + operation.timeout_s)
+
+    def end(self, operation: Operation) -> None:
+        """Take note that it has ended."""
+        del self._operations[operation.sequence]
+
+    def expect(self, operation: Operation, deadline: float) -> None:
+        """Set the time by which it must be done."""
+        operation.deadline = deadline
+        heappush(self._deadlines, (deadline, operation.sequence))
+
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline, None if nothing is in progress."""
+        while self._deadlines and not self._is_due_at(*self._deadlines[0]):
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expired(self, now: float) -> Operation | None:
+        """Return an all-reduce whose deadline has passed, once for each deadline."""
+        if not self._deadlines or now < self._deadlines[0][0]:
+            return None  # as nearly always
+        due = self.next_deadline()
+        if due is None or now < due:
+            return None
+        return self._operations[heappop(self._deadlines)[1]]
+
+    def straggling(self, now: float) -> Operation | None:
+        """Return the oldest all-reduce if it is time to ask whom it waits for."""
+        oldest = next(iter(self._operations.values()), None)
+        if oldest is None or now < oldest.ask_at:
+            return None
+        oldest.ask_at += oldest.ask_at - oldest.begun
+        return oldest
+
+    def _is_due_at(self, deadline: float, sequence: int) -> bool:
+        operation = self._operations.get(sequence)
+        return operation is not None and operation.deadline == deadline
