@@ -1,0 +1,86 @@
+"""Rules that are broken on purpose: a simulator that does not notice would show nothing."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from reducer import engine
+from reducer.slots import Round
+from tests.sim.processes import Worker
+from worker_client.plain_flight import PlainFlight
+from worker_client.shard_map import ShardMap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_end_well = PlainFlight.take
+_next = PlainFlight._next
+
+
+def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
+    """Count every contribution, also a repeated one."""
+    del self, offset, rank
+    return False
+
+
+def _no_epochs(self: ShardMap, reducer: int, epoch: int) -> None:
+    """Take every loss for one of the present epoch, whatever it is told for."""
+    del epoch
+    self._lost[reducer] = max(self.epoch, self._lost[reducer])
+
+
+def _free_results(self: PlainFlight, *arguments: Any) -> list[int] | None:
+    """Free results as soon as they are here, though other ranks may lack them."""
+    done = _end_well(self, *arguments)
+    for sequence in done or ():
+        if sequence in self._ended:
+            self._release(self._ended.pop(sequence))
+    return done
+
+
+def _first_come(self: PlainFlight, index: int, now: float) -> Any:
+    """Let no chunk that precedes those in flight go beyond the window."""
+    link = self._links[index]
+    full = link.flying and link.in_flight + 1024 > link.window
+    return None if full else _next(self, index, now)
+
+
+def _release_at_once(self: Worker, link: int, connection: Any) -> None:
+    """Send chunks again while libzmq may still read what was sent to the lost reducer."""
+    del connection
+    self._act(self.session.released(link))
+
+
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "no-duplicate-check": (Round, "holds", _no_duplicates),
+    "no-epoch-check": (ShardMap, "lose", _no_epochs),
+    "results-freed-early": (PlainFlight, "take", _free_results),
+    "window-before-order": (PlainFlight, "_next", _first_come),
+    "no-wait-for-release": (Worker, "_release", _release_at_once),
+    "rank-lost-at-once": (engine, "AWAY_S", 0.0),
+}
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    """Break one rule in the plain implementation."""
+    where, what, instead = MUTATIONS[name]
+    with patch.object(where, what, instead):
+        yield
+
+
+def first_caught(name: str, seeds: range, run: Callable[[int], str]) -> tuple[int, str] | None:
+    """Return the first seed that notices, and how; None if none does.
+
+    Args:
+        name: of the mutation.
+        seeds: to try.
+        run: runs a seed and returns what went wrong, or nothing.
+    """
+    with broken(name):
+        for seed in seeds:
+            if story := run(seed):
+                return seed, story
+    return None

@@ -1,0 +1,23 @@
+"""Run seeds, one by one or many at a time."""
+
+from __future__ import annotations
+
+import traceback
+
+from tests.engine.twins import IMPLEMENTATIONS
+from tests.sim.world import Outcome, World
+
+
+def implementation_of(seed: int) -> str:
+    """Every other seed runs with the other implementation."""
+    return IMPLEMENTATIONS[seed % len(IMPLEMENTATIONS)]
+
+
+def run(seed: int, implementation: str | None = None) -> tuple[int, Outcome | None, str]:
+    """Run a seed: its outcome, or the story of what went wrong."""
+    world = World(seed, implementation or implementation_of(seed))
+    try:
+        return seed, world.run(), ""
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is the seed's outcome)
+        trace = traceback.format_exc()[-1500:]
+        return seed, None, "\n".join([repr(error), *world.trace[-20:], *world.describe(), trace])

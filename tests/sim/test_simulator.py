@@ -1,0 +1,45 @@
+"""Some hundreds of seeds of the simulator, and what it notices; more: ``python -m tests.sim``."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.sim import mutations
+from tests.sim.runner import implementation_of, run
+from tests.sim.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEEDS = 400
+BATCH = 50
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_the_guarantee_holds_whatever_happens(first: int) -> None:
+    for seed in range(first, first + BATCH):
+        _, _, story = run(seed)
+        assert not story, f"seed {seed}: {story}"
+
+
+def test_a_seed_replays_to_the_byte() -> None:
+    one, other = (World(11, implementation_of(11)) for _ in range(2))
+    assert one.run() == other.run()
+    assert one.outcome.events > 0
+    assert one.trace == other.trace
+
+
+@pytest.mark.parametrize("name", mutations.MUTATIONS)
+def test_a_broken_rule_is_noticed(name: str) -> None:
+    caught = mutations.first_caught(name, range(1000), lambda seed: run(seed, "plain")[2])
+    assert caught is not None

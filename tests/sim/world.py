@@ -1,0 +1,387 @@
+"""A whole job and its pool in one thread, on a virtual clock, with everything that can go wrong.
+
+A seed decides everything: how many ranks and reducers, what they reduce, what fails and when. The
+sessions and engines are those of production; the network, the clock and the processes are not.
+What must hold is checked with every all-reduce that ends, and when all is over.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reducer import kernels
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+    ReductionError,
+)
+from reducer.wire.constants import DType, ReduceOp
+from tests.sim.clock import Clock
+from tests.sim.connection import Connection
+from tests.sim.processes import Reducer, Worker
+from worker_client.agreement import FIRST_CALL
+from worker_client.operation import Operation
+from worker_client.settings import Settings
+
+if TYPE_CHECKING:
+    from worker_client.session import Finish
+
+CHUNK_BYTES = 64
+TIMEOUT_S = 300.0
+LIMIT_S = 1000.0
+STALL_S = 3.0  # the longest that an all-reduce may take while some reducer is well
+DTYPES = (DType.FLOAT32, DType.INT32, DType.UINT8, DType.BFLOAT16)
+_SUM = kernels.select()
+
+
+@dataclass
+class Faults:
+    """What can go wrong, and how often."""
+
+    process_s: float = 0.001  # at most this long a message lies in its sender's memory
+    latency_s: float = 0.002
+    repeat: float = 0.0
+    swap: float = 0.0
+    every_s: float = 0.1  # one event of those below, on average
+    kinds: tuple[str, ...] = ()
+    spare: bool = True  # nothing ever happens to the last reducer, nor to any rank
+
+
+@dataclass
+class Outcome:
+    """What a run has shown."""
+
+    calls: int = 0
+    failed: int = 0
+    events: int = 0
+    losses: int = 0
+    moved: int = 0
+    claimed: int = 0
+    supplied: int = 0
+    duplicates: int = 0
+    longest_s: float = 0.0
+    kinds: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Outcome) -> None:
+        """Add up what several runs have shown."""
+        for name in ("calls", "failed", "events", "losses", "moved", "claimed", "supplied"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.duplicates += other.duplicates
+        self.longest_s = max(self.longest_s, other.longest_s)
+        for kind, count in other.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, 0) + count
+
+
+class World:
+    """One run.
+
+    Args:
+        seed: decides everything.
+        implementation: of rounds, slots and flights.
+    """
+
+    def __init__(self, seed: int, implementation: str) -> None:
+        self.rng = rng = random.Random(seed)
+        self.implementation = implementation
+        self.clock = Clock()
+        self.outcome = Outcome()
+        self.trace: list[str] = []
+        self.faults = _choose_faults(rng)
+        self.world_size = rng.choice((1, 2, 2, 3, 3, 4))
+        self.pool = rng.choice((2, 2, 3, 3, 4)) if self.faults.spare else rng.choice((1, 2, 3))
+        self.calls = rng.choice((10, 30, 60, 120))
+        self.depth = rng.choice((1, 2, 5, 8))
+        self.agree_often = rng.random() < 0.5
+        self._plan = [self._draw_call() for _ in range(self.calls)]
+        self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
+        self._began: dict[tuple[int, int], float] = {}
+        self._numbers: dict[Operation, int] = {}
+        self.partitioned: set[tuple[int, int]] = set()  # (rank, reducer)
+        self.addresses = tuple(f"reducer-{index}:1" for index in range(self.pool))
+        self.reducers = [Reducer(self, i, address) for i, address in enumerate(self.addresses)]
+        window = rng.choice((1, 8192, 1 << 20))
+        common = (self.world_size, self.addresses, window, CHUNK_BYTES)
+        self.workers = [
+            Worker(self, Settings("job", 0, rank, *common)) for rank in range(self.world_size)
+        ]
+        for worker in self.workers if self.agree_often else ():
+            worker.session._agreement.every = FIRST_CALL
+        self.killed: set[int] = set()  # ranks that something happened to
+        self.sick: set[int] = set()  # reducers that something happened to
+
+    # -- what ranks ask for -------------------------------------------------------------------
+
+    def _draw_call(self) -> tuple[DType, ReduceOp, int]:
+        dtype = self.rng.choice(DTYPES)
+        op = self.rng.choice((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN))
+        return dtype, op, self.rng.choice((0, 1, 16, 33, 100, 257, 700))
+
+    def values(self, rank: int, number: int) -> np.ndarray:
+        """Return the bytes that a rank contributes to a call."""
+        dtype, _, count = self._plan[number]
+        rng = np.random.default_rng([rank, number])
+        if dtype in {DType.UINT8, DType.INT32}:
+            return rng.integers(0, 256, count * dtype.itemsize).astype(np.uint8)
+        floats = rng.integers(-1000, 1000, count).astype(np.float32) / 8
+        if dtype is DType.BFLOAT16:
+            return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return floats.view(np.uint8)
+
+    def expected(self, number: int) -> bytes:
+        """Return the reduction of all contributions to a call."""
+        dtype, op, _ = self._plan[number]
+        inputs = [self.values(rank, number) for rank in range(self.world_size)]
+        result = np.empty(inputs[0].nbytes, np.uint8)
+        _SUM.reduce([memoryview(one.tobytes()) for one in inputs], result, dtype, op)
+        return result.tobytes()
+
+    def number_of(self, rank: int, operation: Operation) -> int:
+        """Return which call an operation is."""
+        del rank
+        return self._numbers[operation]
+
+    def _call(self, worker: Worker) -> None:
+        """Let a rank make its next call, if it may."""
+        if not worker.alive or worker.started == self.calls:
+            return
+        if worker.started - len(worker.ended) >= self.depth:
+            return
+        number, worker.started = worker.started, worker.started + 1
+        dtype, op, _ = self._plan[number]
+        buffer = bytearray(self.values(worker.rank, number).tobytes())
+        operation = Operation(memoryview(buffer), dtype, op, None, TIMEOUT_S)
+        self._numbers[operation] = number
+        self._began[worker.rank, number] = self.clock.now
+        worker.do(lambda: worker.submit(operation))
+        thinks = self.rng.choice((0.0, 0.0, 0.003, 0.02))
+        self.clock.after(thinks * self.rng.random(), lambda: self._call(worker))
+
+    def ended(self, worker: Worker, number: int, finish: Finish) -> None:
+        """Check how a call ended at a rank, whose caller then writes to its buffer at once."""
+        took = self.clock.now - self._began[worker.rank, number]
+        self.outcome.calls += 1
+        if finish.error is None:
+            self.outcome.longest_s = max(self.outcome.longest_s, took)
+            got = bytes(finish.operation.view)
+            assert got == self.expected(number), f"rank {worker.rank}: wrong result of {number}"
+            assert took < self._patience(), f"rank {worker.rank}: call {number} took {took:.2f} s"
+        else:
+            self._check_error(worker, number, finish.error)
+        finish.operation.view[:] = bytes(value ^ 0x5A for value in finish.operation.view)
+        self.clock.after(0.0, lambda: self._call(worker))
+
+    def _check_error(self, worker: Worker, number: int, error: ReductionError) -> None:
+        self.outcome.failed += 1
+        self.note(f"rank {worker.rank}: call {number} failed: {error!r}")
+        where = f"rank {worker.rank}, call {number}: {error!r}"
+        assert not self.faults.spare, f"a step was lost although a reducer was left: {where}"
+        allowed = (RankLostError, ReducerLostError, LocalProtocolError, MismatchError)
+        assert isinstance(error, allowed), f"an error of the wrong kind: {where}"
+        if isinstance(error, MismatchError):
+            assert error.field == "epoch", where
+
+    # -- what goes wrong ----------------------------------------------------------------------
+
+    def connect(self, worker: Worker, link: int) -> Connection | None:
+        """Connect a rank's link to its reducer, if that can be reached."""
+        reducer = self.reducers[worker.session.links[link].reducer]
+        cut = (worker.rank, reducer.index) in self.partitioned
+        if cut or not reducer.alive or reducer.stopped:
+            return None
+        name = f"{worker.rank}/{link}/{self.rng.random()}".encode()
+        ends = (worker, reducer)
+        connection = Connection(self.clock, self.rng, ends, link, name, self.faults)
+        reducer.connections[name] = connection
+        return connection
+
+    def _something_happens(self) -> None:
+        if self._over():
+            return
+        kind = self.rng.choice(self.faults.kinds)
+        self.outcome.events += 1
+        self.outcome.kinds[kind] = self.outcome.kinds.get(kind, 0) + 1
+        getattr(self, f"_{kind}")()
+        wait = self.rng.expovariate(1 / self.faults.every_s)
+        self.clock.after(wait, self._something_happens)
+
+    def _victim(self) -> int:
+        return self.rng.randrange(self.pool - self.faults.spare)
+
+    def _kill_reducer(self) -> None:
+        reducer = self.reducers[self._victim()]
+        reducer.dies_after = self.rng.randrange(2 * self.world_size + 2)
+        self.clock.after(0.05, reducer.die)
+        self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._restart(reducer))
+
+    def _restart(self, reducer: Reducer) -> None:
+        reducer.die()
+        if self.reducers[reducer.index] is reducer:
+            self.note(f"reducer {reducer.index} starts")
+            address = self.addresses[reducer.index]
+            self.reducers[reducer.index] = Reducer(self, reducer.index, address)
+
+    def _break_connection(self) -> None:
+        victim = self._victim()
+        connections = list(self.reducers[victim].connections.values())
+        if connections:
+            connection = self.rng.choice(connections)
+            self.note(f"connection {connection.name!r} breaks")
+            connection.reset()
+
+    def _stop_reducer(self) -> None:
+        self._stop(self.reducers[self._victim()])
+
+    def _stop(self, process: Reducer | Worker) -> None:
+        seconds = self.rng.choice((0.05, 0.5, 2.5))
+        self.note(f"{type(process).__name__} stops for {seconds} s")
+        process.stop(seconds)
+        if seconds > 1.3:
+            for connection in list(process.connections.values()):
+                connection.partition()
+
+    def _partition(self) -> None:
+        victim = self._victim()
+        rank = self.rng.randrange(self.world_size)
+        pair = (rank, victim)
+        self.note(f"rank {rank} and reducer {victim} cannot reach each other")
+        self.partitioned.add(pair)
+        for connection in list(self.reducers[victim].connections.values()):
+            if connection.name.startswith(b"%d/" % rank):
+                connection.partition()
+        self.clock.after(self.rng.uniform(0.2, 3.0), lambda: self.partitioned.discard(pair))
+
+    def _kill_rank(self) -> None:
+        if self.rng.random() < 0.2:
+            self.workers[self.rng.randrange(self.world_size)].die()
+
+    def _stop_rank(self) -> None:
+        self._stop(self.workers[self.rng.randrange(self.world_size)])
+
+    # -- a run --------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Let everything happen, check it, and return what was shown."""
+        self.clock.run(LIMIT_S, lambda: all(worker.session.joined for worker in self.workers))
+        assert all(worker.session.joined for worker in self.workers), "ranks cannot join"
+        for worker in self.workers:
+            self._call(worker)
+        if self.faults.kinds:
+            self._something_happens()
+        self._watch()
+        start = self.clock.now
+        self.clock.run(start + LIMIT_S, self._over)
+        self.check_end()
+        return self.outcome
+
+    def _watch(self) -> None:
+        """Look for calls that take too long, long before their deadline."""
+        for rank, worker in enumerate(self.workers):
+            waiting = set(range(worker.started)) - worker.ended.keys()
+            for number in waiting if worker.alive and self.faults.spare else ():
+                waited = self.clock.now - self._began[rank, number]
+                assert waited < self._patience(), f"rank {rank}: call {number} hangs"
+        self.clock.after(1.0, self._watch)
+
+    def _patience(self) -> float:
+        """Return how long a call may take: its chunks may travel one by one."""
+        if not self.faults.spare:
+            return TIMEOUT_S
+        chunks = self.depth * 44
+        return STALL_S + chunks * 2 * (2 * self.faults.latency_s + self.faults.process_s)
+
+    def _over(self) -> bool:
+        return all(not worker.alive or len(worker.ended) == self.calls for worker in self.workers)
+
+    def check_end(self) -> None:
+        """Check that nothing hangs, and that nothing is left over."""
+        for worker in self.workers:
+            missing = set(range(self.calls)) - worker.ended.keys()
+            assert not worker.alive or not missing, f"rank {worker.rank} hangs in {sorted(missing)}"
+        self.clock.run(self.clock.now + 5.0, lambda: False)  # everything heals, and settles
+        if self.faults.spare:  # with one more call all ranks learn that all have the results before
+            self.calls += 1
+            for worker in self.workers:
+                self._call(worker)
+            self.clock.run(self.clock.now + 5.0, lambda: False)
+        for worker in filter(lambda worker: worker.alive, self.workers):
+            flight, failover = worker.session.flight, worker.session.failover
+            links = range(len(worker.session.links))
+            assert all(flight.stats(link).in_flight == 0 for link in links)
+            assert worker.session.active == 0
+            kept = flight.kept_bytes
+            assert not self.faults.spare or kept <= 64, "results are kept that every rank has"
+            self.outcome.losses += failover.losses
+            self.outcome.moved += failover.moved
+            self.outcome.claimed += failover.claimed
+            self.outcome.supplied += failover.supplied
+        for reducer in self.reducers:
+            engine = reducer.served.engine
+            self.outcome.duplicates += engine.counters.duplicates
+            assert not reducer.alive or engine.held() == 0, "contributions are left over"
+        for worker in self.workers:
+            if worker.alive:
+                worker.leave()
+        self.clock.run(self.clock.now + 5.0, lambda: False)
+        for reducer in self.reducers:
+            assert not reducer.alive or reducer.served.engine.jobs == [], "a job is left over"
+
+    def describe(self) -> list[str]:
+        """Say where every rank and reducer is."""
+        lines = []
+        for worker in self.workers:
+            session = worker.session
+            shards = session.failover.map
+            lines.append(
+                f"rank {worker.rank}: alive {worker.alive}, ended {len(worker.ended)} of "
+                f"{worker.started}, watermark {session.watermark}, reached "
+                f"{session.flight.reached}, epoch {shards.epoch}, base {shards.base}, "
+                f"lost {shards.lost()}"
+            )
+            for link in session.links:
+                carried = session.flight.carried(link.index)
+                undone = [(c.sequence, c.epoch, c.offset) for c in carried if not c.done]
+                lines.append(
+                    f"  link {link.index}: {link.state.name}, closing {link.closing}, "
+                    f"connected {link.index in worker.connections}, refusal "
+                    f"{link.refusal}, waits {undone[:6]}, holds {len(carried) - len(undone)}"
+                )
+        for reducer in self.reducers:
+            for job in reducer.served.engine.jobs:
+                rounds = {
+                    at: (one.open, one.missing_ranks(), one.error)
+                    for at, one in job.rounds.items()
+                    if one.open or one.error
+                }
+                ranks = {rank: member.watermark for rank, member in job.members.items()}
+                lines.append(
+                    f"reducer {reducer.index}: alive {reducer.alive}, stopped {reducer.stopped}, "
+                    f"ranks {ranks}, gone {list(job.gone)}, losses {job.losses}, rounds {rounds}"
+                )
+        return lines
+
+    def note(self, what: str) -> None:
+        """Write a line of the run's story."""
+        self.trace.append(f"{self.clock.now:10.4f}  {what}")
+
+
+def _choose_faults(rng: random.Random) -> Faults:
+    spare = rng.random() < 0.7
+    kinds = ["kill_reducer", "break_connection", "stop_reducer", "partition"]
+    kinds = rng.sample(kinds, rng.randint(0 if spare else 1, 4))
+    if not spare:
+        kinds += rng.sample(["kill_rank", "stop_rank"], rng.randint(0, 2))
+    return Faults(
+        process_s=rng.choice((0.0, 0.001, 0.02)),
+        latency_s=rng.choice((0.0005, 0.005, 0.05)),
+        repeat=rng.choice((0.0, 0.0, 0.1)),
+        swap=rng.choice((0.0, 0.0, 0.1)),
+        every_s=rng.choice((0.05, 0.3, 2.0)),
+        kinds=tuple(kinds),
+        spare=spare,
+    )
