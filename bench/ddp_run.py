@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import queue
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from bench import ddp_models, pool
-from bench.crew import ROOT, CrewError
 from bench.ddp_figures import NO_OP, OURS, Reports
+from bench.ranks import Ranks
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from bench.lab import Host, Lab
+    from bench.lab import Lab
 
 WARMUP_STEPS = 3
 TORCH_BYTES = 400 << 20  # of a process that has imported torch
@@ -70,15 +60,6 @@ def measure(spec: Spec, lab: Lab) -> Reports:
     workers, others = lab.hosts[: spec.workers], lab.hosts[spec.workers :]
     reducers = pool.start(others[: spec.reducers])
     reports = Reports(spec.workers)
-    for said in _reports(spec, workers, [reducer.address for reducer in reducers]):
-        reports.add(said)
-    for reducer in reducers:
-        reducer.stop()
-    return reports
-
-
-def _reports(spec: Spec, hosts: Sequence[Host], servers: list[str]) -> Iterator[dict[str, Any]]:
-    """Run all ranks to their end and yield what they report, as it comes."""
     arguments = {
         "model": spec.model,
         "compute_s": spec.compute_s,
@@ -87,59 +68,11 @@ def _reports(spec: Spec, hosts: Sequence[Host], servers: list[str]) -> Iterator[
         "warmup": WARMUP_STEPS,
         "rounds": spec.rounds,
     }
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(len(hosts)),
-        "GLOO_SOCKET_IFNAME": "lo" if hosts[0].address == "127.0.0.1" else "eth0",
-        "REDUCTION_SERVERS": ",".join(servers),
-        "REDUCTION_INSECURE": "1",  # the lab is private, and embedded reducers meet in it
-    }
-    command = [sys.executable, "-m", "bench.ddp_worker", json.dumps(arguments)]
-    lines: queue.Queue[tuple[int, str]] = queue.Queue()
-    with ExitStack() as stack:
-        processes, said = [], []
-        for rank, host in enumerate(hosts):
-            said.append(stack.enter_context(tempfile.TemporaryFile("w+")))
-            process = host.start(
-                command,
-                env={**environment, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=said[rank],
-            )
-            stack.callback(process.kill)
-            threading.Thread(target=_forward, args=(rank, process, lines), daemon=True).start()
-            processes.append(process)
-        running = len(processes)
-        while running:
-            rank, line = lines.get()
-            if line:
-                yield json.loads(line)
-            elif processes[rank].wait() == 0:
-                running -= 1
-            else:
-                raise CrewError(_obituary(rank, processes[rank].returncode, said[rank]))
-
-
-def _forward(
-    rank: int, process: subprocess.Popen[str], lines: queue.Queue[tuple[int, str]]
-) -> None:
-    """Pass on a rank's lines, and an empty one at its end."""
-    assert process.stdout
-    for line in process.stdout:
-        lines.put((rank, line))
-    lines.put((rank, ""))
-
-
-def _obituary(rank: int, code: int, said: IO[str]) -> str:
-    said.seek(0)
-    lines = said.read().strip().splitlines()
-    return "\n".join([f"rank {rank} ended with code {code}", *lines[-5:]])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    servers = [reducer.address for reducer in reducers]
+    with Ranks("bench.ddp_worker", workers, arguments, servers) as ranks:
+        while ranks.running:
+            if said := ranks.hear():
+                reports.add(said)
+    for reducer in reducers:
+        reducer.stop()
+    return reports

@@ -26,10 +26,11 @@ class Reducer:
     Attributes:
         address: where it listens, ``host:port``.
         pid: its process.
+        process: likewise.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+        self.process = process
         self.pid = process.pid  # `ip netns exec` becomes what it executes
         assert process.stdout
         line = process.stdout.readline()
@@ -39,7 +40,7 @@ class Reducer:
 
     def stop(self) -> None:
         """Let it end; the lab kills it if it does not."""
-        self._process.terminate()
+        self.process.terminate()
 
 
 def start(hosts: Iterable[Host]) -> list[Reducer]:
@@ -48,16 +49,18 @@ def start(hosts: Iterable[Host]) -> list[Reducer]:
     Raises:
         CrewError: one did not start.
     """
-    serve = [sys.executable, "-m", "reducer", "serve", "--insecure", "--log-level", "warning"]
-    processes = [
-        host.start(
-            [*serve, "--bind", f"tcp://{host.address}:0"],
-            env={"PYTHONPATH": str(ROOT)},
-            stdout=PIPE,
-        )
-        for host in hosts
-    ]
+    processes = [launch(host) for host in hosts]
     return [Reducer(process) for process in processes]
+
+
+def launch(host: Host, port: int = 0, **environment: str) -> subprocess.Popen[str]:
+    """Start a reducer's process, at a free port if that is 0; `Reducer` waits until it listens."""
+    serve = [sys.executable, "-m", "reducer", "serve", "--insecure", "--log-level", "warning"]
+    return host.start(
+        [*serve, "--bind", f"tcp://{host.address}:{port}"],
+        env={"PYTHONPATH": str(ROOT), **environment},
+        stdout=PIPE,
+    )
 
 
 def cpu_seconds(pid: int) -> float:

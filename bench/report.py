@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench import ddp_figures, ddp_plot, kernels, plots, tables
+from bench import chaos_figures, ddp_figures, ddp_plot, kernels, plots, tables
 from bench.page import Page
 from bench.results import Machine, Results, Row
 
@@ -28,6 +28,7 @@ TITLES = {
     "scaling": "Scaling",
     "soak": "Soak",
     "ddp": "DDP end to end",
+    "chaos": "Reducers that die",
     "kernels": "Kernels",
 }
 PER_WORKER = (
@@ -83,6 +84,12 @@ def add(page: Page, result: dict[str, Any]) -> None:
         page.code(ddp_figures.table(ddp))
         page.picture(_drawn(lambda path: ddp_plot.plot(ddp, path)), "a step's time by variant")
         _machine(page, ddp.machine)
+        return
+    if kind == "chaos":
+        chaos = chaos_figures.ChaosResults.model_validate(result)
+        _origin(page, chaos.command, chaos.time.isoformat())
+        page.code(chaos_figures.table(chaos))
+        _machine(page, chaos.machine)
         return
     if kind == "kernels":
         found = kernels.KernelsResults.model_validate(result)

@@ -1,0 +1,83 @@
+"""Whether training loses a step or a bit while reducers are killed, and how long it stalls.
+
+    python -m bench.chaos --kills 200 --workers 4 --reducers 3
+
+Real reducers, real DDP, over loopback. One reducer after the other dies at a random instant and is
+started again, until `--kills` are done; then the same training makes as many steps undisturbed,
+and must end with the same bits. README.md defines every option and figure.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path  # noqa: TC003 (typer reads it)
+from typing import Annotated
+
+import typer
+
+from bench import options, results
+from bench.chaos_blows import PLACES, at_failpoints, at_random
+from bench.chaos_figures import ChaosResults, figures, table
+from bench.chaos_run import train
+from bench.crew import CrewError
+
+LONGEST_STALL_S = 3.0
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    kills: Annotated[
+        int | None, typer.Option(min=1, help="How often; 200, or once at each failpoint.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Ranks.")] = 4,
+    reducers: Annotated[int, typer.Option(min=2, help="Reducers.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of instants, victims and data.")] = 0,
+    failpoints: Annotated[
+        bool, typer.Option("--failpoints", help="At named places, not at random instants.")
+    ] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="SIGTERM instead of SIGKILL: reducers say goodbye.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+) -> None:
+    """Train while reducers die, and say what became of it."""
+    if failpoints and drain:
+        raise typer.BadParameter("a reducer that is killed at a failpoint says no goodbye")
+    if failpoints and not find_spec("reducer.failpoints"):
+        sys.exit("bench.chaos: these reducers have no failpoints")
+    if failpoints:
+        blows = at_failpoints(kills or len(PLACES), reducers, workers, seed)
+    else:
+        number = signal.SIGTERM if drain else signal.SIGKILL
+        blows = at_random(kills or 200, reducers, seed, number)
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
+    try:
+        with options.lab(workers + reducers, None) as lab:
+            disturbed = train(lab, workers, blows, seed=seed)
+            undisturbed = train(lab, workers, [], seed=seed, steps=disturbed.least_steps)
+    except CrewError as error:
+        sys.exit(f"bench.chaos: {error}")
+    found = ChaosResults(
+        time=results.now(),
+        machine=results.machine(),
+        command=results.command("bench.chaos"),
+        environment=results.environment(),
+        load=load,
+        workers=workers,
+        reducers=reducers,
+        **figures(disturbed, undisturbed),
+    )
+    print(table(found))
+    for line in found.errors:
+        print(f"# {line}")
+    if json:
+        json.write_text(found.model_dump_json(indent=1) + "\n")
+    sys.exit(int(found.lost > 0 or not found.identical or found.stall_s > LONGEST_STALL_S))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,151 @@
+"""The ranks of a training, as processes on hosts of a lab: they report, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack, suppress
+from typing import IO, TYPE_CHECKING, Any
+
+from bench.crew import ROOT, CrewError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from bench.lab import Host
+
+ABORT_S = 5.0
+LAST_LINES = 5
+
+
+class Ranks:
+    """All ranks of one training, from enter to exit, which kills those that have not ended.
+
+    Args:
+        module: started as ``python -m MODULE ARGUMENTS`` with the launcher's usual environment.
+        hosts: one per rank.
+        arguments: of the module; it gets them as JSON.
+        servers: addresses of the reducers; none: each rank hosts one.
+
+    Attributes:
+        running: how many have not ended.
+    """
+
+    def __init__(
+        self, module: str, hosts: Sequence[Host], arguments: dict[str, Any], servers: list[str]
+    ) -> None:
+        self.running = len(hosts)
+        self._hosts = hosts
+        self._command = [sys.executable, "-m", module, json.dumps(arguments)]
+        self._environment = {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",  # a rank that is aborted says where it was
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(len(hosts)),
+            "GLOO_SOCKET_IFNAME": "lo" if hosts[0].address == "127.0.0.1" else "eth0",
+            "REDUCTION_SERVERS": ",".join(servers),
+            "REDUCTION_INSECURE": "1",  # the lab is private, and embedded reducers meet in it
+        }
+        self._lines: queue.Queue[tuple[int, str]] = queue.Queue()
+        self._processes: list[subprocess.Popen[str]] = []
+        self._said: list[IO[str]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Ranks:
+        for rank, host in enumerate(self._hosts):
+            self._said.append(self._stack.enter_context(tempfile.TemporaryFile("w+")))
+            process = host.start(
+                self._command,
+                env={**self._environment, "RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said[rank],
+            )
+            self._stack.callback(_end, process)
+            threading.Thread(target=self._forward, args=(rank, process), daemon=True).start()
+            self._processes.append(process)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def hear(self, patience_s: float | None = None) -> dict[str, Any] | None:
+        """Return the next report; None if a rank has ended, or none came in that time.
+
+        Raises:
+            CrewError: a rank failed; the message holds the end of what it said.
+        """
+        try:
+            rank, line = self._lines.get(timeout=patience_s)
+        except queue.Empty:
+            return None
+        if line:
+            said: dict[str, Any] = json.loads(line)
+            return said
+        code = self._processes[rank].wait()
+        if code != 0:
+            raise CrewError(f"rank {rank} ended with code {code}\n{self._last_words(rank)}")
+        self.running -= 1
+        return None
+
+    def tell(self, line: str) -> None:
+        """Write a line to the standard input of every rank."""
+        for process in self._processes:
+            with suppress(BrokenPipeError):  # a rank that is gone is found when it is heard
+                stream = _pipe(process.stdin)
+                stream.write(line + "\n")
+                stream.flush()
+
+    def stalled(self, why: str) -> CrewError:
+        """Abort all ranks; return what to raise, with where they were."""
+        for process in self._processes:
+            process.send_signal(signal.SIGABRT)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ABORT_S)
+        words = [self._last_words(rank, 60) for rank in range(len(self._processes))]
+        return CrewError("\n".join([why, *words]))
+
+    def _last_words(self, rank: int, lines: int = LAST_LINES) -> str:
+        said = self._said[rank]
+        said.seek(0)
+        return "\n".join(said.read().strip().splitlines()[-lines:])
+
+    def _forward(self, rank: int, process: subprocess.Popen[str]) -> None:
+        """Pass on a rank's lines, and an empty one at its end."""
+        with _pipe(process.stdout) as lines:
+            for line in lines:
+                self._lines.put((rank, line))
+        self._lines.put((rank, ""))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    with suppress(BrokenPipeError):
+        _pipe(process.stdin).close()
+
+
+def _pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,148 @@
+"""Jobs on hosts whose network loses packets, is slow, or parts them: exact, and no step lost.
+
+`bench.faults` runs the same cases for longer.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from subprocess import DEVNULL, PIPE
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench import fault_cases, faults
+from bench.fault_cases import MBIT, REDUCERS, WORKERS, Row, Scene, stage
+from bench.lab import Lab, packets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bench.lab.packets import Way
+
+COUNT = 30
+SLOW_COUNT = 12  # each takes a fifth of a second then
+KNOWN_S = 2.0  # until every rank knows of a reducer that is gone
+NAMED_S = 4.0  # until every rank knows of a rank that is gone
+STALL_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def network(namespaces: None) -> Iterator[Lab]:
+    """Hosts for four ranks and three reducers."""
+    if not shutil.which("nft"):
+        pytest.skip("there is no `nft`, by which packets are lost")
+    rule = "add table ip faults; add chain ip faults in; "
+    rule += "add rule ip faults in numgen random mod 100 < 1 drop"
+    tried = subprocess.run(["unshare", "--net", "nft", rule], capture_output=True, check=False)
+    if tried.returncode:
+        pytest.skip("the kernel loses no packets by chance")
+    with Lab(WORKERS + REDUCERS, MBIT) as lab:
+        yield lab
+
+
+@pytest.fixture
+def scene(network: Lab) -> Iterator[Scene]:
+    with stage(network) as staged:
+        yield staged
+
+
+def check(row: Row, count: int = COUNT) -> None:
+    print(f"\n{faults.HEADING}\n{faults.line(row)}")  # noqa: T201 (with -s)
+    assert row.wrong == 0
+    assert row.errors == 0, row.notes
+    assert row.false_deaths == 0, row.notes
+    assert row.all_reduces >= count
+
+
+def test_one_percent_of_packets_lost_loses_nobody(scene: Scene) -> None:
+    check(fault_cases.loss(scene, COUNT))
+
+
+def test_a_reducer_at_a_tenth_of_the_rate_is_not_lost(scene: Scene) -> None:
+    row = fault_cases.slow(scene, SLOW_COUNT)
+    check(row, SLOW_COUNT)
+    assert row.rate < MBIT / 8 / 3  # the link was slow indeed
+
+
+def check_replaced(row: Row) -> None:
+    check(row)
+    assert row.detected_s <= KNOWN_S
+    assert row.stall_s <= STALL_S
+    assert row.back_s <= fault_cases.SETTLE_S
+
+
+def test_a_reducer_whose_cable_is_pulled_is_replaced_until_it_is_back(scene: Scene) -> None:
+    check_replaced(fault_cases.pulled(scene, COUNT))
+
+
+@pytest.mark.parametrize("way", ["both", "in", "out"])
+def test_a_rank_and_a_reducer_that_are_parted_lose_no_step(scene: Scene, way: Way) -> None:
+    check_replaced(fault_cases.partition(scene, COUNT, way))
+
+
+def test_a_rank_whose_cable_is_pulled_is_named_in_time(scene: Scene) -> None:
+    row = fault_cases.rank_pulled(scene, COUNT)
+    check(row)
+    assert row.detected_s <= NAMED_S
+
+
+# -- the faults themselves ------------------------------------------------------------------------
+
+
+RECEIVE = """
+import socket, sys, time
+s = socket.socket(type=socket.SOCK_DGRAM)
+s.setsockopt(socket.SOL_SOCKET, 33, 1 << 23)  # SO_RCVBUFFORCE: the socket itself loses none
+s.bind(("", 5555))
+print(flush=True)
+sys.stdin.read()
+s.settimeout(0.1)
+n = 0
+try:
+    while s.recv(9): n += 1
+except TimeoutError:
+    print(n)
+"""
+SEND = """
+import socket, sys
+s = socket.socket(type=socket.SOCK_DGRAM)
+for _ in range(int(sys.argv[2])):
+    try: s.sendto(b"x", (sys.argv[1], 5555))
+    except PermissionError: pass
+"""
+
+
+def reaches(sender: int, receiver: int, lab: Lab, datagrams: int = 1) -> int:
+    """Return how many of some datagrams arrive."""
+    python = [sys.executable, "-S", "-c"]
+    address = lab.hosts[receiver].address
+    with lab.hosts[receiver].start([*python, RECEIVE], stdin=PIPE, stdout=PIPE) as process:
+        process.stdout.readline()
+        # A send may be refused where the host's own rules drop the datagram.
+        send = [*python, SEND, address, str(datagrams)]
+        lab.hosts[sender].start(send, stderr=DEVNULL).wait(10)
+        return int(process.communicate(timeout=10)[0])
+
+
+@pytest.mark.parametrize(("way", "there", "back"), [("in", 1, 0), ("out", 0, 1), ("both", 0, 0)])
+def test_packets_are_lost_in_that_direction(network: Lab, way: Way, there: int, back: int) -> None:
+    packets.part(network.hosts[0], network.hosts[1], way)
+    try:
+        assert reaches(0, 1, network) == there
+        assert reaches(1, 0, network) == back
+        assert reaches(0, 2, network) == 1
+    finally:
+        packets.heal(network.hosts[0])
+    assert reaches(0, 1, network) == 1
+
+
+def test_so_many_percent_of_packets_are_lost(network: Lab) -> None:
+    packets.lose(network.hosts[0], 10)
+    try:
+        for sender, receiver in ((0, 1), (1, 0)):
+            assert 800 <= reaches(sender, receiver, network, 1000) <= 980
+    finally:
+        packets.heal(network.hosts[0])
