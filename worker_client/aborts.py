@@ -52,6 +52,13 @@ class Aborts:
                 sends.append(self.abort(link, sequence, error))
         return sends
 
+    def owe_finished(self, error: ReductionError) -> None:
+        """Take note that nobody can have results from here that other ranks may still lack."""
+        reached, watermark = self._flight.reached, self._flight.watermark
+        for link in self._links if reached < watermark else ():
+            link.owe(reached, error)
+            link.owe(watermark - 1, error)
+
     def pay(self, link: Link) -> list[Send]:
         """Tell a reducer what has failed here while it could not be told."""
         if link.owed is None or not link.member or link.owed.last >= self._limit:

@@ -235,8 +235,7 @@ class Session:
             for reducer in missed:
                 actions += self._lose_reducer(reducer, self._map.epoch, self._unreachable(reducer))
         else:  # others may have got the answer
-            self._renew(self._map.fresh())
-            actions += [send for link in self.links if link.member for send in self._news(link)]
+            actions += self._renew(self._map.fresh())
         (asked, *others), self._held = self._held, []
         actions += self._start(*asked)  # it was counted when it asked
         for call in others:
@@ -341,7 +340,13 @@ class Session:
             return []
         if isinstance(error, MismatchError) and error.field == "epoch":
             # Some rank has missed an answer. All hear of it, so all begin anew.
-            self._renew(max(int(error.expected), int(error.got)) + 1)
+            return [
+                *self._renew(max(int(error.expected), int(error.got)) + 1),
+                *self._failed(link, header, error),
+            ]
+        return self._failed(link, header, error)
+
+    def _failed(self, link: Link, header: Header, error: ReductionError) -> list[Action]:
         if header.sequence == NO_SEQUENCE:
             if type(error) is MembershipError or isinstance(error, RemoteProtocolError):
                 return self._lose(link, error)  # it does not know us, or not what we said
@@ -371,8 +376,7 @@ class Session:
         del link, header
         loss = decode(Loss, payload)
         if loss.reducer == ALL_REDUCERS:
-            self._renew(loss.epoch)
-            return []
+            return self._renew(loss.epoch)
         if loss.reducer in self.settings.hosts or loss.reducer >= len(self.settings.reducers):
             return []
         return self._lose_reducer(loss.reducer, loss.epoch, self._unreachable(loss.reducer))
@@ -416,8 +420,9 @@ class Session:
             if isinstance(action, Reset):
                 self._flow.dismiss(action.link)
         if not any(self._map.uses(other) for other in self._map.base):
-            self._renew(self._map.fresh())
-            return actions + self._fail_all(error)
+            actions += [*self._renew(self._map.fresh()), *self._fail_all(error)]
+            self._aborts.owe_finished(error)
+            return actions
         if used:
             log.warning("%s: going on without it", error)
         return actions
@@ -447,12 +452,14 @@ class Session:
                 actions += self._fail(self._active[left], self._lost(link, "was the last one"))
         return actions
 
-    def _renew(self, epoch: int) -> None:
-        """Cut buffers in the first way from now on: ranks have lost touch."""
-        if epoch > self._map.epoch:
-            self.failover.renew(epoch)
-            self._agreement.reset()
-            self._cut_anew()
+    def _renew(self, epoch: int) -> list[Action]:
+        """Cut buffers in the first way from now on, and say so: ranks have lost touch."""
+        if epoch <= self._map.epoch:
+            return []
+        self.failover.renew(epoch)
+        self._agreement.reset()
+        self._cut_anew()
+        return [send for link in self.links if link.member for send in self._news(link)]
 
     def _news(self, link: Link) -> list[Action]:
         """Tell a reducer, and by it the others, what has changed while it could not be told."""

@@ -183,6 +183,8 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) 
 
 def test_another_rank_has_begun_anew(session: Driven) -> None:
     session.submit(operation(), 0.0)
+    passed_on = losses(hear_of(session, 0, ALL_REDUCERS, 2))
+    assert {link for link, *_ in passed_on} == {0, 1}  # each may know a rank that has not heard
     assert hear_of(session, 0, ALL_REDUCERS, 2) == []
     assert session.active == 1
     headers = sent(session.submit(operation(0), 0.0), M.CONTRIBUTION)

@@ -295,7 +295,8 @@ class Training(RuleBasedStateMachine):
             network.tick(RETRY_S)
         if network.was_cut and self.spared is None:
             # A reducer that nobody was connected to has forgotten who is gone: deadlines tell.
-            for seconds in (TIMEOUT_S, GRACE_S):
+            # A call that waits for the ranks to agree begins when their question has ended.
+            for seconds in (TIMEOUT_S, GRACE_S) * 3:
                 network.tick(seconds)
                 network.calm()
 
