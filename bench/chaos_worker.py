@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from bench.ddp_worker import digest, report
 from reducer.errors import ReductionError
-
-if TYPE_CHECKING:
-    from worker_client.client import Client
 
 LAYERS = (211, 307, 401, 293, 277, 11)  # numbers that chunks and SIMD lanes do not divide
 BUCKET_CAP_MB = 0.4  # cuts the 1.5 MB of gradients into 4 buckets, of 0.3 to 0.5 MB
@@ -68,12 +65,6 @@ class Trainer:
         return digest(parameter.detach() for parameter in self.model.parameters())
 
 
-def used(client: Client) -> list[bool]:
-    """Return which reducers this rank uses now."""
-    shard_map = client._session.failover.map  # noqa: SLF001 (not for users: nothing is promised)
-    return [shard_map.uses(reducer) for reducer in range(len(client.settings.reducers))]
-
-
 def train(*, seed: int, steps: int | None, pause_s: float) -> None:
     """Train; report each step, and the weights wherever ranks may stop.
 
@@ -94,16 +85,14 @@ def train(*, seed: int, steps: int | None, pause_s: float) -> None:
         except ReductionError as refusal:
             error = f"{type(refusal).__name__}: {refusal}"
         ended = time.monotonic()
-        report("step", step=number, began=began, ended=ended, error=error, uses=used(client))
+        report("step", step=number, began=began, ended=ended, error=error, uses=client.in_use)
         number += 1
         time.sleep(pause_s)
         if number % STOP_EVERY == 0:
             stop.fill_(told.is_set() if steps is None else number >= steps)
             dist.broadcast(stop, 0)  # so that all ranks stop at the same step
             report("weights", step=number, digest=trainer.digest())
-    failover = client._session.failover  # noqa: SLF001 (see above)
-    names = ("losses", "moved", "claimed", "supplied")
-    report("end", **{name: getattr(failover, name) for name in names})
+    report("end", **client.counters._asdict())
 
 
 def _listen(told: threading.Event) -> None:

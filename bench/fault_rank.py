@@ -66,10 +66,10 @@ class Losses(logging.Handler):
         """Tell of losses that were not told yet."""
         if self.client is None:
             return
-        failover = self.client._session.failover  # noqa: SLF001 (nothing public tells of a loss)
-        if failover.losses > self._told:
-            self._told = failover.losses
-            _say("lost", reducers=[reducer for reducer, _ in failover.map.lost()])
+        losses = self.client.counters.losses
+        if losses > self._told:
+            self._told = losses
+            _say("lost", reducers=[at for at, used in enumerate(self.client.in_use) if not used])
 
     def watch(self, client: Client | None) -> None:
         """Begin with another client, or with none."""
@@ -78,8 +78,7 @@ class Losses(logging.Handler):
     def in_use(self) -> int:
         """Return how many reducers are in use."""
         assert self.client is not None
-        shards = self.client._session.failover.map  # noqa: SLF001 (as above)
-        return sum(map(shards.uses, range(len(self.client.settings.reducers))))
+        return sum(self.client.in_use)
 
 
 def take(part: Part, losses: Losses) -> None:

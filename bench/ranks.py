@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from bench.crew import ROOT, CrewError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from bench.lab import Host
@@ -33,13 +33,19 @@ class Ranks:
         hosts: one per rank.
         arguments: of the module; it gets them as JSON.
         servers: addresses of the reducers; none: each rank hosts one.
+        environment: of all ranks, besides the usual one.
 
     Attributes:
         running: how many have not ended.
     """
 
     def __init__(
-        self, module: str, hosts: Sequence[Host], arguments: dict[str, Any], servers: list[str]
+        self,
+        module: str,
+        hosts: Sequence[Host],
+        arguments: dict[str, Any],
+        servers: list[str],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.running = len(hosts)
         self._hosts = hosts
@@ -54,6 +60,7 @@ class Ranks:
             "GLOO_SOCKET_IFNAME": "lo" if hosts[0].address == "127.0.0.1" else "eth0",
             "REDUCTION_SERVERS": ",".join(servers),
             "REDUCTION_INSECURE": "1",  # the lab is private, and embedded reducers meet in it
+            **(environment or {}),
         }
         self._lines: queue.Queue[tuple[int, str]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []

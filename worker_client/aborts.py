@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, MessageType
 from reducer.wire.messages import encode_error
-from worker_client.flight import Send
+from worker_client.actions import Send
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import (
     ConfigError,
@@ -25,7 +25,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reducer.failpoints import Failpoint
+    from worker_client.fallback import Fallback
+    from worker_client.handover import Unfinished
     from worker_client.settings import Settings
+
+
+class Counters(NamedTuple):
+    """What a client has gone through.
+
+    Attributes:
+        losses: how often a reducer was lost.
+        moved: chunks that were sent again to another reducer.
+        claimed: chunks whose result was here, of which another reducer was told.
+        supplied: results that other ranks needed from here.
+        fallbacks: all-reduces that the process group did, as no reducer was left.
+    """
+
+    losses: int
+    moved: int
+    claimed: int
+    supplied: int
+    fallbacks: int
 
 
 class Client:
@@ -38,6 +58,8 @@ class Client:
         impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of the reducer that this process hosts, if it does.
+        fallback: what brings all-reduces to their end when no reducer is left, if
+            `settings.fallback`.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
@@ -57,12 +79,14 @@ class Client:
         impl: str | None = None,
         io_threads: int = 1,
         context: Any = None,
+        fallback: Fallback | None = None,
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
         self.bytes_reduced = 0
+        self._fallback = fallback
         self._on_shutdown = on_shutdown
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
@@ -75,7 +99,7 @@ class Client:
         transport = chosen.transport(self._session.flight, io_threads, context)
         for link in self._session.links:
             transport.connect(self._session.endpoint(link))
-        self._driver = Driver(self._session, transport, self._end, self._leave)
+        self._driver = Driver(self._session, transport, self._end, self._leave, self._hand_over)
         try:
             self._join(connect_timeout_s)
         except BaseException:
@@ -97,6 +121,24 @@ class Client:
         """Number of connections to each reducer, one for each of its threads."""
         reducers = [link.reducer for link in self._session.links]
         return [reducers.count(reducer) for reducer in range(len(self.settings.reducers))]
+
+    @property
+    def in_use(self) -> list[bool]:
+        """Whether each reducer is in use, in the order of the settings."""
+        shard_map = self._session.failover.map
+        return [shard_map.uses(reducer) for reducer in range(len(self.settings.reducers))]
+
+    @property
+    def counters(self) -> Counters:
+        """What has happened to this client's reducers so far."""
+        failover = self._session.failover
+        return Counters(
+            losses=failover.losses,
+            moved=failover.moved,
+            claimed=failover.claimed,
+            supplied=failover.supplied,
+            fallbacks=0 if self._fallback is None else self._fallback.count,
+        )
 
     @property
     def usable(self) -> bool:
@@ -184,6 +226,11 @@ class Client:
         work.finish(data, failure)
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
 
+    def _hand_over(self, calls: list[Unfinished]) -> None:
+        if self._fallback is None:
+            raise RuntimeError("calls were handed over, and nobody is there to take them")
+        self._fallback.take(calls, self._end)
+
     def _leave(self, failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
         # The reducer in this process first: it still sums what it has for others, out of buffers.
         try:
@@ -191,6 +238,8 @@ class Client:
                 self._on_shutdown()
         except BaseException as failure:  # noqa: BLE001 (whoever shuts the client down gets it)
             self._host_failure = failure
+        if self._fallback is not None:
+            self._fallback.stop()
         for one in failed:
             self._end(*one)
         for operation in list(self._works):

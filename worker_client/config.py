@@ -97,6 +97,10 @@ class WorkerConfig(BaseSettings):
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
 
+    fallback: Literal["error", "process-group"] = "error"
+    """What happens to all-reduces when no reducer is left: they fail until one is back, or from
+    then on go through the process group."""
+
     impl: Literal["plain", "compiled"] | None = None
     """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was
     built. Both do the same."""

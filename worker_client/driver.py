@@ -18,17 +18,17 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.failover import Reset
-from worker_client.flight import Send
-from worker_client.joining import Connect
+from worker_client.actions import Connect, HandOver, Reset, Send
 from worker_client.transport import Completed, Connected, Disconnected, Released
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
+    from worker_client.actions import Action
+    from worker_client.handover import Unfinished
     from worker_client.operation import Operation
-    from worker_client.session import Action, Session
+    from worker_client.session import Session
     from worker_client.transport import Event, Transport
 
 IDLE_S = 0.5  # the leader looks at its clock at least this often
@@ -51,6 +51,7 @@ class Driver:
         ended: called for every all-reduce that has ended, by the thread that leads.
         left: called once, after the farewell, with the all-reduces whose buffers may now be given
             back, and the error of all others that have not ended.
+        hand_over: called with calls that are to end by other means.
 
     Attributes:
         closing: nothing may be submitted any more.
@@ -63,6 +64,7 @@ class Driver:
         transport: Transport,
         ended: Callable[[Operation, ReductionError | None], None],
         left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
+        hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
         self.closing = False
         self.settled = threading.Event()
@@ -70,6 +72,7 @@ class Driver:
         self._transport = transport
         self._ended = ended
         self._left = left
+        self._hand_over = hand_over
         self._queue: deque[Operation] = deque()
         self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
         self._failure: BaseException | None = None  # of a thread that led for a while
@@ -109,7 +112,7 @@ class Driver:
             LocalProtocolError: this thread leads already, in whose callback or signal handler this
                 is: nobody else could bring the end.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._session.handed_over:
             return
         if self._leader == threading.get_ident():
             raise LocalProtocolError(
@@ -302,6 +305,8 @@ class Driver:
                 self._transport.connect(action.endpoint)
             elif isinstance(action, Reset):
                 self._transport.reset(action.link)
+            elif isinstance(action, HandOver):
+                self._hand_over(action.calls)
             else:
                 self._finish(action.operation, action.error)
 

@@ -8,11 +8,11 @@ and need not agree on anything but where it goes.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.wire.constants import MessageType
-from reducer.wire.messages import ALL_REDUCERS, Loss, encode
-from worker_client.flight import Send
+from reducer.wire.messages import ALL_REDUCERS, LAST_EPOCH, Loss, encode
+from worker_client.actions import Reset, Send
 from worker_client.shard_map import ShardMap
 
 if TYPE_CHECKING:
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from worker_client.settings import Settings
 
 log = logging.getLogger(__name__)
-
-
-class Reset(NamedTuple):
-    """Close a link's connection with all that it has yet to send, and connect anew.
-
-    The session is to be told with `released` when nothing reads the callers' memory for it any
-    more, and with `connected` as ever.
-    """
-
-    link: int
 
 
 class Failover:
@@ -63,6 +53,7 @@ class Failover:
         self.map = ShardMap(len(settings.reducers), settings.hosts)
         self.losses = self.moved = self.claimed = self.supplied = 0
         self._hosts = settings.hosts
+        self._fallback = settings.fallback
         self._reducers = len(settings.reducers)
         self._links = links
         self._flight = flight
@@ -70,8 +61,13 @@ class Failover:
         self._renewed = 0  # the epoch in which everything began anew, if it did
 
     def keeps(self, reducer: int) -> bool:
-        """Whether results of a reducer are kept: it may be lost, and there may be another one."""
-        return reducer not in self._hosts and self._reducers > 1
+        """Whether results of a reducer are kept: it may be lost, and there is another way then."""
+        return reducer not in self._hosts and (self._fallback or self._reducers > 1)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether any reducer could replace another one."""
+        return self._reducers > 1 and len(self._hosts) < self._reducers
 
     def others(self, reducer: int) -> bool:
         """Whether there is another reducer to go on with."""
@@ -141,6 +137,11 @@ class Failover:
             return []
         self.supplied += 1
         return [Send(link.index, *kept)]
+
+    def give_up(self) -> None:
+        """Use no reducer any more, nor let any other rank: all of them go another way now."""
+        for reducer in range(self._reducers):
+            self.map.lose(reducer, LAST_EPOCH)
 
     def renew(self, epoch: int) -> None:
         """Begin anew with all reducers."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.wire.messages import Hello, Welcome, decode, encode
 from reducer.wire.states import LinkState
-from worker_client.failover import Reset
-from worker_client.flight import Send
+from worker_client.actions import Connect, Reset, Send
 from worker_client.link import Link
 
 if TYPE_CHECKING:
@@ -19,13 +18,7 @@ if TYPE_CHECKING:
     from worker_client.plan import Plan
     from worker_client.settings import Settings
 
-RETRY_S = 1.0  # before a reducer that has refused us is asked again
-
-
-class Connect(NamedTuple):
-    """Add a connection; the link that it is of counts them in order."""
-
-    endpoint: str
+RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
 
 
 class Joining:

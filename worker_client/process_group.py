@@ -10,6 +10,7 @@ from reducer.errors import ReductionTimeout
 from worker_client import config
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch.distributed.distributed_c10d import Store
 
 _STORE_TIMEOUT_S = 60.0
@@ -53,6 +54,18 @@ class ProcessGroup:
         """Publish this rank's value and return those of all ranks, in rank order."""
         self.share(topic, value)
         return [self.read(topic, rank) for rank in range(self.world_size)]
+
+
+def private_group(timeout_s: float) -> dist.ProcessGroup:
+    """Make a group of all ranks that nothing else uses; every rank calls this at the same point.
+
+    Args:
+        timeout_s: bounds everything done with it, seconds.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 (as below)
+
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return group
 
 
 def current() -> ProcessGroup | None:

@@ -21,6 +21,7 @@ class Settings:
         window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
+        fallback: hand all-reduces over when no reducer is left, instead of failing them.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
     """
@@ -32,6 +33,7 @@ class Settings:
     reducers: tuple[str, ...]
     window_bytes: int
     chunk_bytes: int = 0
+    fallback: bool = False
     weights: tuple[int, ...] = ()
     hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from reducer.server import Server
     from worker_client.config import WorkerConfig
+    from worker_client.fallback import Fallback
     from worker_client.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def connect(
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     group = process_group.current() if rank is None and world_size is None else None
     rank, world_size = _identify(rank, world_size, group)
+    fallback = _fallback(settings, group)
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
@@ -68,6 +70,7 @@ def connect(
                 reducers=addresses,
                 window_bytes=int(settings.window_bytes),
                 chunk_bytes=int(settings.chunk_bytes),
+                fallback=fallback is not None,
                 weights=weights,
                 hosts=hosts,
                 inproc=hosted.inproc if hosted else {},
@@ -77,6 +80,7 @@ def connect(
             impl=settings.impl,
             io_threads=settings.io_threads,
             context=hosted.context if hosted else None,
+            fallback=fallback,
             on_shutdown=hosted.stop if hosted else None,
             failpoints=parse(settings.failpoints),
         )
@@ -140,6 +144,19 @@ def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
     if settings.embedded is None:
         return not settings.servers
     return settings.embedded and len(settings.servers) < world_size
+
+
+def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | None:
+    if settings.fallback == "error":
+        return None
+    if group is None:
+        raise ConfigError(
+            "REDUCTION_FALLBACK=process-group needs a process group: call "
+            "torch.distributed.init_process_group() before worker_client.init()"
+        )
+    from worker_client.fallback import Fallback  # noqa: PLC0415 (loads torch)
+
+    return Fallback(process_group.private_group(settings.timeout))
 
 
 def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from reducer.wire.constants import (
 from reducer.wire.header import VERSION, Buffer
 
 ALL_REDUCERS = -1  # a rank could reach none: everything begins anew
+LAST_EPOCH = (1 << 32) - 1  # what is lost for this one is not used again in the job
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 
 _Body = TypeVar("_Body", "Hello", "Welcome", "Loss", "Stragglers")
@@ -125,7 +126,7 @@ class Loss:
 
     def __post_init__(self) -> None:
         _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
-        _check(self.epoch, int, 0, (1 << 32) - 1, "epoch")
+        _check(self.epoch, int, 0, LAST_EPOCH, "epoch")
 
 
 @dataclass(frozen=True, slots=True)

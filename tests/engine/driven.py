@@ -8,8 +8,8 @@ from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
 from tests.engine import twins
+from worker_client.actions import Finish, Send
 from worker_client.operation import Operation
-from worker_client.session import Finish, Send
 from worker_client.settings import Settings
 
 M = MessageType

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
-from worker_client.failover import Reset
-from worker_client.session import Finish, Session
+from worker_client.actions import Finish, Reset
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from reducer.reductions import Send as EngineSend
     from worker_client.flight import Send
     from worker_client.operation import Operation
+    from worker_client.session import Session
 
 MEMORY_LIMIT = 1 << 30
 

@@ -10,8 +10,8 @@ from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
 from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
+from worker_client.actions import Finish
 from worker_client.operation import Operation
-from worker_client.session import Finish
 
 KIB = 1 << 10
 LARGE_BYTES = 1 << 20
@@ -72,7 +72,7 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
     call(network)
     for worker in network.workers:
         error = LocalProtocolError("a failure")
-        actions = worker.session._fail(worker.session._question, error)
+        actions = worker.session.calls.fail(worker.session.calls.question, error)
         network.do(network.workers.index(worker), actions)
     network.deliver_all()
     assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2

@@ -14,10 +14,9 @@ from reducer.errors import (
 from reducer.wire.header import Header
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
-from worker_client.failover import Reset
+from worker_client.actions import Finish, Reset
 from worker_client.flight import Send
 from worker_client.pending import STRAGGLER_S
-from worker_client.session import Finish
 
 
 @pytest.fixture

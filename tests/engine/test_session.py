@@ -15,9 +15,9 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
-from worker_client.failover import Reset
+from worker_client.actions import Reset
+from worker_client.calls import GRACE_S
 from worker_client.joining import RETRY_S
-from worker_client.session import GRACE_S
 
 
 @pytest.fixture

@@ -28,9 +28,9 @@ from reducer.errors import (
 from reducer.wire.constants import MIN_CHARGE, SPARE_CHUNKS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.network import Network
+from worker_client.calls import GRACE_S
 from worker_client.joining import RETRY_S
 from worker_client.operation import Operation
-from worker_client.session import GRACE_S
 
 if TYPE_CHECKING:
     import random

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import LocalProtocolError
 from tests.engine.twins import Served, session
 from tests.sim.connection import Connection, Message
-from worker_client.failover import Reset
-from worker_client.joining import Connect
-from worker_client.session import Finish
+from worker_client.actions import Connect, Finish, HandOver, Reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +132,8 @@ class Worker(Process):
             self.world.note(f"rank {self.rank} dies")
             for connection in list(self.connections.values()):
                 connection.close(0)
+            if self.world.group:
+                self.world.group.go_on()
 
     def arrived(self, connection: Connection, message: Message) -> None:
         """Take a message."""
@@ -190,16 +190,19 @@ class Worker(Process):
     def _act(self, actions: list[Any]) -> None:
         for action in actions:
             if isinstance(action, Finish):
-                self._finish(action)
+                self.finish(action)
             elif isinstance(action, Reset):
                 self._reset(action.link)
+            elif isinstance(action, HandOver):
+                self.world.group.take(self, action.calls)
             else:
                 assert not isinstance(action, Connect), "simulated reducers have one lane each"
                 self._send(action)
         for send in self.session.flight.refill(self.world.clock.now):
             self._send(send)
 
-    def _finish(self, finish: Finish) -> None:
+    def finish(self, finish: Finish) -> None:
+        """Take note of the end of an all-reduce, after a look at who else uses its buffer."""
         number = self.world.number_of(self.rank, finish.operation)
         assert number not in self.ended, f"rank {self.rank}: call {number} ended twice"
         if finish.error is None:

@@ -24,18 +24,20 @@ from reducer.errors import (
 from reducer.wire.constants import DType, ReduceOp
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection
+from tests.sim.group import Group
 from tests.sim.processes import Reducer, Worker
 from worker_client.agreement import FIRST_CALL
 from worker_client.operation import Operation
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
-    from worker_client.session import Finish
+    from worker_client.actions import Finish
 
 CHUNK_BYTES = 64
 TIMEOUT_S = 300.0
 LIMIT_S = 1000.0
 STALL_S = 3.0  # the longest that an all-reduce may take while some reducer is well
+HARMLESS = ("kill_reducer", "break_connection")  # where there is a process group to fall back to
 DTYPES = (DType.FLOAT32, DType.INT32, DType.UINT8, DType.BFLOAT16)
 _SUM = kernels.select()
 
@@ -65,6 +67,7 @@ class Outcome:
     claimed: int = 0
     supplied: int = 0
     duplicates: int = 0
+    fallbacks: int = 0
     longest_s: float = 0.0
     kinds: dict[str, int] = field(default_factory=dict)
 
@@ -73,6 +76,7 @@ class Outcome:
         for name in ("calls", "failed", "events", "losses", "moved", "claimed", "supplied"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.duplicates += other.duplicates
+        self.fallbacks += other.fallbacks
         self.longest_s = max(self.longest_s, other.longest_s)
         for kind, count in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + count
@@ -106,7 +110,10 @@ class World:
         self.addresses = tuple(f"reducer-{index}:1" for index in range(self.pool))
         self.reducers = [Reducer(self, i, address) for i, address in enumerate(self.addresses)]
         window = rng.choice((1, 8192, 1 << 20))
-        common = (self.world_size, self.addresses, window, CHUNK_BYTES)
+        self.group = Group(self) if not self.faults.spare and rng.random() < 0.5 else None
+        if self.group and rng.random() < 0.5:
+            self.faults.kinds = tuple(rng.sample(HARMLESS, rng.randint(1, 2)))
+        common = (self.world_size, self.addresses, window, CHUNK_BYTES, self.group is not None)
         self.workers = [
             Worker(self, Settings("job", 0, rank, *common)) for rank in range(self.world_size)
         ]
@@ -181,6 +188,8 @@ class World:
         self.note(f"rank {worker.rank}: call {number} failed: {error!r}")
         where = f"rank {worker.rank}, call {number}: {error!r}"
         assert not self.faults.spare, f"a step was lost although a reducer was left: {where}"
+        harmless = self.group and {*self.faults.kinds} <= {*HARMLESS}
+        assert not harmless, f"a step was lost although there was the process group: {where}"
         allowed = (RankLostError, ReducerLostError, LocalProtocolError, MismatchError)
         assert isinstance(error, allowed), f"an error of the wrong kind: {where}"
         if isinstance(error, MismatchError):

@@ -1,0 +1,138 @@
+"""All reducers die, and the job goes on through the process group: no call is lost or wrong."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+from bench.chaos_run import Pool
+from bench.lab import Lab
+from bench.ranks import Ranks
+from reducer import local_pool
+from reducer.errors import ConfigError
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux"),
+    pytest.mark.timeout(120),
+]
+
+PATIENCE_S = 60.0
+RANK_LOST_S = 5.0  # gloo hears of a closed connection at once; the rest is a busy machine
+
+
+class Job:
+    """Ranks that all-reduce, their reducers, and what they have said."""
+
+    def __init__(self, ranks: Ranks, pool: Pool, workers: int) -> None:
+        self.ranks = ranks
+        self.pool = pool
+        self.steps = [0] * workers
+        self.errors: dict[int, list[str]] = defaultdict(list)
+        self.ends: dict[int, dict[str, Any]] = {}
+
+    def until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not done():
+            if time.monotonic() > end:
+                raise self.ranks.stalled(f"steps {self.steps}, errors {dict(self.errors)}")
+            said = self.ranks.hear(0.05)
+            if said is None:
+                continue
+            if said["event"] == "end":
+                self.ends[said["rank"]] = said
+            else:
+                self.steps[said["rank"]] = said["step"] + 1
+                if said["error"]:
+                    self.errors[said["rank"]].append(said["error"])
+
+    def progress(self, steps: int) -> None:
+        goal = max(self.steps) + steps
+        self.until(lambda: min(self.steps) >= goal or bool(self.errors))
+        assert self.errors == {}
+
+    def finish(self) -> None:
+        self.ranks.tell("stop")
+        self.until(lambda: not self.ranks.running)
+
+
+def run(workers: int, reducers: int, action: Callable[[Job], None]) -> Job:
+    with Lab.loopback(workers + reducers) as lab:
+        pool = Pool(lab.hosts[workers:])
+        environment = {"REDUCTION_FALLBACK": "process-group"}
+        module = "tests.integration.fallback_rank"
+        try:
+            with Ranks(module, lab.hosts[:workers], {}, pool.addresses, environment) as ranks:
+                job = Job(ranks, pool, workers)
+                job.progress(3)
+                action(job)
+                job.finish()
+        finally:
+            pool.stop()
+    return job
+
+
+def assert_went_on(job: Job) -> None:
+    assert job.errors == {}
+    assert len(job.ends) == len(job.steps)
+    for end in job.ends.values():
+        assert end["said"] == 1
+        assert end["fallbacks"] > 0
+        assert end["differ"].startswith("MismatchError: ")
+        assert "total_bytes" in end["differ"]
+        assert end["after"] == ""
+
+
+@pytest.mark.parametrize(("workers", "reducers"), [(3, 2), (2, 1), (4, 3)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+def test_the_job_goes_on_when_no_reducer_is_left(
+    workers: int, reducers: int, number: signal.Signals
+) -> None:
+    def lose_all(job: Job) -> None:
+        for reducer in range(reducers):
+            job.pool.end(reducer, number)
+        job.progress(10)
+
+    assert_went_on(run(workers, reducers, lose_all))
+
+
+def test_reducers_that_come_back_are_not_used_any_more() -> None:
+    def come_back(job: Job) -> None:
+        for reducer in range(2):
+            job.pool.end(reducer, signal.SIGKILL)
+        job.progress(2)
+        for reducer in range(2):
+            job.pool.start(reducer)
+        job.progress(10)
+
+    assert_went_on(run(2, 2, come_back))
+
+
+def test_one_reducer_after_another_is_lost() -> None:
+    def lose_all(job: Job) -> None:
+        for reducer in range(3):
+            job.pool.end(reducer, signal.SIGKILL)
+            job.progress(5)
+
+    job = run(2, 3, lose_all)
+    assert_went_on(job)
+    assert all(end["losses"] == 3 for end in job.ends.values())
+
+
+def test_without_a_process_group_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_FALLBACK", "process-group")
+    with (
+        local_pool(1) as servers,
+        pytest.raises(ConfigError, match="init_process_group"),
+    ):
+        connect(servers=servers, rank=0, world_size=1)

@@ -1,0 +1,127 @@
+"""The life of an all-reduce in a session, from its start to its good or bad end (sans I/O)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reducer.errors import ReductionTimeout
+from worker_client.names import Names
+from worker_client.pending import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from worker_client.aborts import Aborts
+    from worker_client.actions import Action
+    from worker_client.flight import Flight, Part
+    from worker_client.flow import FlowControl
+    from worker_client.link import Link
+    from worker_client.operation import Operation
+
+GRACE_S = 1.0  # after a deadline: time for a reducer to say who is missing
+
+
+class Calls:
+    """All-reduces in progress: the callers', and at times the ranks' own question.
+
+    Args:
+        rank: ours, for errors.
+        links: the session's.
+        flight, flow: what moves them.
+        aborts: tells reducers of a bad end.
+        ended: called with each that has ended, and its error or None.
+
+    Attributes:
+        active: those that have begun and not ended.
+        begun: how many have begun, all in all: the next sequence number.
+        names: what the ranks call them.
+        question: the one by which the ranks are agreeing, if they are.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: list[Link],
+        *,
+        flight: Flight,
+        flow: FlowControl,
+        aborts: Aborts,
+        ended: Callable[[Operation, ReductionError | None], list[Action]],
+    ) -> None:
+        self.active = Pending()
+        self.begun = 0
+        self.names = Names()
+        self.question: Operation | None = None
+        self._rank = rank
+        self._links = links
+        self._flight = flight
+        self._flow = flow
+        self._aborts = aborts
+        self._ended = ended
+
+    def begin(
+        self, operation: Operation, parts: list[Part], chunk_bytes: int, epoch: int, now: float
+    ) -> None:
+        """Start an all-reduce, in seconds of the caller's clock."""
+        operation.sequence = self._flight.submit(operation, parts, chunk_bytes, epoch)
+        self.begun = operation.sequence + 1
+        self._flow.begin(operation.view.nbytes, now)
+        self.active.begin(operation, now)
+        self.names.remember(operation)
+
+    def completed(self, sequences: list[int], now: float) -> list[Action]:
+        """Take note that the flight has all results of these all-reduces."""
+        actions: list[Action] = []
+        for sequence in sequences:
+            operation = self.active[sequence]
+            self._flow.end(operation.view.nbytes, now)
+            self.active.end(operation)
+            actions += self._ended(operation, None)
+        return actions
+
+    def expire(self, now: float) -> list[Action]:
+        """End what is not done by its deadline, when reducers have had time to say why."""
+        actions: list[Action] = []
+        while (operation := self.active.expired(now)) is not None:
+            error = ReductionTimeout(
+                f"{operation}: not done after {operation.timeout_s:g} s at rank {self._rank}",
+                sequence=operation.sequence,
+            )
+            waiting = self.waiting(operation.sequence)
+            if operation.overdue or not waiting:
+                actions += self.fail(operation, error)
+                continue
+            operation.overdue = True
+            self.active.expect(operation, now + GRACE_S)
+            actions += [self._aborts.abort(link, operation.sequence, error) for link in waiting]
+        return actions
+
+    def fail(
+        self, operation: Operation, error: ReductionError, told_by: Link | None = None
+    ) -> list[Action]:
+        """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
+        actions = self.drop(operation, error)
+        return [*actions, *self._aborts.tell(operation.sequence, error, told_by)]
+
+    def fail_all(self, error: ReductionError) -> list[Action]:
+        """End everything badly."""
+        actions: list[Action] = []
+        for operation in self.active.all():
+            actions += self.fail(operation, error)
+        return actions
+
+    def drop(self, operation: Operation, error: ReductionError) -> list[Action]:
+        """End an all-reduce badly here, and tell nobody."""
+        self.leave(operation)
+        return self._ended(operation, error)
+
+    def leave(self, operation: Operation) -> None:
+        """Do nothing more for an all-reduce, whose end is another's business."""
+        self.active.end(operation)
+        self._flight.end(operation.sequence)
+        self._flow.end(operation.view.nbytes, None)
+
+    def waiting(self, sequence: int) -> list[Link]:
+        """Return the links on which results of an all-reduce are expected."""
+        return [link for link in self._links if self._flight.waits_for(link.index, sequence)]

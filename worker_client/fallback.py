@@ -1,0 +1,245 @@
+"""All-reduces through the process group, when no reducer is left.
+
+First the calls that some rank may not have finished: what any rank has of their results, the others
+get from it; the rest is all-reduced. All ranks so have the same bits; where the process group
+summed, these may differ from a reducer's in the last place, as it adds in an order of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from reducer.errors import MismatchError, ReducerLostError, ReductionError
+from reducer.wire.constants import DType, ReduceOp
+from worker_client.handover import Held, gaps, held, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from worker_client.handover import Unfinished
+    from worker_client.operation import Operation
+
+_TYPES = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT64: torch.float64,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.INT8: torch.int8,
+    DType.INT32: torch.int32,
+    DType.INT64: torch.int64,
+    DType.UINT8: torch.uint8,
+}
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MEAN: dist.ReduceOp.SUM,  # and then divided
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+log = logging.getLogger(__name__)
+
+
+class Fallback:
+    """A thread that all-reduces through a process group, from the first call that it is given.
+
+    Args:
+        group: of all ranks, used for nothing else; its timeout bounds every call.
+
+    Attributes:
+        count: all-reduces that ended well here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.count = 0
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_world_size(group)
+        self._queue: queue.SimpleQueue[list[Unfinished]] = queue.SimpleQueue()
+        self._waiting: deque[Unfinished] = deque()
+        self._ended: Callable[[Operation, ReductionError | None], None]
+        self._thread: threading.Thread | None = None
+        self._buffers = threading.Lock()  # taken while one is written to
+        self._stopped = False
+
+    def take(
+        self,
+        calls: list[Unfinished],
+        ended: Callable[[Operation, ReductionError | None], None],
+    ) -> None:
+        """Bring calls to their end, in this order.
+
+        Args:
+            calls: with numbers that go on from those of the time before; none is fine.
+            ended: called with each that has ended, and its error or None.
+        """
+        if self._thread is None:
+            log.warning("no reducer is left: all-reduces go through the process group from now on")
+            self._ended = ended
+            self._thread = threading.Thread(target=self._run, name="fallback", daemon=True)
+            self._thread.start()
+        if calls:
+            self._queue.put(calls)
+
+    def stop(self) -> None:
+        """Write to no buffer and end no call from now on."""
+        with self._buffers:
+            self._stopped = True
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        call = self._next()
+        try:
+            first, shares = self._meet([call, *self._waiting])
+            while True:
+                if call.number >= first:
+                    self._end(call, self._reduce(call, shares.pop(call.number, None)))
+                call = self._next()
+        except Exception as error:
+            log.exception("the process group's all-reduce failed")
+            why = f"no reducer is left, and the process group failed as well: {error}"
+            failure = ReducerLostError(why, reducer="")
+        while True:
+            self._end(call, failure)
+            call = self._next()
+
+    def _next(self) -> Unfinished:
+        while not self._waiting:
+            self._waiting.extend(self._queue.get())
+        return self._waiting.popleft()
+
+    def _end(self, call: Unfinished, error: ReductionError | None) -> None:
+        if call.operation is None or self._stopped:
+            return
+        self.count += error is None
+        self._ended(call.operation, error)
+
+    def _meet(self, mine: list[Unfinished]) -> tuple[int, dict[int, list[Held]]]:
+        """Find out what ranks have of the calls that any of them has begun.
+
+        Returns:
+            The first call that some rank may not have finished, and what each rank has of it and of
+            those after it.
+        """
+        everywhere = self._exchange([held(call) for call in mine])
+        return merge([[Held(*one) for one in theirs] for theirs in everywhere])
+
+    def _reduce(self, call: Unfinished, shares: list[Held] | None) -> ReductionError | None:
+        """Do what this rank must for a call, whether it needs the result or not.
+
+        Args:
+            call: what was asked for here.
+            shares: what each rank has of it; None for a call that none had begun.
+
+        Returns:
+            Why it failed, the same at all ranks, or None.
+        """
+        shares = shares or [Held(call.number)] * self._ranks
+        if any(share.failed for share in shares):
+            rank = [share.failed for share in shares].index(True)
+            why = f"no reducer is left, and the call had failed at rank {rank}"
+            return ReducerLostError(why, reducer="")
+        complete = any(share.done for share in shares)
+        if not complete and (error := self._disagreement(_asked_for(call))) is not None:
+            return error
+        known: dict[int, int] = {}  # where chunks begin, and end
+        for rank, share in enumerate(shares):
+            news = [chunk for chunk in share.chunks if chunk[0] not in known]
+            known.update((low, high) for low, high in news)
+            self._share(call, rank, news)
+        if not complete:
+            operation = _asked_for(call)
+            self._add(operation, gaps(known, operation.view.nbytes))
+        return None
+
+    def _disagreement(self, operation: Operation) -> MismatchError | None:
+        """Find out whether all ranks ask for the same."""
+        fields = ("total_bytes", "dtype", "op", "name")
+        asked = (
+            operation.view.nbytes,
+            operation.dtype.name,
+            operation.op.name,
+            operation.name or "",
+        )
+        everywhere = self._exchange(asked)
+        for rank, other in enumerate(everywhere):
+            for field, expected, got in zip(fields, everywhere[0], other, strict=True):
+                if expected != got:
+                    return MismatchError(
+                        f"ranks disagree on the {field} of a call through the process group: "
+                        f"rank 0 says {expected!r}, rank {rank} says {got!r}",
+                        field=field,
+                        rank=0,
+                        other_rank=rank,
+                        expected=expected,
+                        got=got,
+                    )
+        return None
+
+    def _share(self, call: Unfinished, rank: int, chunks: Sequence[Sequence[int]]) -> None:
+        """Give all ranks the results that one of them has."""
+        nbytes = sum(high - low for low, high in chunks)
+        if nbytes == 0:
+            return
+        if rank == self._rank:
+            data = bytearray().join(call.results[low] for low, _ in chunks)
+            pieces = torch.frombuffer(data, dtype=torch.uint8)
+        else:
+            pieces = torch.empty(nbytes, dtype=torch.uint8)
+        dist.broadcast(pieces, dist.get_global_rank(self._group, rank), group=self._group)
+        if call.operation is not None:
+            self._write(call.operation, chunks, pieces)
+
+    def _add(self, operation: Operation, ranges: Sequence[Sequence[int]]) -> None:
+        """All-reduce these parts of a buffer, 16-bit types in fp32 and rounded once."""
+        if not ranges:
+            return
+        whole = torch.frombuffer(operation.view, dtype=torch.uint8)
+        pieces = torch.cat([whole[low:high] for low, high in ranges])
+        narrow = pieces.view(_TYPES[operation.dtype])
+        wide = narrow.float() if narrow.dtype.is_floating_point and narrow.itemsize == 2 else narrow
+        dist.all_reduce(wide, _OPS[operation.op], group=self._group)
+        if operation.op is ReduceOp.MEAN:
+            wide /= self._ranks
+        self._write(operation, ranges, wide.to(narrow.dtype).view(torch.uint8))
+
+    def _write(
+        self, operation: Operation, ranges: Sequence[Sequence[int]], pieces: torch.Tensor
+    ) -> None:
+        """Put results where they belong, unless the caller has its buffer back."""
+        with self._buffers:
+            if self._stopped:
+                return
+            whole = torch.frombuffer(operation.view, dtype=torch.uint8)
+            for low, high in ranges:
+                whole[low:high] = pieces[: high - low]
+                pieces = pieces[high - low :]
+
+    def _exchange(self, message: Any) -> list[Any]:
+        """Return what all ranks say, in rank order; tuples come as lists."""
+        data = torch.frombuffer(bytearray(json.dumps(message), "utf-8"), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: len(data)] = data
+        said = [torch.empty_like(padded) for _ in range(self._ranks)]
+        dist.all_gather(said, padded, group=self._group)
+        return [
+            json.loads(bytes(one[:size].tolist()))
+            for one, size in zip(said, map(int, sizes), strict=True)
+        ]
+
+
+def _asked_for(call: Unfinished) -> Operation:
+    if call.operation is None:
+        raise RuntimeError(f"call {call.number} is over here, but no rank has its result")
+    return call.operation

@@ -1,0 +1,191 @@
+"""What a session does when it loses a reducer, or all of them (sans I/O).
+
+`Failover` knows where chunks go; here it is decided what a loss means for the calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from reducer.errors import DuplicateRankError, RankLostError, ReducerLostError, ReductionError
+from reducer.wire.states import LinkState
+from worker_client.actions import Action, Reset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.aborts import Aborts
+    from worker_client.calls import Calls
+    from worker_client.failover import Failover
+    from worker_client.flight import Flight
+    from worker_client.flow import FlowControl
+    from worker_client.link import Link
+    from worker_client.operation import Operation
+    from worker_client.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class Losses:
+    """Goes on without reducers for as long as there is one.
+
+    Args:
+        settings: who we are and where the reducers are.
+        links: the session's.
+        calls: what is in progress.
+        failover: where chunks go.
+        flight, flow: what moves them.
+        aborts: tells reducers of calls that ended badly.
+        renewed: called when the ranks begin anew with all reducers.
+
+    Attributes:
+        final: no reducer is left, and the calls are to end by other means.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        links: list[Link],
+        *,
+        calls: Calls,
+        failover: Failover,
+        flight: Flight,
+        flow: FlowControl,
+        aborts: Aborts,
+        renewed: Callable[[], None],
+    ) -> None:
+        self.final = False
+        self._settings = settings
+        self._links = links
+        self._calls = calls
+        self._failover = failover
+        self._map = failover.map
+        self._flight = flight
+        self._flow = flow
+        self._aborts = aborts
+        self._renewed = renewed
+
+    def disconnected(self, link: Link, reason: str) -> list[Action]:
+        """Go on without a reducer whose connection has ended."""
+        asking = self._calls.question is not None  # if all can use it, and we have answered
+        used = asking or self._map.uses(link.reducer) or self._flight.needs(link.index)
+        link.disconnect()
+        if link.reducer in self._settings.hosts:
+            return self._lose_host(link, reason)
+        self._flight.shut(link.index)
+        if used:
+            return self.lose(link, self._lost(link, reason))
+        link.close()
+        return [Reset(link.index)]
+
+    def draining(self, link: Link) -> list[Action]:
+        """Go on without a reducer that shuts down, if there is another way."""
+        if self._irreplaceable(link):
+            return []  # it finishes what it has
+        return self.lose(link, self._lost(link, "is shutting down"))
+
+    def told(self, reducer: int, epoch: int) -> list[Action]:
+        """Go on without a reducer that another rank has lost."""
+        if reducer in self._settings.hosts or reducer >= len(self._settings.reducers):
+            return []
+        return self.missed(reducer, epoch)
+
+    def missed(self, reducer: int, epoch: int) -> list[Action]:
+        """Go on without a reducer that some rank cannot reach."""
+        address = self._settings.reducers[reducer]
+        message = f"reducer {address} died, or a rank cannot reach it"
+        return self._lose_reducer(reducer, epoch, ReducerLostError(message, reducer=address))
+
+    def lose(self, link: Link, error: ReductionError) -> list[Action]:
+        """Go on without the reducer at the other end of a link."""
+        if link.reducer in self._settings.hosts:
+            return self._calls.fail_all(error)
+        return self._lose_reducer(link.reducer, self._present, error)
+
+    def route(self, operation: Operation, link: Link) -> list[Action]:
+        """Find who takes what a link cannot, of an all-reduce that begins."""
+        if operation.sequence not in self._calls.active:
+            return []  # nobody was left for another part of it
+        if not self._map.uses(link.reducer):
+            return self.rehome(link, operation.sequence)
+        if link.state is LinkState.MEMBER:
+            return []
+        if self._irreplaceable(link):
+            return self._calls.fail(operation, self._absent(link))
+        return self.lose(link, self._absent(link))
+
+    def rehome(self, link: Link, sequence: int | None = None) -> list[Action]:
+        """Move on what a closed link carried, of one all-reduce or of all."""
+        if self.final:
+            return []
+        claims, stuck = self._failover.rehome(link, sequence)
+        actions: list[Action] = list(claims)
+        for left in stuck:
+            if (operation := self._calls.active.get(left)) is not None:
+                actions += self._calls.fail(operation, self._lost(link, "was the last one"))
+        return actions
+
+    def renew(self, epoch: int) -> list[Action]:
+        """Cut buffers in the first way from now on, and say so: ranks have lost touch."""
+        if epoch <= self._map.epoch:
+            return []
+        self._failover.renew(epoch)
+        self._renewed()
+        return [send for link in self._links if link.member for send in self.news(link)]
+
+    def news(self, link: Link) -> list[Action]:
+        """Tell a reducer, and by it the others, what has changed while it could not be told."""
+        return [*self._failover.news(link), *self._aborts.pay(link)]
+
+    def _lose_reducer(self, reducer: int, epoch: int, error: ReductionError) -> list[Action]:
+        used = self._map.uses(reducer)
+        actions: list[Action] = list(self._failover.lose(reducer, epoch, self._present))
+        if not actions:
+            return []
+        for action in actions:
+            if isinstance(action, Reset):
+                self._flow.dismiss(action.link)
+        if any(self._map.uses(other) for other in self._map.base):
+            if used:
+                log.warning("%s: going on without it", error)
+        elif self._settings.fallback:
+            self.final = True
+            self._failover.give_up()
+        else:
+            actions += [*self.renew(self._map.fresh()), *self._calls.fail_all(error)]
+            self._aborts.owe_finished(error)
+        return actions
+
+    def _lose_host(self, link: Link, reason: str) -> list[Action]:
+        """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
+        rank = self._settings.hosts[link.reducer]
+        error = RankLostError(f"rank {rank}, whose reducer is {link.address}, {reason}", rank=rank)
+        actions: list[Action] = []
+        needed = self._flight.needs(link.index)
+        self._flight.shut(link.index)
+        for sequence in needed:
+            actions += self._calls.fail(self._calls.active[sequence], error, told_by=link)
+        return actions
+
+    @property
+    def _present(self) -> int:
+        """The epoch for which a reducer is lost that is lost now."""
+        # While the ranks agree on the next, this one has perhaps told that it can use the reducer.
+        return self._map.epoch + (self._calls.question is not None)
+
+    def _irreplaceable(self, link: Link) -> bool:
+        """Whether there is no way without the reducer of a link."""
+        if link.reducer in self._settings.hosts:
+            return True
+        return not (self._settings.fallback or self._failover.others(link.reducer))
+
+    def _absent(self, link: Link) -> ReductionError:
+        """Say why a reducer cannot be used right now."""
+        if link.refusal is not None and not isinstance(link.refusal, DuplicateRankError):
+            return link.refusal  # a later generation, perhaps
+        draining = link.state is LinkState.DRAINING
+        return self._lost(link, "is shutting down" if draining else "is not connected")
+
+    def _lost(self, link: Link, why: str) -> ReducerLostError:
+        return ReducerLostError(f"reducer {link.address} {why}", reducer=link.address)
