@@ -2,97 +2,7 @@
 
 #include <stdlib.h>
 
-/* -- operations ------------------------------------------------------------------------------ */
-
-void operation_drop(struct operation *operation)
-{
-    if (atomic_fetch_sub_explicit(&operation->uses, 1, memory_order_acq_rel) == 1)
-        free(operation);
-}
-
-static uint64_t count_chunks(const struct range *range, uint64_t chunk_bytes)
-{
-    uint64_t nbytes = range->end - range->start;
-    return nbytes == 0 ? 1 : (nbytes - 1) / chunk_bytes + 1;
-}
-
-/* One block of memory holds the operation, its parts, and their chunks. */
-static struct operation *allocate(uint64_t chunk_bytes, const struct range *ranges, size_t count)
-{
-    uint64_t chunks = 0;
-    for (size_t at = 0; at < count; at++)
-        chunks += count_chunks(&ranges[at], chunk_bytes);
-    struct operation *operation = calloc(1, sizeof(struct operation) + count * sizeof(struct part) +
-                                                chunks * sizeof(struct chunk));
-    if (operation == NULL)
-        return NULL;
-    operation->parts = (struct part *)(operation + 1);
-    operation->part_count = count;
-    operation->chunk_bytes = chunk_bytes;
-    operation->remaining = chunks;
-    struct chunk *next = (struct chunk *)(operation->parts + count);
-    for (size_t at = 0; at < count; at++) {
-        struct part *part = &operation->parts[at];
-        part->of = operation;
-        part->start = ranges[at].start;
-        part->end = ranges[at].end;
-        part->home = ranges[at].link;
-        part->chunk_count = count_chunks(&ranges[at], chunk_bytes);
-        part->chunks = next;
-        for (uint64_t number = 0; number < part->chunk_count; number++, next++) {
-            next->of = part;
-            next->link = part->home;
-            next->state = CHUNK_DROPPED; /* until it is in a queue */
-        }
-    }
-    return operation;
-}
-
-uint64_t chunk_offset(const struct chunk *chunk)
-{
-    return chunk->of->start + (uint64_t)(chunk - chunk->of->chunks) * chunk->of->of->chunk_bytes;
-}
-
-uint32_t chunk_nbytes(const struct chunk *chunk)
-{
-    uint64_t left = chunk->of->end - chunk_offset(chunk), most = chunk->of->of->chunk_bytes;
-    return (uint32_t)(left < most ? left : most);
-}
-
-/* The chunk that starts at an offset, or NULL. */
-static struct chunk *find_chunk(const struct operation *operation, uint64_t offset)
-{
-    size_t low = 0, high = operation->part_count;
-    while (high - low > 1) {
-        size_t middle = low + (high - low) / 2;
-        if (operation->parts[middle].start <= offset)
-            low = middle;
-        else
-            high = middle;
-    }
-    const struct part *part = &operation->parts[low];
-    if (offset < part->start || (offset - part->start) % operation->chunk_bytes != 0)
-        return NULL;
-    uint64_t number = (offset - part->start) / operation->chunk_bytes;
-    return number < part->chunk_count ? &part->chunks[number] : NULL;
-}
-
-#define FOR_EACH_CHUNK(chunk, operation)                                                           \
-    for (size_t part_ = 0; part_ < (operation)->part_count; part_++)                               \
-        for (struct chunk *chunk = (operation)->parts[part_].chunks,                               \
-                          *end_ = chunk + (operation)->parts[part_].chunk_count;                   \
-             chunk < end_; chunk++)
-
-bool operation_needs(const struct operation *operation, uint32_t link)
-{
-    FOR_EACH_CHUNK(chunk, operation)
-        if (chunk->link == link && chunk->state != CHUNK_DONE)
-            return true;
-    return false;
-}
-
-/* Closes the results that are kept. */
-static void release(struct flight *flight, struct operation *operation)
+void flight_release(struct flight *flight, struct operation *operation)
 {
     if (operation->kept == 0)
         return;
@@ -106,69 +16,21 @@ static void release(struct flight *flight, struct operation *operation)
     operation->kept = 0;
 }
 
-/* -- a link's chunks ------------------------------------------------------------------------- */
-
-/* Whether a chunk comes before another one, in the order that is the same at every rank. */
-static bool precedes(const struct chunk *one, const struct chunk *other)
-{
-    uint64_t mine = one->of->of->header.sequence, its = other->of->of->header.sequence;
-    return mine != its ? mine < its : chunk_offset(one) < chunk_offset(other);
-}
-
-static void put(struct chunk_list *list, struct chunk *chunk)
-{
-    /* Nearly always it is the last one; what was moved from a lost link comes in a row. */
-    struct chunk *after = NULL;
-    if (list->last != NULL && precedes(chunk, list->last)) {
-        after = list->first;
-        if (list->latest != NULL && precedes(list->latest, chunk))
-            after = list->latest->after;
-        while (precedes(after, chunk))
-            after = after->after;
-    }
-    chunk->after = after;
-    chunk->before = after == NULL ? list->last : after->before;
-    if (chunk->before == NULL)
-        list->first = chunk;
-    else
-        chunk->before->after = chunk;
-    if (after == NULL)
-        list->last = chunk;
-    else
-        after->before = chunk;
-    list->latest = chunk;
-}
-
-static void take_out(struct chunk_list *list, struct chunk *chunk)
-{
-    if (chunk->before == NULL)
-        list->first = chunk->after;
-    else
-        chunk->before->after = chunk->after;
-    if (chunk->after == NULL)
-        list->last = chunk->before;
-    else
-        chunk->after->before = chunk->before;
-    if (list->latest == chunk)
-        list->latest = NULL;
-}
-
-static void enqueue(struct flight *flight, struct chunk *chunk)
+void flight_enqueue(struct flight *flight, struct chunk *chunk)
 {
     chunk->state = CHUNK_QUEUED;
-    put(&flight->links[chunk->link].queue, chunk);
+    chunk_list_put(&flight->links[chunk->link].queue, chunk);
 }
 
-/* Takes a chunk out of flight or off its queue, unless it is done. */
-static void settle(struct flight *flight, struct chunk *chunk, enum chunk_state state)
+void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state state)
 {
     struct flight_link *link = &flight->links[chunk->link];
     if (chunk->state == CHUNK_DONE)
         return;
     if (chunk->state == CHUNK_QUEUED)
-        take_out(&link->queue, chunk);
+        chunk_list_take_out(&link->queue, chunk);
     if (chunk->state == CHUNK_SENT) {
-        take_out(&link->sent, chunk);
+        chunk_list_take_out(&link->sent, chunk);
         link->in_flight -= window_charge(chunk_nbytes(chunk));
     }
     chunk->state = state;
@@ -201,7 +63,7 @@ static void drop_list(struct flight *flight, struct operation *operation)
 {
     while (operation != NULL) {
         struct operation *following = operation->following;
-        release(flight, operation);
+        flight_release(flight, operation);
         operation_drop(operation);
         operation = following;
     }
@@ -238,7 +100,7 @@ struct chunk *flight_chunk(const struct flight *flight, uint64_t sequence, uint6
         while (operation != NULL && operation->header.sequence != sequence)
             operation = operation->following;
     }
-    return operation == NULL ? NULL : find_chunk(operation, offset);
+    return operation == NULL ? NULL : operation_chunk(operation, offset);
 }
 
 static bool make_room(struct flight *flight)
@@ -262,10 +124,9 @@ struct operation *flight_submit(struct flight *flight, void *data, uint64_t tota
                                 uint64_t chunk_bytes, const struct range *ranges, size_t count)
 {
     struct operation *operation =
-        make_room(flight) ? allocate(chunk_bytes, ranges, count) : NULL;
+        make_room(flight) ? operation_allocate(chunk_bytes, ranges, count) : NULL;
     if (operation == NULL)
         return NULL;
-    atomic_init(&operation->uses, 1);
     operation->data = data;
     operation->header = flight->identity;
     operation->header.sequence = flight->next++;
@@ -276,12 +137,11 @@ struct operation *flight_submit(struct flight *flight, void *data, uint64_t tota
     operation->header.tag = tag;
     flight->ring[operation->header.sequence & flight->mask] = operation;
     FOR_EACH_CHUNK(chunk, operation)
-        enqueue(flight, chunk);
+        flight_enqueue(flight, chunk);
     return operation;
 }
 
-/* It is over, well or badly; the caller puts it on a list or drops it. */
-static void retire(struct flight *flight, struct operation *operation)
+void flight_retire(struct flight *flight, struct operation *operation)
 {
     flight->ring[operation->header.sequence & flight->mask] = NULL;
     while (flight->watermark < flight->next &&
@@ -303,10 +163,10 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     /* What was moved here may precede all in flight; that must not wait for them, as at another
      * rank they may wait for it. */
     if (link->in_flight + window_charge(nbytes) > link->window && sent != NULL &&
-        !precedes(chunk, sent))
+        !chunk_precedes(chunk, sent))
         return false;
-    take_out(&link->queue, chunk);
-    put(&link->sent, chunk);
+    chunk_list_take_out(&link->queue, chunk);
+    chunk_list_put(&link->sent, chunk);
     chunk->state = CHUNK_SENT;
     chunk->sent_ns = now_ns;
     link->in_flight += window_charge(nbytes);
@@ -347,7 +207,7 @@ static struct chunk *find_sent(const struct flight *flight, uint32_t link, uint6
                                uint64_t offset)
 {
     const struct operation *operation = flight_find(flight, sequence);
-    struct chunk *chunk = operation == NULL ? NULL : find_chunk(operation, offset);
+    struct chunk *chunk = operation == NULL ? NULL : operation_chunk(operation, offset);
     bool found = chunk != NULL && chunk->link == link && chunk->state == CHUNK_SENT;
     return found ? chunk : NULL;
 }
@@ -373,7 +233,7 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     if (payload_bytes > 0) /* an empty buffer may have no address */
         memcpy(operation->data + header.offset, flight->zmq->msg_data(payload), payload_bytes);
     measure(link, chunk->sent_ns, now_ns);
-    settle(flight, chunk, CHUNK_DONE);
+    flight_settle(flight, chunk, CHUNK_DONE);
     link->bytes_received += header.nbytes;
     link->results++;
     if (link->keep) {
@@ -386,7 +246,7 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     if (header.watermark > flight->reached)
         flight_confirm(flight, header.watermark);
     if (--operation->remaining == 0) {
-        retire(flight, operation);
+        flight_retire(flight, operation);
         operation->following = flight->completed;
         flight->completed = operation;
     }
@@ -396,58 +256,6 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
 bool flight_expects(const struct flight *flight, uint32_t link, uint64_t sequence, uint64_t offset)
 {
     return find_sent(flight, link, sequence, offset) != NULL;
-}
-
-bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence)
-{
-    const struct operation *operation = flight_find(flight, sequence);
-    if (operation == NULL)
-        return false;
-    FOR_EACH_CHUNK(chunk, operation)
-        if (chunk->link == link && chunk->state == CHUNK_SENT)
-            return true;
-    return false;
-}
-
-void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence)
-{
-    struct operation *operation = flight_find(flight, sequence);
-    if (operation == NULL)
-        return;
-    FOR_EACH_CHUNK(chunk, operation)
-        if (chunk->link == link)
-            settle(flight, chunk, CHUNK_DROPPED);
-}
-
-/* -- ends -------------------------------------------------------------------------------------- */
-
-bool flight_end(struct flight *flight, uint64_t sequence)
-{
-    struct operation *operation = flight_find(flight, sequence);
-    if (operation == NULL)
-        return false;
-    FOR_EACH_CHUNK(chunk, operation)
-        settle(flight, chunk, CHUNK_DROPPED);
-    release(flight, operation);
-    retire(flight, operation);
-    operation->following = flight->lingering;
-    flight->lingering = operation;
-    return flight_reads(flight, sequence);
-}
-
-bool flight_reads(struct flight *flight, uint64_t sequence)
-{
-    struct operation **place = &flight->lingering;
-    while (*place != NULL && (*place)->header.sequence != sequence)
-        place = &(*place)->following;
-    struct operation *operation = *place;
-    if (operation == NULL)
-        return false;
-    if (atomic_load_explicit(&operation->uses, memory_order_acquire) > 1)
-        return true;
-    *place = operation->following;
-    operation_drop(operation);
-    return false;
 }
 
 bool flight_completed(struct flight *flight, uint64_t *sequence)
@@ -462,7 +270,7 @@ bool flight_completed(struct flight *flight, uint64_t *sequence)
         operation->following = flight->ended;
         flight->ended = operation;
     } else {
-        release(flight, operation);
+        flight_release(flight, operation);
         operation_drop(operation);
     }
     return true;
@@ -480,82 +288,7 @@ void flight_confirm(struct flight *flight, uint64_t reached)
             continue;
         }
         *place = operation->following;
-        release(flight, operation);
+        flight_release(flight, operation);
         operation_drop(operation);
     }
-}
-
-/* -- a link that is lost ----------------------------------------------------------------------- */
-
-void flight_shut(struct flight *flight, uint32_t link)
-{
-    flight->links[link].open = false;
-    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
-        struct operation *operation = flight_find(flight, sequence);
-        if (operation == NULL)
-            continue;
-        FOR_EACH_CHUNK(chunk, operation)
-            if (chunk->link == link && chunk->state != CHUNK_DROPPED)
-                settle(flight, chunk, CHUNK_STRANDED);
-    }
-}
-
-bool flight_reads_for(const struct flight *flight, uint32_t link)
-{
-    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
-        const struct operation *operation = flight_find(flight, sequence);
-        if (operation == NULL)
-            continue;
-        FOR_EACH_CHUNK(chunk, operation)
-            if (chunk->link == link && chunk->state == CHUNK_STRANDED &&
-                atomic_load_explicit(&chunk->reads, memory_order_acquire) > 0)
-                return true;
-    }
-    return false;
-}
-
-/* The operation after the one at hand: first those in progress, then those whose results are kept. */
-static struct operation *following(const struct flight *flight, struct walk *walk)
-{
-    if (!walk->in_ended) {
-        if (walk->sequence < flight->watermark)
-            walk->sequence = flight->watermark;
-        while (walk->sequence < flight->next) {
-            struct operation *operation = flight_find(flight, walk->sequence++);
-            if (operation != NULL)
-                return operation;
-        }
-        walk->in_ended = true;
-        return flight->ended;
-    }
-    return walk->operation == NULL ? NULL : walk->operation->following;
-}
-
-struct chunk *flight_walk(const struct flight *flight, struct walk *walk, uint32_t link)
-{
-    for (;;) {
-        while (walk->operation != NULL && walk->part < walk->operation->part_count) {
-            struct part *part = &walk->operation->parts[walk->part];
-            while (walk->chunk < part->chunk_count) {
-                struct chunk *chunk = &part->chunks[walk->chunk++];
-                if (chunk->link == link && chunk->state != CHUNK_DROPPED)
-                    return chunk;
-            }
-            walk->part++;
-            walk->chunk = 0;
-        }
-        walk->part = 0;
-        walk->chunk = 0;
-        walk->operation = following(flight, walk);
-        if (walk->operation == NULL)
-            return NULL;
-    }
-}
-
-void flight_move(struct flight *flight, struct chunk *chunk, uint32_t link)
-{
-    settle(flight, chunk, CHUNK_STRANDED);
-    chunk->link = link;
-    if (chunk->state != CHUNK_DONE)
-        enqueue(flight, chunk);
 }

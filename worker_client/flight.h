@@ -6,59 +6,7 @@
 #ifndef WORKER_FLIGHT_H
 #define WORKER_FLIGHT_H
 
-#include <stdatomic.h>
-
-#include "libzmq.h"
-#include "wire/header.h"
-
-enum chunk_state {
-    CHUNK_QUEUED,
-    CHUNK_SENT,
-    CHUNK_STRANDED, /* its link is lost */
-    CHUNK_DROPPED,  /* nothing is expected any more */
-    CHUNK_DONE
-};
-
-struct chunk {
-    struct part *of;
-    struct chunk *before, *after; /* in its link's queue or among those in flight there */
-    uint64_t sent_ns;
-    atomic_uint reads; /* messages in libzmq that lie in its memory */
-    uint32_t link;     /* that it is assigned to now */
-    uint8_t state;
-    bool kept; /* `result` holds what came */
-    zmq_msg_t result;
-};
-
-/* A part of a buffer that the plan gave to one link. */
-struct part {
-    struct operation *of;
-    uint64_t start, end;
-    uint64_t chunk_count; /* at least one: an empty buffer travels as an empty chunk */
-    struct chunk *chunks;
-    uint32_t home; /* that link */
-};
-
-/* One all-reduce. */
-struct operation {
-    /* One for the flight, and one for each message in libzmq that lies in `data`. The last one to
-     * go frees the struct: libzmq's threads drop theirs at any time. */
-    atomic_size_t uses;
-    struct operation *following; /* in the list `completed`, `lingering` or `ended` */
-    struct header header;        /* what its contributions have in common */
-    uint64_t chunk_bytes;        /* size of every chunk but the last of each part */
-    uint64_t remaining;          /* chunks whose result has not come */
-    uint64_t kept;               /* chunks whose result is kept */
-    unsigned char *data;         /* the caller's, until the operation has ended */
-    size_t part_count;
-    struct part *parts; /* in the order of their offsets */
-};
-
-/* Chunks in the order of their operations and offsets. */
-struct chunk_list {
-    struct chunk *first, *last;
-    struct chunk *latest; /* that was put in, if it is still here: the next one is likely after it */
-};
+#include "chunks.h"
 
 struct flight_link {
     struct chunk_list queue; /* chunks to send */
@@ -84,11 +32,6 @@ struct flight {
     struct operation *completed; /* that the session has not heard of, latest first */
     struct operation *lingering; /* that failed while libzmq still read their memory */
     struct operation *ended;     /* whose results are kept, latest first */
-};
-
-struct range {
-    uint32_t link;
-    uint64_t start, end;
 };
 
 struct contribution {
@@ -145,13 +88,8 @@ struct chunk *flight_chunk(const struct flight *flight, uint64_t sequence, uint6
 bool flight_expects(const struct flight *flight, uint32_t link, uint64_t sequence, uint64_t offset);
 /* Whether any chunk of an all-reduce is in flight on this link. */
 bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence);
-/* Whether an operation lacks a result of this link. */
-bool operation_needs(const struct operation *operation, uint32_t link);
 /* Whether libzmq still reads the memory of a chunk that is stranded on this link. */
 bool flight_reads_for(const struct flight *flight, uint32_t link);
-
-uint64_t chunk_offset(const struct chunk *chunk);
-uint32_t chunk_nbytes(const struct chunk *chunk);
 
 /* Expects and sends nothing more of an all-reduce on this link. */
 void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence);
@@ -171,11 +109,14 @@ void flight_confirm(struct flight *flight, uint64_t reached);
 /* The next operation that has ended well, to be told of once; NULL: no more. Sets its number. */
 bool flight_completed(struct flight *flight, uint64_t *sequence);
 
-static inline void operation_use(struct operation *operation)
-{
-    atomic_fetch_add_explicit(&operation->uses, 1, memory_order_relaxed);
-}
+/* The rest is for the flight's own files. */
 
-void operation_drop(struct operation *operation);
+void flight_enqueue(struct flight *flight, struct chunk *chunk);
+/* Takes a chunk out of flight or off its queue, unless it is done. */
+void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state state);
+/* Closes the results that are kept. */
+void flight_release(struct flight *flight, struct operation *operation);
+/* It is over, well or badly; the caller puts it on a list or drops it. */
+void flight_retire(struct flight *flight, struct operation *operation);
 
 #endif

@@ -1,0 +1,129 @@
+/* What becomes of chunks when something fails: an all-reduce, or a link. */
+#include "flight.h"
+
+/* -- an all-reduce ----------------------------------------------------------------------------- */
+
+bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence)
+{
+    const struct operation *operation = flight_find(flight, sequence);
+    if (operation == NULL)
+        return false;
+    FOR_EACH_CHUNK(chunk, operation)
+        if (chunk->link == link && chunk->state == CHUNK_SENT)
+            return true;
+    return false;
+}
+
+void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence)
+{
+    struct operation *operation = flight_find(flight, sequence);
+    if (operation == NULL)
+        return;
+    FOR_EACH_CHUNK(chunk, operation)
+        if (chunk->link == link)
+            flight_settle(flight, chunk, CHUNK_DROPPED);
+}
+
+bool flight_end(struct flight *flight, uint64_t sequence)
+{
+    struct operation *operation = flight_find(flight, sequence);
+    if (operation == NULL)
+        return false;
+    FOR_EACH_CHUNK(chunk, operation)
+        flight_settle(flight, chunk, CHUNK_DROPPED);
+    flight_release(flight, operation);
+    flight_retire(flight, operation);
+    operation->following = flight->lingering;
+    flight->lingering = operation;
+    return flight_reads(flight, sequence);
+}
+
+bool flight_reads(struct flight *flight, uint64_t sequence)
+{
+    struct operation **place = &flight->lingering;
+    while (*place != NULL && (*place)->header.sequence != sequence)
+        place = &(*place)->following;
+    struct operation *operation = *place;
+    if (operation == NULL)
+        return false;
+    if (atomic_load_explicit(&operation->uses, memory_order_acquire) > 1)
+        return true;
+    *place = operation->following;
+    operation_drop(operation);
+    return false;
+}
+
+/* -- a link that is lost ----------------------------------------------------------------------- */
+
+void flight_shut(struct flight *flight, uint32_t link)
+{
+    flight->links[link].open = false;
+    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
+        struct operation *operation = flight_find(flight, sequence);
+        if (operation == NULL)
+            continue;
+        FOR_EACH_CHUNK(chunk, operation)
+            if (chunk->link == link && chunk->state != CHUNK_DROPPED)
+                flight_settle(flight, chunk, CHUNK_STRANDED);
+    }
+}
+
+bool flight_reads_for(const struct flight *flight, uint32_t link)
+{
+    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
+        const struct operation *operation = flight_find(flight, sequence);
+        if (operation == NULL)
+            continue;
+        FOR_EACH_CHUNK(chunk, operation)
+            if (chunk->link == link && chunk->state == CHUNK_STRANDED &&
+                atomic_load_explicit(&chunk->reads, memory_order_acquire) > 0)
+                return true;
+    }
+    return false;
+}
+
+/* The operation after the one at hand: first those in progress, then those whose results are kept. */
+static struct operation *following(const struct flight *flight, struct walk *walk)
+{
+    if (!walk->in_ended) {
+        if (walk->sequence < flight->watermark)
+            walk->sequence = flight->watermark;
+        while (walk->sequence < flight->next) {
+            struct operation *operation = flight_find(flight, walk->sequence++);
+            if (operation != NULL)
+                return operation;
+        }
+        walk->in_ended = true;
+        return flight->ended;
+    }
+    return walk->operation == NULL ? NULL : walk->operation->following;
+}
+
+struct chunk *flight_walk(const struct flight *flight, struct walk *walk, uint32_t link)
+{
+    for (;;) {
+        while (walk->operation != NULL && walk->part < walk->operation->part_count) {
+            struct part *part = &walk->operation->parts[walk->part];
+            while (walk->chunk < part->chunk_count) {
+                struct chunk *chunk = &part->chunks[walk->chunk++];
+                if (chunk->link == link && chunk->state != CHUNK_DROPPED)
+                    return chunk;
+            }
+            walk->part++;
+            walk->chunk = 0;
+        }
+        walk->part = 0;
+        walk->chunk = 0;
+        walk->operation = following(flight, walk);
+        if (walk->operation == NULL)
+            return NULL;
+    }
+}
+
+void flight_move(struct flight *flight, struct chunk *chunk, uint32_t link)
+{
+    flight_settle(flight, chunk, CHUNK_STRANDED);
+    chunk->link = link;
+    if (chunk->state != CHUNK_DONE)
+        flight_enqueue(flight, chunk);
+}
