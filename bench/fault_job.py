@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from bench.crew import ROOT, CrewError
 from bench.fault_rank import Part
+from worker_client.demo.ranks import free_port
 
 if TYPE_CHECKING:
     import signal
@@ -222,7 +222,7 @@ class Job:
             CrewError: a rank did not join.
         """
         self.generation += 1
-        leader = "" if self._servers else f"{self._hosts[0].address}:{_free_port()}"
+        leader = "" if self._servers else f"{self._hosts[0].address}:{free_port()}"
         for rank, process in enumerate(self.ranks):
             process.take(
                 Part(
@@ -280,9 +280,3 @@ class Job:
 def sleep_until(at: float) -> None:
     """Sleep until a time of the monotonic clock."""
     time.sleep(max(0.0, at - time.monotonic()))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

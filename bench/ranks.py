@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from bench.crew import ROOT, CrewError
+from worker_client.demo.ranks import free_port, pipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Ranks:
             "PYTHONFAULTHANDLER": "1",  # a rank that is aborted says where it was
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": hosts[0].address,
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(len(hosts)),
             "GLOO_SOCKET_IFNAME": "lo" if hosts[0].address == "127.0.0.1" else "eth0",
             "REDUCTION_SERVERS": ",".join(servers),
@@ -113,7 +113,7 @@ class Ranks:
         """Write a line to the standard input of every rank."""
         for process in self._processes:
             with suppress(BrokenPipeError):  # a rank that is gone is found when it is heard
-                stream = _pipe(process.stdin)
+                stream = pipe(process.stdin)
                 stream.write(line + "\n")
                 stream.flush()
 
@@ -134,7 +134,7 @@ class Ranks:
 
     def _forward(self, rank: int, process: subprocess.Popen[str]) -> None:
         """Pass on a rank's lines, and an empty one at its end."""
-        with _pipe(process.stdout) as lines:
+        with pipe(process.stdout) as lines:
             for line in lines:
                 self._lines.put((rank, line))
         self._lines.put((rank, ""))
@@ -144,15 +144,4 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     with suppress(BrokenPipeError):
-        _pipe(process.stdin).close()
-
-
-def _pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        pipe(process.stdin).close()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import statistics
 import subprocess
 import time
 from typing import TYPE_CHECKING
 
 from bench.lab.network import LabUnavailable
+from worker_client.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from bench.lab.lab import Host
@@ -30,7 +30,7 @@ def payload_rate(sender: Host, receiver: Host) -> float:
     """
     if not shutil.which("iperf3"):
         raise LabUnavailable("the payload rate is measured with iperf3: install the package iperf3")
-    port = _free_port()
+    port = str(free_port())
     server = receiver.start(
         ["iperf3", "-s", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -59,9 +59,3 @@ def _run(sender: Host, client: list[str]) -> float:
         if time.monotonic() > deadline:
             raise LabUnavailable(f"iperf3 failed: {report.get('error', 'it said nothing')}")
         time.sleep(0.05)
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
+
+from worker_client.demo.ranks import free_port
 
 
 def rank_environment(world_size: int, **settings: str) -> dict[str, str]:
     """Return the environment of all ranks but for RANK, with a port that is free."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     return {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
         **settings,

@@ -6,7 +6,6 @@ import contextlib
 import http.server
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from reducer.errors import (
     StaleGenerationError,
 )
 from tests.integration.calls import all_reduce, errors_of, ones
+from worker_client.demo.ranks import free_port
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
@@ -270,12 +270,6 @@ def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:
         assert error.reducer == servers[0]
         (error,) = errors_of([clients[1].all_reduce(ones(70_000))])
         assert isinstance(error, ReducerLostError)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_nobody_listens(servers: list[str]) -> None:

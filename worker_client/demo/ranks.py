@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, AnyStr
 
 from reducer.errors import ReductionError
 
@@ -38,7 +38,7 @@ def run(
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("REDUCTION_")},
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(workers),
         "OMP_NUM_THREADS": "1",
         "REDUCTION_SERVERS": ",".join(servers),
@@ -68,7 +68,7 @@ def _lines(ranks: list[subprocess.Popen[bytes]]) -> Iterator[tuple[int, bytes | 
     begun = [b""] * len(ranks)  # what came of a rank's next line
     with selectors.DefaultSelector() as selector:
         for rank, process in enumerate(ranks):
-            selector.register(_pipe(process.stdout), selectors.EVENT_READ, rank)
+            selector.register(pipe(process.stdout), selectors.EVENT_READ, rank)
         while selector.get_map():
             for key, _ in selector.select():
                 rank = key.data
@@ -94,16 +94,18 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.kill()
     for process in ranks:
         process.wait()
-        _pipe(process.stdin).close()
-        _pipe(process.stdout).close()
+        pipe(process.stdin).close()
+        pipe(process.stdout).close()
 
 
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+def pipe(stream: IO[AnyStr] | None) -> IO[AnyStr]:
+    """Return a process's stream that was asked for."""
     assert stream is not None
     return stream
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at, on any address of this machine."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
