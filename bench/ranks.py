@@ -65,6 +65,7 @@ class Ranks:
         self._lines: queue.Queue[tuple[int, str]] = queue.Queue()
         self._processes: list[subprocess.Popen[str]] = []
         self._said: list[IO[str]] = []
+        self._killed: set[int] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> Ranks:
@@ -104,7 +105,7 @@ class Ranks:
             said: dict[str, Any] = json.loads(line)
             return said
         code = self._processes[rank].wait()
-        if code != 0:
+        if code != 0 and rank not in self._killed:
             raise CrewError(f"rank {rank} ended with code {code}\n{self._last_words(rank)}")
         self.running -= 1
         return None
@@ -116,6 +117,11 @@ class Ranks:
                 stream = pipe(process.stdin)
                 stream.write(line + "\n")
                 stream.flush()
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL to a rank, whose end is then no failure."""
+        self._killed.add(rank)
+        self._processes[rank].kill()
 
     def stalled(self, why: str) -> CrewError:
         """Abort all ranks; return what to raise, with where they were."""

@@ -21,7 +21,16 @@ from reducer.membership import Job, Membership
 from reducer.reductions import Counters, Reductions, Send
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Buffer, Header
-from reducer.wire.messages import Hello, Loss, Welcome, decode, encode, encode_error
+from reducer.wire.messages import (
+    MAX_NAMED_RANKS,
+    Hello,
+    Loss,
+    Stragglers,
+    Welcome,
+    decode,
+    encode,
+    encode_error,
+)
 from reducer.wire.states import Role, after
 
 if TYPE_CHECKING:
@@ -170,7 +179,8 @@ class Engine:
         sends += self._decide(lambda claim: claim.due <= now)
         for job in self._members.jobs.values():
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
-            sends += [Send(member.peer, ping, None) for member in job.members.values()]
+            gone = encode(Stragglers(tuple(job.gone)[:MAX_NAMED_RANKS])) if job.gone else None
+            sends += [Send(member.peer, ping, gone) for member in job.members.values()]
         return sends
 
     def drain(self) -> list[Send]:

@@ -30,6 +30,7 @@ def init(
     window_bytes: int | str | None = None,
     timeout: float | str | None = None,
     connect_timeout: float | str | None = None,
+    on_rank_lost: str | None = None,
 ) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
 
@@ -49,6 +50,8 @@ def init(
         window_bytes: bytes in flight over all reducers, such as ``"16MiB"``, or ``"auto"``.
         timeout: seconds (or ``"300s"``, ``"5ms"``) after which an all-reduce fails.
         connect_timeout: seconds for all reducers to answer now.
+        on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
+            others make them without it and go on, means being over those that are present.
 
     Raises:
         ConfigError: a setting is wrong or missing; the message says what to write.
@@ -67,6 +70,7 @@ def init(
         window_bytes=window_bytes,
         timeout=timeout,
         connect_timeout=connect_timeout,
+        on_rank_lost=on_rank_lost,
     )
     return client
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import (
     ConfigError,
     LocalProtocolError,
-    ReducerLostError,
     ReductionError,
 )
 from reducer.wire.constants import ReduceOp
 from worker_client import config, faults, implementation
-from worker_client.driver import Driver
 from worker_client.host_buffer import HostBuffer, host_buffer
 from worker_client.names import own
 from worker_client.operation import Operation
-from worker_client.session import Session
+from worker_client.part import Part
+from worker_client.survivors import Survivors
 from worker_client.work import Work
 
 if TYPE_CHECKING:
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from worker_client.fallback import Fallback
     from worker_client.handover import Unfinished
     from worker_client.settings import Settings
+    from worker_client.survivors import Ended, Left
 
 
 class Counters(NamedTuple):
@@ -60,6 +59,7 @@ class Client:
         context: libzmq's context of the reducer that this process hosts, if it does.
         fallback: what brings all-reduces to their end when no reducer is left, if
             `settings.fallback`.
+        outlive: go on without ranks that are lost, instead of failing what needs them.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
@@ -80,6 +80,7 @@ class Client:
         io_threads: int = 1,
         context: Any = None,
         fallback: Fallback | None = None,
+        outlive: bool = False,
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
     ) -> None:
@@ -91,17 +92,35 @@ class Client:
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
-        self._session = Session(settings, chosen.flight)
         self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
         self._pid = os.getpid()
-        for address in settings.reducers:
-            _resolve(address)
-        transport = chosen.transport(self._session.flight, io_threads, context)
-        for link in self._session.links:
-            transport.connect(self._session.endpoint(link))
-        self._driver = Driver(self._session, transport, self._end, self._leave, self._hand_over)
+
+        def enter(settings: Settings, ended: Ended, left: Left) -> Part:
+            return Part(
+                settings,
+                chosen,
+                io_threads=io_threads,
+                context=context,
+                ended=ended,
+                left=left,
+                hand_over=self._hand_over,
+            )
+
+        self._survivors: Survivors | None = None
+        if outlive:
+            self._survivors = Survivors(
+                settings,
+                enter,
+                self._end,
+                self._leave,
+                timeout_s=timeout_s,
+                connect_timeout_s=connect_timeout_s,
+            )
+        else:
+            self._whole = enter(settings, self._end, self._leave)
+        self._driver = self._survivors or self._whole.driver
         try:
-            self._join(connect_timeout_s)
+            self._part.join(connect_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -113,25 +132,33 @@ class Client:
 
     @property
     def world_size(self) -> int:
-        """Number of workers of the job."""
+        """Number of workers that the job began with."""
         return self.settings.world_size
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks that take part: all of them, but for those that the job goes on without."""
+        lost = self._survivors.lost if self._survivors is not None else ()
+        return tuple(rank for rank in range(self.world_size) if rank not in lost)
 
     @property
     def lanes(self) -> list[int]:
         """Number of connections to each reducer, one for each of its threads."""
-        reducers = [link.reducer for link in self._session.links]
-        return [reducers.count(reducer) for reducer in range(len(self.settings.reducers))]
+        session = self._part.session
+        reducers = [link.reducer for link in session.links]
+        return [reducers.count(reducer) for reducer in range(len(session.settings.reducers))]
 
     @property
     def in_use(self) -> list[bool]:
         """Whether each reducer is in use, in the order of the settings."""
-        shard_map = self._session.failover.map
-        return [shard_map.uses(reducer) for reducer in range(len(self.settings.reducers))]
+        part = self._part
+        used = dict(zip(part.session.settings.reducers, part.in_use, strict=True))
+        return [used.get(address, False) for address in self.settings.reducers]
 
     @property
     def counters(self) -> Counters:
         """What has happened to this client's reducers so far."""
-        failover = self._session.failover
+        failover = self._part.session.failover
         return Counters(
             losses=failover.losses,
             moved=failover.moved,
@@ -139,6 +166,10 @@ class Client:
             supplied=failover.supplied,
             fallbacks=0 if self._fallback is None else self._fallback.count,
         )
+
+    @property
+    def _part(self) -> Part:
+        return self._whole if self._survivors is None else self._survivors.part
 
     @property
     def usable(self) -> bool:
@@ -245,22 +276,6 @@ class Client:
         for operation in list(self._works):
             self._end(operation, own(error, operation))
 
-    # -- joining ------------------------------------------------------------------------------
-
-    def _join(self, timeout_s: float) -> None:
-        self._driver.settled.wait(timeout_s)
-        refusal = self._session.refusal
-        if refusal is not None:
-            raise refusal
-        for link in self._session.links:
-            if not link.member:
-                why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
-                raise ReducerLostError(
-                    f"reducer {link.address} {why} (waited {timeout_s:g} s): check the address in "
-                    "REDUCTION_SERVERS, and that `reducer serve` runs there",
-                    reducer=link.address,
-                )
-
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise LocalProtocolError(
@@ -279,24 +294,3 @@ def _parse_op(op: str | ReduceOp) -> ReduceOp:
     except (KeyError, AttributeError):
         known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
         raise ConfigError(f"unknown op {op!r}: use one of {known}") from None
-
-
-def _resolve(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): check "
-            "REDUCTION_SERVERS"
-        ) from None
-
-
-def _diagnose(address: str) -> str:
-    """Say why a reducer cannot be reached, by trying once with a plain socket."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-    except OSError as error:
-        return f"cannot be reached: {error.strerror or error}"
-    return "accepts connections but does not speak this protocol"

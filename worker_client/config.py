@@ -101,6 +101,10 @@ class WorkerConfig(BaseSettings):
     """What happens to all-reduces when no reducer is left: they fail until one is back, or from
     then on go through the process group."""
 
+    on_rank_lost: Literal["error", "continue"] = "error"
+    """What happens to all-reduces when a rank is lost: they fail, or the others make them without
+    it, and go on."""
+
     impl: Literal["plain", "compiled"] | None = None
     """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was
     built. Both do the same."""

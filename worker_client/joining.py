@@ -31,7 +31,7 @@ class Joining:
         failover: knows which reducers are used.
 
     Attributes:
-        complete: every reducer has welcomed us once.
+        complete: every reducer has welcomed us once, or was given up.
     """
 
     def __init__(
@@ -51,14 +51,28 @@ class Joining:
         self._flow = flow
         self._plan = plan
         self._failover = failover
+        self._since: float | None = None  # when some reducers had welcomed us, and others had not
         self._retries: dict[int, float] = {}  # links that were refused: when to try again
         for reducer, address in enumerate(settings.reducers):
-            self._add(reducer, 0, address)
+            for lane, known in enumerate([address, *settings.lanes.get(reducer, ())]):
+                self._add(reducer, lane, known)
 
     @property
     def done(self) -> bool:
-        """Whether this worker is a member at every reducer."""
-        return all(link.member for link in self._links)
+        """Whether this worker is a member at every reducer that is in use."""
+        used = self._failover.map.uses
+        return all(link.member or not used(link.reducer) for link in self._links)
+
+    def give_up(self, now: float) -> list[int]:
+        """Return the reducers to begin without, when the others have been waited for enough."""
+        if self.complete or not any(link.member for link in self._links):
+            return []
+        if self._since is None:
+            self._since = now
+        if now < self._since + self._settings.patience_s:
+            return []
+        self.complete = True
+        return [link.reducer for link in self._links if not link.member]
 
     def hello(self, link: Link, header: Header) -> Send:
         """Introduce ourselves to a reducer that was reached."""

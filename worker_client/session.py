@@ -52,11 +52,15 @@ class Session:
         settings: who we are and where the reducers are.
         flight: class of what is in flight; whoever performs the actions also sends, after them,
             what its `refill` returns.
+
+    Attributes:
+        gone: ranks that some reducer has lost, or that have left.
     """
 
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links: list[Link] = []
+        self.gone: set[int] = set()
         self._now = 0.0
         self._identity = Header(
             MessageType.HELLO,
@@ -121,7 +125,7 @@ class Session:
 
     @property
     def joined(self) -> bool:
-        """Whether every reducer has welcomed this worker."""
+        """Whether every reducer that is in use has welcomed this worker."""
         return self._joining.done
 
     @property
@@ -283,6 +287,8 @@ class Session:
     def _look_around(self, now: float) -> list[Action]:
         """Do what is seldom due."""
         actions: list[Action] = list(self._joining.retry(now))
+        for reducer in self._joining.give_up(now):
+            actions += self.losses.missed(reducer, self._map.epoch)
         for link in self.links:
             actions += self._aborts.pay(link)
         if (oldest := self.calls.active.straggling(now)) is not None:
@@ -372,8 +378,10 @@ class Session:
         return self.losses.draining(link)
 
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del link, payload
+        del link
         self.flight.confirm(header.watermark)
+        if payload:
+            self.gone.update(decode(Stragglers, payload).missing)
         return []
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:

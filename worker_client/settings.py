@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from worker_client.flow import most_per_link
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Settings:
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
         fallback: hand all-reduces over when no reducer is left, instead of failing them.
+        lanes: addresses of reducers' further threads, by the reducer's index, where known.
+        patience_s: how long to wait for all reducers at the start, before going on without those
+            that have not answered.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
     """
@@ -34,6 +38,8 @@ class Settings:
     window_bytes: int
     chunk_bytes: int = 0
     fallback: bool = False
+    lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    patience_s: float = math.inf
     weights: tuple[int, ...] = ()
     hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)

@@ -37,6 +37,7 @@ def connect(
     window_bytes: int | str | None = None,
     timeout: float | str | None = None,
     connect_timeout: float | str | None = None,
+    on_rank_lost: str | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments."""
     settings = config.load(
@@ -48,6 +49,7 @@ def connect(
         window_bytes=window_bytes,
         timeout=timeout,
         connect_timeout=connect_timeout,
+        on_rank_lost=on_rank_lost,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     group = process_group.current() if rank is None and world_size is None else None
@@ -81,6 +83,7 @@ def connect(
             io_threads=settings.io_threads,
             context=hosted.context if hosted else None,
             fallback=fallback,
+            outlive=settings.on_rank_lost == "continue",
             on_shutdown=hosted.stop if hosted else None,
             failpoints=parse(settings.failpoints),
         )

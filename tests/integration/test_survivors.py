@@ -1,0 +1,198 @@
+"""Ranks die and the others go on: each call's result is the same everywhere, and all or nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from itertools import combinations, pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.chaos_run import Pool
+from bench.lab import Lab
+from bench.ranks import Ranks
+from tests.integration.survivor_rank import IN_FLIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux"),
+    pytest.mark.timeout(120),
+]
+
+PATIENCE_S = 60.0
+MODULE = "tests.integration.survivor_rank"
+
+
+class Job:
+    """Ranks that all-reduce, their reducers, and what they have said."""
+
+    def __init__(self, ranks: Ranks, pool: Pool | None, workers: int) -> None:
+        self.ranks = ranks
+        self.pool = pool
+        self.alive = set(range(workers))
+        self.values: dict[int, dict[int, Any]] = defaultdict(dict)  # by call and rank
+        self.calls = [0] * workers
+        self.present: dict[int, list[int]] = {}
+        self.errors: dict[int, str] = {}
+        self.ended: set[int] = set()
+
+    def kill(self, rank: int) -> None:
+        self.alive.discard(rank)
+        self.ranks.kill(rank)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not done():
+            if time.monotonic() > end:
+                raise self.ranks.stalled(f"calls {self.calls}, errors {self.errors}")
+            self._take(self.ranks.hear(0.05))
+
+    def _take(self, said: dict[str, Any] | None) -> None:
+        if said is None:
+            return
+        rank = said["rank"]
+        if said["event"] == "error":
+            self.errors[rank] = said["error"]
+            return
+        self.present[rank] = said["present"]
+        if said["event"] == "end":
+            self.ended.add(rank)
+        else:
+            self.values[said["call"]][rank] = said["value"]
+            self.calls[rank] = said["call"] + 1
+
+    def progress(self, calls: int) -> None:
+        goal = max(self.calls) + calls
+        self.until(lambda: min(self.calls[rank] for rank in self.alive) >= goal)
+
+    def rest(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
+
+    def finish(self) -> None:
+        self.ranks.tell(str(max(self.calls) + 40))
+        self.until(lambda: self.ended >= self.alive)
+        self.until(lambda: not self.ranks.running)
+
+    def memberships(self) -> Iterator[frozenset[int]]:
+        """Whose contributions are in each call's result, after a look whether all have the same."""
+        for call in sorted(self.values):
+            values = {rank: self.values[call].get(rank) for rank in self.alive}
+            assert len(set(values.values())) == 1, f"call {call}: {values}"
+            yield whose(call, next(iter(values.values())), len(self.calls))
+
+
+def whose(call: int, value: Any, workers: int) -> frozenset[int]:
+    assert isinstance(value, float), f"call {call}: {value}"
+    for size in range(1, workers + 1):
+        for ranks in combinations(range(workers), size):
+            right = sum(100**rank for rank in ranks) / (size if call % 2 else 1)
+            if math.isclose(value, right, rel_tol=1e-12):
+                return frozenset(ranks)
+    raise AssertionError(f"call {call}: nobody's sum is {value}")
+
+
+def run(workers: int, reducers: int, action: Callable[[Job], None], module: str = MODULE) -> Job:
+    with Lab.loopback(workers + reducers) as lab:
+        pool = Pool(lab.hosts[workers:]) if reducers else None
+        addresses = pool.addresses if pool else []
+        environment = {} if pool else {"MEET": "1"}
+        try:
+            with Ranks(module, lab.hosts[:workers], {}, addresses, environment) as ranks:
+                job = Job(ranks, pool, workers)
+                job.progress(8)
+                action(job)
+                job.finish()
+        finally:
+            if pool:
+                pool.stop()
+    return job
+
+
+def assert_went_on(job: Job) -> None:
+    assert job.errors == {}
+    assert all(set(job.present[rank]) == job.alive for rank in job.alive)
+    found = list(job.memberships())
+    assert found[0] == frozenset(range(len(job.calls)))
+    assert found[-1] == job.alive
+    # Of calls that were in flight together, a later one may have been finished with a rank that an
+    # earlier one was made again without.
+    steps = [found[at : at + IN_FLIGHT] for at in range(0, len(found), IN_FLIGHT)]
+    for earlier, later in pairwise(steps):
+        assert frozenset.union(*later) <= frozenset.intersection(*earlier)
+
+
+def lose_in_turn(*victims: int) -> Callable[[Job], None]:
+    def action(job: Job) -> None:
+        for victim in victims:
+            job.kill(victim)
+            job.progress(12)
+
+    return action
+
+
+@pytest.mark.parametrize(("workers", "reducers"), [(4, 2), (3, 1), (3, 0)])
+def test_the_others_go_on_when_a_rank_dies(impl: str, workers: int, reducers: int) -> None:
+    assert_went_on(run(workers, reducers, lose_in_turn(1)))
+
+
+def test_the_first_rank_is_like_any_other() -> None:
+    assert_went_on(run(3, 2, lose_in_turn(0)))
+
+
+def test_one_rank_after_another_dies_down_to_the_last() -> None:
+    assert_went_on(run(5, 2, lose_in_turn(4, 2, 1, 3)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_die_at_about_the_same_time(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def action(job: Job) -> None:
+        for victim in rng.sample(range(5), 2):
+            job.kill(victim)
+            job.rest(rng.choice((0.0, 0.3, 1.0, 1.3)))
+        job.progress(12)
+
+    assert_went_on(run(5, 3, action))
+
+
+def test_a_reducer_dies_with_a_rank() -> None:
+    def action(job: Job) -> None:
+        assert job.pool is not None
+        job.kill(2)
+        job.pool.end(1, signal.SIGKILL)
+        job.progress(12)
+        job.pool.end(0, signal.SIGKILL)
+        job.progress(12)
+
+    assert_went_on(run(4, 3, action))
+
+
+def test_a_ddp_training_goes_on_without_a_rank() -> None:
+    pytest.importorskip("torch", reason="needs torch")
+    job = run(3, 2, lose_in_turn(1), "tests.integration.survivor_ddp")
+    assert job.errors == {}
+    assert set(job.present[0]) == set(job.present[2]) == {0, 2}
+    for step, weights in job.values.items():
+        assert weights[0] == weights[2], f"step {step}"
+    assert len({weights[0] for weights in job.values.values()}) == len(job.values)
+
+
+def test_a_minority_does_not_go_on() -> None:
+    def action(job: Job) -> None:
+        for victim in (0, 1, 2):
+            job.kill(victim)
+        job.until(lambda: job.errors.keys() == job.alive)
+        job.ended |= job.alive
+
+    job = run(5, 2, action)
+    assert set(job.errors) == {3, 4}
+    assert all(error.startswith("RankLostError: rank ") for error in job.errors.values())

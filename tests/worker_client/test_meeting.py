@@ -1,0 +1,241 @@
+"""Ranks that meet in a new membership: who has what of earlier calls, and who is present."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reducer.errors import (
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+    ReductionTimeout,
+)
+from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
+from worker_client.journal import Journal
+from worker_client.link import Link
+from worker_client.meeting import Meeting
+from worker_client.membership import Membership
+from worker_client.operation import Operation
+from worker_client.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NBYTES = 24
+UNDONE, DONE, FAILED = "undone", "done", "failed"
+TYPES = {DType.INT64: np.int64, DType.UINT8: np.uint8}
+OPS = {ReduceOp.MAX: np.max, ReduceOp.MIN: np.min, ReduceOp.SUM: np.sum}
+
+
+class Table:
+    """Where ranks meet: an all-reduce among threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.asked: list[str | None] = []
+        self._arrays: list[Operation | None] = [None] * ranks
+        self._barrier = threading.Barrier(ranks, self._reduce, timeout=10)
+
+    def ask(self, rank: int, question: Operation) -> None:
+        question.sequence = len(self.asked)
+        self._arrays[rank] = question
+        self._barrier.wait()
+
+    def _reduce(self) -> None:
+        first = self._arrays[0]
+        assert first is not None
+        assert len({(one.name, one.view.nbytes, one.op) for one in self._arrays}) == 1
+        inputs = [np.frombuffer(one.view, TYPES[one.dtype]) for one in self._arrays]
+        result = OPS[first.op](inputs, axis=0).astype(inputs[0].dtype)
+        for array in inputs:
+            array[:] = result
+        self.asked.append(first.name)
+
+
+def contribution(number: int, rank: int) -> bytes:
+    return bytes([1 + number, 1 + rank] * (NBYTES // 2))
+
+
+def result(number: int) -> bytes:
+    return bytes([128 + number] * NBYTES)
+
+
+def journal(rank: int, states: Sequence[str]) -> Journal:
+    """What a rank knows of calls 0, 1, ..."""
+    known = Journal()
+    for number, state in enumerate(states):
+        buffer = bytearray(contribution(number, rank))
+        entry = known.add(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
+        entry.begin().sequence = number
+        entry.operation.view[: NBYTES // 2] = bytes(NBYTES // 2)  # some chunks were overwritten
+        if state == DONE:
+            entry.finish(result(number), None)
+        if state == FAILED:
+            entry.finish(None, ReductionTimeout("too late"))
+    return known
+
+
+def meet(states: Sequence[Sequence[str]]) -> tuple[list[Journal], list[Meeting], list[str | None]]:
+    """Let ranks meet that know calls to be in these states."""
+    ranks = len(states)
+    table = Table(ranks)
+    journals = [journal(rank, mine) for rank, mine in enumerate(states)]
+    return journals, gather(table, journals), table.asked
+
+
+def gather(table: Table, journals: list[Journal]) -> list[Meeting]:
+    """Run every rank's side of a meeting."""
+    settings = Settings("job", 0, 0, len(journals), ("r:1",), 1 << 20)
+    meetings = [
+        Meeting(replace(settings, rank=rank), partial(table.ask, rank))
+        for rank in range(len(journals))
+    ]
+    with ThreadPoolExecutor(len(journals)) as pool:
+        pairs = zip(meetings, journals, strict=True)
+        for future in [pool.submit(meeting.run, mine, 5.0) for meeting, mine in pairs]:
+            future.result()
+    assert all(meeting.last == len(table.asked) - 1 for meeting in meetings)
+    return meetings
+
+
+def test_who_lacks_a_result_gets_it_from_who_has_it() -> None:
+    journals, meetings, _ = meet([[DONE, UNDONE], [UNDONE, DONE], [UNDONE, UNDONE]])
+    for known in journals:
+        assert [entry.result for entry in known] == [result(0), result(1)]
+    for meeting in meetings:
+        assert all(bytes(entry.operation.view) == entry.result for entry in meeting.ends)
+    assert [len(meeting.ends) for meeting in meetings] == [1, 1, 2]
+
+
+def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
+    journals, meetings, asked = meet([[DONE, UNDONE], [DONE, UNDONE]])
+    assert len(asked) == 1, "there is nothing to supply"
+    for rank, known in enumerate(journals):
+        undone = known.get(1)
+        assert not undone.over
+        undone.begin()
+        assert bytes(undone.operation.view) == contribution(1, rank)
+    assert [meeting.ends for meeting in meetings] == [[], []]
+
+
+def test_what_failed_at_one_rank_fails_at_all_that_have_no_result() -> None:
+    journals, _, _ = meet([[FAILED, DONE], [UNDONE, DONE], [DONE, DONE]])
+    assert [type(known.get(0).error) for known in journals] == [
+        ReductionTimeout,
+        RankLostError,
+        type(None),
+    ]
+
+
+def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> None:
+    journals, _, _ = meet([[DONE, DONE, DONE, UNDONE], [DONE, DONE, UNDONE]])
+    journals[0].prune(2)
+    assert [entry.result for entry in journals[1]][2] == result(2)
+    states = [[DONE] * 6, [DONE] * 6 + [UNDONE]]
+    table = Table(2)
+    both = [journal(rank, mine) for rank, mine in enumerate(states)]
+    both[0].prune(6)  # all of them
+    gather(table, both)
+    assert not both[1].get(6).over
+
+
+@given(
+    st.integers(2, 4).flatmap(
+        lambda ranks: st.lists(
+            st.lists(st.sampled_from([UNDONE, DONE, FAILED]), min_size=ranks, max_size=ranks),
+            max_size=5,
+        )
+    )
+)
+def test_whatever_they_have(calls: list[list[str]]) -> None:
+    ranks = len(calls[0]) if calls else 2
+    states = [[call[rank] for call in calls] for rank in range(ranks)]
+    journals, meetings, _ = meet(states)
+    for number, call in enumerate(calls):
+        for rank, known in enumerate(journals):
+            entry = known.get(number)
+            if call[rank] == UNDONE and FAILED in call:
+                assert isinstance(entry.error, RankLostError)
+            elif call[rank] == UNDONE and DONE in call:
+                assert entry.result == result(number)
+                assert entry in meetings[rank].ends
+            elif call[rank] == UNDONE:
+                assert not entry.over
+
+
+# -- who is present -------------------------------------------------------------------------------
+
+POOL = Settings("job", 3, 1, 4, ("a:1", "b:1"), 1 << 20)
+LINKS = [Link(0, 0, 0, "a:1"), Link(1, 1, 0, "b:1"), Link(2, 0, 1, "a:2")]
+
+
+def test_a_membership_is_named_by_who_is_in_it() -> None:
+    whole = Membership.whole(POOL)
+    without = whole.without({0}, LINKS)
+    assert without.present == (1, 2, 3)
+    settings = without.settings
+    assert (settings.rank, settings.world_size, settings.generation) == (0, 3, 3)
+    assert settings.reducers == POOL.reducers
+    assert settings.lanes == {0: ["a:2"], 1: []}
+    other = Membership.whole(replace(POOL, rank=2)).without({0}, LINKS)
+    assert other.settings.job == settings.job
+    names = {POOL.job, settings.job, whole.without({2}, LINKS).settings.job}
+    assert len(names | {without.without({0, 2}, LINKS).settings.job}) == 4
+    long = replace(POOL, job="ü" * (MAX_JOB_NAME_BYTES // 2))
+    assert len(Membership.whole(long).without({0}, []).settings.job.encode()) <= MAX_JOB_NAME_BYTES
+
+
+def test_the_reducers_of_lost_hosts_are_left_out() -> None:
+    mixed = replace(
+        POOL,
+        reducers=("a:1", "h0:1", "h1:1", "h2:1", "h3:1"),
+        hosts={1: 0, 2: 1, 3: 2, 4: 3},
+        weights=(6, 3, 3, 3, 3),
+    )
+    settings = Membership.whole(mixed).without({0, 3}, []).settings
+    assert settings.reducers == ("a:1", "h1:1", "h2:1")
+    assert settings.hosts == {1: 0, 2: 1}
+    assert settings.weights == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("lost", "may"),
+    [({0}, True), ({3}, True), ({2, 3}, True), ({0, 2}, False), ({0, 2, 3}, False)],
+)
+def test_no_two_groups_go_on_beside_each_other(lost: set[int], may: bool) -> None:
+    whole = Membership.whole(POOL)
+    assert whole.without(lost, []).may_follow(whole) is may
+    if len(lost) < 4 and 1 not in lost:
+        rest = set(range(4)) - lost
+        others = Membership.whole(replace(POOL, rank=min(lost))).without(rest, [])
+        assert not (may and others.may_follow(whole))
+
+
+def test_a_rank_that_is_lost_itself_is_told_so() -> None:
+    with pytest.raises(RankLostError) as error:
+        Membership.whole(POOL).without({1}, [])
+    assert error.value.rank == 1
+
+
+def test_errors_name_the_ranks_as_the_job_numbers_them() -> None:
+    whole = Membership.whole(POOL)
+    present = whole.without({0}, [])
+    lost = RankLostError("rank 2 died", rank=2)
+    assert whole.translate(lost) is lost
+    told = present.translate(lost)
+    assert told.rank == 3
+    assert "(1, 2, 3)" in str(told)
+    assert lost.rank == 2, "the original is another rank's as well"
+    mismatch = MismatchError("differ", field="op", rank=0, other_rank=1, expected="SUM", got="MAX")
+    told = present.translate(mismatch)
+    assert (told.rank, told.other_rank) == (1, 2)
+    assert present.translate(ReductionTimeout("late", missing=(0, 2))).missing == (1, 3)
+    assert isinstance(present.translate(ReducerLostError("gone", reducer="a:1")), ReducerLostError)

@@ -1,0 +1,99 @@
+"""The calls that some rank may not have finished, with what it takes to make them again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from worker_client.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reducer.errors import ReductionError
+
+
+class Entry:
+    """One call.
+
+    Attributes:
+        operation: what the caller asked for.
+        contribution: a copy of what was in the buffer then.
+        attempt: the same call as the current membership makes it; None: not yet, or not any more.
+        result: a copy of the result.
+        error: why it has failed.
+        last: the all-reduce of the current membership that every rank must have finished before
+            this call may be forgotten.
+    """
+
+    __slots__ = ("attempt", "contribution", "error", "last", "operation", "result")
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.contribution = bytes(operation.view)
+        self.attempt: Operation | None = None
+        self.result: bytes | None = None
+        self.error: ReductionError | None = None
+        self.last = -1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended here."""
+        return self.result is not None or self.error is not None
+
+    def begin(self) -> Operation:
+        """Return a fresh attempt, with the contribution in the buffer."""
+        call = self.operation
+        call.view[:] = self.contribution
+        self.attempt = Operation(call.view, call.dtype, call.op, call.name, call.timeout_s)
+        return self.attempt
+
+    def finish(self, result: bytes | None, error: ReductionError | None) -> None:
+        """Take note of its end, with a result or an error."""
+        if self.attempt is not None:
+            self.last = self.operation.sequence = self.attempt.sequence
+        self.result, self.error = result, error
+
+
+class Journal:
+    """Calls in their order, numbered from 0.
+
+    Attributes:
+        next: number of the next call.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._entries: dict[int, Entry] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def add(self, operation: Operation) -> Entry:
+        """Enter a call that has not begun."""
+        entry = self._entries[self.next] = Entry(operation)
+        self.next += 1
+        return entry
+
+    def get(self, number: int) -> Entry | None:
+        """Return a call; None if it is finished at every rank, or was not made here yet."""
+        return self._entries.get(number)
+
+    def unfinished(self) -> int:
+        """Return the number of the first call that has not ended here."""
+        return next((at for at, entry in self._entries.items() if not entry.over), self.next)
+
+    def ended(self) -> int:
+        """Return the number after the last call that has ended here, 0 if there is none."""
+        return max((at for at, entry in self._entries.items() if entry.over), default=-1) + 1
+
+    def prune(self, reached: int) -> None:
+        """Forget what has ended at every rank.
+
+        Args:
+            reached: the sequence number below which all-reduces of the current membership have.
+        """
+        while self._entries:
+            number, entry = next(iter(self._entries.items()))
+            if not entry.over or entry.last >= reached:
+                return
+            del self._entries[number]

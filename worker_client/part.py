@@ -1,0 +1,100 @@
+"""A client's part in one membership of a job: a session, its connections, and who moves them on."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import ConfigError, ReducerLostError
+from worker_client.driver import Driver
+from worker_client.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from worker_client.handover import Unfinished
+    from worker_client.implementation import Implementation
+    from worker_client.operation import Operation
+    from worker_client.settings import Settings
+
+
+class Part:
+    """A session that runs.
+
+    Args:
+        settings: who we are and where the reducers are.
+        implementation: of the flight and the transport.
+        io_threads: threads of libzmq that serve the connections.
+        context: libzmq's context of the reducer that this process hosts, if it does.
+        ended, left, hand_over: as of `Driver`.
+
+    Raises:
+        ConfigError: an address cannot be resolved.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        implementation: Implementation,
+        *,
+        io_threads: int,
+        context: Any,
+        ended: Callable[[Operation, ReductionError | None], None],
+        left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
+        hand_over: Callable[[list[Unfinished]], None],
+    ) -> None:
+        self.session = Session(settings, implementation.flight)
+        for address in settings.reducers:
+            _resolve(address)
+        transport = implementation.transport(self.session.flight, io_threads, context)
+        for link in self.session.links:
+            transport.connect(self.session.endpoint(link))
+        self.driver = Driver(self.session, transport, ended, left, hand_over)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until every reducer has welcomed us that is in use.
+
+        Raises:
+            ReducerLostError: a reducer did not answer in time; the message names it and says why.
+            ReductionError: a reducer refused this worker; the class says why.
+        """
+        self.driver.settled.wait(timeout_s)
+        refusal = self.session.refusal
+        if refusal is not None:
+            raise refusal
+        for link in self.session.links:
+            if not link.member and self.in_use[link.reducer]:
+                why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
+                raise ReducerLostError(
+                    f"reducer {link.address} {why} (waited {timeout_s:g} s): check the address in "
+                    "REDUCTION_SERVERS, and that `reducer serve` runs there",
+                    reducer=link.address,
+                )
+
+    @property
+    def in_use(self) -> list[bool]:
+        """Whether each reducer is in use, in the order of the settings."""
+        shard_map = self.session.failover.map
+        return [shard_map.uses(at) for at in range(len(self.session.settings.reducers))]
+
+
+def _resolve(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): check "
+            "REDUCTION_SERVERS"
+        ) from None
+
+
+def _diagnose(address: str) -> str:
+    """Say why a reducer cannot be reached, by trying once with a plain socket."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError as error:
+        return f"cannot be reached: {error.strerror or error}"
+    return "accepts connections but does not speak this protocol"
