@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
+HURRY_S = 0.5  # the same, when a rank is gone
 
 
 class Pending:
@@ -70,8 +71,13 @@ class Pending:
         oldest = next(iter(self._operations.values()), None)
         if oldest is None or now < oldest.ask_at:
             return None
-        oldest.ask_at += oldest.ask_at - oldest.begun
+        oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
         return oldest
+
+    def hurry(self, now: float) -> None:
+        """Have it asked soon whom each waits for: it may be for a rank that is gone."""
+        for operation in self._operations.values():
+            operation.ask_at = min(operation.ask_at, now + HURRY_S)
 
     def _is_due_at(self, deadline: float, sequence: int) -> bool:
         operation = self._operations.get(sequence)

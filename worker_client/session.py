@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import (
     MembershipError,
     MismatchError,
+    RankLostError,
     ReductionError,
     ReductionTimeout,
     RemoteProtocolError,
@@ -30,6 +31,7 @@ from worker_client.handover import HandingOver
 from worker_client.joining import Joining
 from worker_client.losses import Losses
 from worker_client.names import own
+from worker_client.pending import STRAGGLER_S
 from worker_client.plan import Plan
 
 if TYPE_CHECKING:
@@ -52,15 +54,12 @@ class Session:
         settings: who we are and where the reducers are.
         flight: class of what is in flight; whoever performs the actions also sends, after them,
             what its `refill` returns.
-
-    Attributes:
-        gone: ranks that some reducer has lost, or that have left.
     """
 
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links: list[Link] = []
-        self.gone: set[int] = set()
+        self._gone: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
         self._now = 0.0
         self._identity = Header(
             MessageType.HELLO,
@@ -148,6 +147,14 @@ class Session:
         """Whether all calls are brought to their end by other means."""
         return self._handing.done
 
+    @property
+    def gone(self) -> set[int]:
+        """Ranks that a reducer in use has lost, or that have left."""
+        # One that cannot reach a rank, but is not in use, says nothing of that rank's life.
+        said = tuple(self._gone.items())
+        used = [ranks for link, ranks in said if self._map.uses(self.links[link].reducer)]
+        return {rank for ranks in used for rank in ranks}
+
     def next_deadline(self) -> float | None:
         """Time of the next `tick` that matters, in seconds of the caller's clock."""
         return self.calls.active.next_deadline()
@@ -205,6 +212,8 @@ class Session:
     def _start(self, operation: Operation, now: float) -> list[Action]:
         parts = self._plan.next(operation.view.nbytes)
         self.calls.begin(operation, parts, self._agreement.chunk_bytes, self._map.epoch, now)
+        if self._gone:
+            self.calls.active.hurry(now)
         actions: list[Action] = []
         for part in parts:
             link = self.links[part.link]
@@ -378,10 +387,13 @@ class Session:
         return self.losses.draining(link)
 
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del link
         self.flight.confirm(header.watermark)
-        if payload:
-            self.gone.update(decode(Stragglers, payload).missing)
+        gone = decode(Stragglers, payload).missing if payload else ()
+        if not self.gone.issuperset(gone):
+            self.calls.active.hurry(self._now)
+        self._gone[link.index] = gone
+        if not gone:
+            del self._gone[link.index]
         return []
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
@@ -397,13 +409,22 @@ class Session:
 
     def _stragglers(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         operation = self.calls.active.get(header.sequence)
-        if operation is not None:
+        missing = decode(Stragglers, payload).missing
+        if operation is None:
+            return []
+        if lost := sorted(self.gone.intersection(missing)):
+            # This reducer cannot know: it was restarted, and that rank has never been there.
+            why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
+            return self.calls.fail(operation, RankLostError(why, rank=lost[0]))
+        waited = self._now - operation.begun
+        if waited >= STRAGGLER_S:
+            ranks = ", ".join(map(str, missing))
             log.warning(
                 "%s: reducer %s waits for rank %s, %.0f s so far",
                 operation,
                 link.address,
-                ", ".join(map(str, decode(Stragglers, payload).missing)),
-                self._now - operation.begun,
+                ranks,
+                waited,
             )
         return []
 

@@ -189,7 +189,7 @@ class Survivors:
         while not self.closing:
             with self._gate:
                 for part, present in self._places():
-                    self._suspects.update(present[rank] for rank in tuple(part.session.gone))
+                    self._suspects.update(present[rank] for rank in part.session.gone)
                 if not self._suspects <= known:
                     return True
             if time.monotonic() > end:
@@ -275,8 +275,8 @@ class Survivors:
             try:
                 error = answer.get(timeout=LOOK_S)
             except queue.Empty:
-                gone = tuple(self.part.session.gone)
-                if not {self._membership.present[rank] for rank in gone} <= lost:
+                gone = {self._membership.present[rank] for rank in self.part.session.gone}
+                if not gone <= lost:
                     raise NewLossError from None
                 continue
             if error is not None:

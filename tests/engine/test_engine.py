@@ -19,7 +19,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Loss, encode, encode_error
+from reducer.wire.messages import Loss, Stragglers, decode, encode, encode_error
 from tests.engine.words import WINDOW, M, Reducer, kinds, told
 
 
@@ -133,6 +133,18 @@ def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer: Reducer, polite
     assert reducer.engine.unreachable(b"0") == []
     assert told(reducer.engine.tick(2 * AWAY_S)) == {}
     assert reducer.engine.jobs == []
+
+
+def test_pings_say_who_is_gone(reducer: Reducer) -> None:
+    def said(seconds: float) -> list[tuple[int, ...] | None]:
+        pings = [one for one in reducer.engine.tick(seconds) if kinds([one]) == [M.PING]]
+        return [one.payload and decode(Stragglers, one.payload).missing for one in pings]
+
+    assert said(PING_INTERVAL_S) == [None, None]
+    reducer.say(1, M.GOODBYE, 0)
+    assert said(2 * PING_INTERVAL_S) == [(1,)]
+    reducer.hello(1, peer=b"anew")
+    assert said(3 * PING_INTERVAL_S) == [None, None]
 
 
 def test_a_rank_may_come_back_but_not_start_anew(reducer: Reducer) -> None:

@@ -16,7 +16,7 @@ from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from worker_client.actions import Finish, Reset
 from worker_client.flight import Send
-from worker_client.pending import STRAGGLER_S
+from worker_client.pending import HURRY_S, STRAGGLER_S
 
 
 @pytest.fixture
@@ -233,6 +233,25 @@ def test_an_all_reduce_that_takes_long_is_asked_about(
     assert "waits for rank 0, 3" in caplog.text
     assert len(sent(session.tick(2 * STRAGGLER_S))) == 1
     assert session.active == 1
+
+
+def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session: Driven) -> None:
+    # The first was restarted, and that rank has never been there.
+    ((link, _),) = sent(session.submit(operation(1, timeout_s=60.0), 0.0), M.CONTRIBUTION)
+    ping = Header(M.PING).pack()
+    session.receive(1 - link, ping, encode(Stragglers((0,))))
+    assert session.gone == {0}
+    assert sent(session.tick(HURRY_S / 2)) == []
+    ((asked, _),) = sent(session.tick(HURRY_S), M.STRAGGLERS)
+    answer = Header(M.STRAGGLERS, sequence=0).pack()
+    (failure,) = errors(session.receive(asked, answer, encode(Stragglers((0,)))))
+    assert isinstance(failure, RankLostError)
+    assert failure.rank == 0
+    session.receive(1 - link, ping, b"")
+    assert session.gone == set(), "it is back"
+    session.submit(operation(1, timeout_s=60.0), 1.0)
+    later = Header(M.STRAGGLERS, sequence=1).pack()
+    assert errors(session.receive(link, later, encode(Stragglers((0,))))) == []
 
 
 def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
