@@ -46,17 +46,22 @@ class Job:
         while not done():
             if time.monotonic() > end:
                 raise self.ranks.stalled(f"steps {self.steps}, errors {dict(self.errors)}")
-            said = self.ranks.hear(0.05)
-            if said is None:
-                continue
-            if said["event"] == "end":
-                self.ends[said["rank"]] = said
-            else:
-                self.steps[said["rank"]] = said["step"] + 1
-                if said["error"]:
-                    self.errors[said["rank"]].append(said["error"])
+            self._hear(0.05)
+
+    def _hear(self, patience_s: float) -> bool:
+        said = self.ranks.hear(patience_s)
+        if said is None:
+            return False
+        if said["event"] == "end":
+            self.ends[said["rank"]] = said
+        else:
+            self.steps[said["rank"]] = said["step"] + 1
+            if said["error"]:
+                self.errors[said["rank"]].append(said["error"])
+        return True
 
     def progress(self, steps: int) -> None:
+        self.until(lambda: not self._hear(0.0))  # what they have said in the meantime
         goal = max(self.steps) + steps
         self.until(lambda: min(self.steps) >= goal or bool(self.errors))
         assert self.errors == {}

@@ -72,6 +72,11 @@ class Job:
         goal = max(self.calls) + calls
         self.until(lambda: min(self.calls[rank] for rank in self.alive) >= goal)
 
+    def go_on(self) -> None:
+        """Wait until those that are left have made some calls without the others."""
+        self.until(lambda: all(set(self.present[rank]) == self.alive for rank in self.alive))
+        self.progress(12)
+
     def rest(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > end)
@@ -133,7 +138,7 @@ def lose_in_turn(*victims: int) -> Callable[[Job], None]:
     def action(job: Job) -> None:
         for victim in victims:
             job.kill(victim)
-            job.progress(12)
+            job.go_on()
 
     return action
 
@@ -159,7 +164,7 @@ def test_several_die_at_about_the_same_time(seed: int) -> None:
         for victim in rng.sample(range(5), 2):
             job.kill(victim)
             job.rest(rng.choice((0.0, 0.3, 1.0, 1.3)))
-        job.progress(12)
+        job.go_on()
 
     assert_went_on(run(5, 3, action))
 
@@ -169,7 +174,7 @@ def test_a_reducer_dies_with_a_rank() -> None:
         assert job.pool is not None
         job.kill(2)
         job.pool.end(1, signal.SIGKILL)
-        job.progress(12)
+        job.go_on()
         job.pool.end(0, signal.SIGKILL)
         job.progress(12)
 
