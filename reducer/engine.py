@@ -179,7 +179,7 @@ class Engine:
         sends += self._decide(lambda claim: claim.due <= now)
         for job in self._members.jobs.values():
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
-            gone = encode(Stragglers(tuple(job.gone)[:MAX_NAMED_RANKS])) if job.gone else None
+            gone = encode(Stragglers(tuple(job.gone)[-MAX_NAMED_RANKS:])) if job.gone else None
             sends += [Send(member.peer, ping, gone) for member in job.members.values()]
         return sends
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reducer.errors import ReductionTimeout
+from reducer.errors import RankLostError, ReductionTimeout
 from worker_client.names import Names
 from worker_client.pending import Pending
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from worker_client.flow import FlowControl
     from worker_client.link import Link
     from worker_client.operation import Operation
+    from worker_client.settings import Settings
 
 GRACE_S = 1.0  # after a deadline: time for a reducer to say who is missing
 
@@ -26,7 +27,7 @@ class Calls:
     """All-reduces in progress: the callers', and at times the ranks' own question.
 
     Args:
-        rank: ours, for errors.
+        settings: who we are.
         links: the session's.
         flight, flow: what moves them.
         aborts: tells reducers of a bad end.
@@ -36,12 +37,13 @@ class Calls:
         active: those that have begun and not ended.
         begun: how many have begun, all in all: the next sequence number.
         names: what the ranks call them.
+        final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
     """
 
     def __init__(
         self,
-        rank: int,
+        settings: Settings,
         links: list[Link],
         *,
         flight: Flight,
@@ -53,12 +55,19 @@ class Calls:
         self.begun = 0
         self.names = Names()
         self.question: Operation | None = None
-        self._rank = rank
+        self.final: RankLostError | None = None
+        self._settings = settings
+        self._watermark = 0
         self._links = links
         self._flight = flight
         self._flow = flow
         self._aborts = aborts
         self._ended = ended
+
+    @property
+    def watermark(self) -> int:
+        """Every all-reduce below this number is finished here, or has failed for good."""
+        return self._flight.watermark if self.final is None else self._watermark
 
     def begin(
         self, operation: Operation, parts: list[Part], chunk_bytes: int, epoch: int, now: float
@@ -85,7 +94,8 @@ class Calls:
         actions: list[Action] = []
         while (operation := self.active.expired(now)) is not None:
             error = ReductionTimeout(
-                f"{operation}: not done after {operation.timeout_s:g} s at rank {self._rank}",
+                f"{operation}: not done after {operation.timeout_s:g} s "
+                f"at rank {self._settings.rank}",
                 sequence=operation.sequence,
             )
             waiting = self.waiting(operation.sequence)
@@ -101,6 +111,10 @@ class Calls:
         self, operation: Operation, error: ReductionError, told_by: Link | None = None
     ) -> list[Action]:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
+        if self._settings.outlive and self.final is None and isinstance(error, RankLostError):
+            # What another rank has finished, and this one will get from it, it is to keep.
+            self.final, self._watermark = error, self._flight.watermark
+            return self.fail_all(error)
         actions = self.drop(operation, error)
         return [*actions, *self._aborts.tell(operation.sequence, error, told_by)]
 

@@ -59,7 +59,6 @@ class Client:
         context: libzmq's context of the reducer that this process hosts, if it does.
         fallback: what brings all-reduces to their end when no reducer is left, if
             `settings.fallback`.
-        outlive: go on without ranks that are lost, instead of failing what needs them.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
@@ -80,7 +79,6 @@ class Client:
         io_threads: int = 1,
         context: Any = None,
         fallback: Fallback | None = None,
-        outlive: bool = False,
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
     ) -> None:
@@ -103,11 +101,11 @@ class Client:
                 context=context,
                 ended=ended,
                 left=left,
-                hand_over=self._hand_over,
+                hand_over=lambda calls: self._hand_over(calls, ended),
             )
 
         self._survivors: Survivors | None = None
-        if outlive:
+        if settings.outlive:
             self._survivors = Survivors(
                 settings,
                 enter,
@@ -217,7 +215,7 @@ class Client:
         timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
         operation = Operation(buffer.view, buffer.dtype, reduction, name, timeout_s)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
-        work = Work(what, self._driver.wait)
+        work = Work(what, self._wait)
         self._works[operation] = (work, data, buffer)
         try:
             self._driver.submit(operation)
@@ -257,10 +255,15 @@ class Client:
         work.finish(data, failure)
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
 
-    def _hand_over(self, calls: list[Unfinished]) -> None:
+    def _wait(self, done: Callable[[], bool], until: float) -> None:
+        if self._fallback is not None and self._fallback.is_this_thread:
+            raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
+        self._driver.wait(done, until)
+
+    def _hand_over(self, calls: list[Unfinished], ended: Ended) -> None:
         if self._fallback is None:
             raise RuntimeError("calls were handed over, and nobody is there to take them")
-        self._fallback.take(calls, self._end)
+        self._fallback.take(calls, ended)
 
     def _leave(self, failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
         # The reducer in this process first: it still sums what it has for others, out of buffers.

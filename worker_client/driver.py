@@ -55,7 +55,7 @@ class Driver:
 
     Attributes:
         closing: nothing may be submitted any more.
-        settled: set once the session has joined or was refused.
+        settled: set once the session has joined, was refused, or has ended.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Driver:
         self._hand_over = hand_over
         self._queue: deque[Operation] = deque()
         self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
+        self._failing: ReductionError | None = None  # what is in progress is to end with it
         self._failure: BaseException | None = None  # of a thread that led for a while
         # Keeps the order of calls; guards `closing`. A signal handler may call `stop` any time.
         self._order = threading.RLock()
@@ -136,6 +137,11 @@ class Driver:
         if self._lead_with(take, lead) and (self._session.active or self._queue):
             self._resume.put(None)
         self._waited_at = time.monotonic()
+
+    def fail(self, error: ReductionError) -> None:
+        """End badly what is in progress, and tell the reducers."""
+        self._failing = error
+        self._wake()
 
     def stop(self) -> None:
         """Leave the job; what is in progress fails. May be called again.
@@ -266,6 +272,9 @@ class Driver:
         for event in self._transport.events():
             self._do(self._take(event))
         self._start()
+        if self._failing is not None:
+            error, self._failing = self._failing, None
+            self._do(session.calls.fail_all(error))
         if overdue := session.tick(time.monotonic()):
             self._do(overdue)
             self._transport.refill()
@@ -334,4 +343,5 @@ class Driver:
                     self._transport.close()
                 finally:
                     self._left(self._unsent, error)
+                    self.settled.set()  # who waits for that finds that it has ended
                     self._leader = 0

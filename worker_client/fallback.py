@@ -11,15 +11,18 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from reducer.errors import MismatchError, ReducerLostError, ReductionError
+from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
+from worker_client.driver import STOP_S
 from worker_client.handover import Held, gaps, held, merge
+from worker_client.names import own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +47,8 @@ _OPS = {
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3  # between two looks whether Gloo is done
 
 log = logging.getLogger(__name__)
 
@@ -93,35 +98,48 @@ class Fallback:
         """Write to no buffer and end no call from now on."""
         with self._buffers:
             self._stopped = True
+        self._queue.put([])
+        if self._thread is not None and not self.is_this_thread:
+            self._thread.join(STOP_S)
+
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller is in a callback of a call that has ended here."""
+        return threading.current_thread() is self._thread
 
     # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         call = self._next()
-        try:
-            first, shares = self._meet([call, *self._waiting])
-            while True:
-                if call.number >= first:
+        failure: ReductionError | None = None
+        shares: dict[int, list[Held]] | None = None
+        while call is not None:
+            try:
+                if shares is None:
+                    first, shares = self._meet([call, *self._waiting])
+                if failure is None and call.number >= first:
                     self._end(call, self._reduce(call, shares.pop(call.number, None)))
-                call = self._next()
-        except Exception as error:
-            log.exception("the process group's all-reduce failed")
-            why = f"no reducer is left, and the process group failed as well: {error}"
-            failure = ReducerLostError(why, reducer="")
-        while True:
-            self._end(call, failure)
+            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+                if not self._stopped:
+                    log.warning("the process group's all-reduce failed: %s", error)
+                why = f"no reducer is left, and the process group failed as well: {error}"
+                failure = ReducerLostError(why, reducer="")
+                shares = {}
+            if failure is not None:
+                self._end(call, failure)
             call = self._next()
 
-    def _next(self) -> Unfinished:
-        while not self._waiting:
+    def _next(self) -> Unfinished | None:
+        """Wait for the next call; None when there will be none."""
+        while not (self._waiting or self._stopped):
             self._waiting.extend(self._queue.get())
-        return self._waiting.popleft()
+        return None if self._stopped else self._waiting.popleft()
 
     def _end(self, call: Unfinished, error: ReductionError | None) -> None:
         if call.operation is None or self._stopped:
             return
         self.count += error is None
-        self._ended(call.operation, error)
+        self._ended(call.operation, own(error, call.operation))
 
     def _meet(self, mine: list[Unfinished]) -> tuple[int, dict[int, list[Held]]]:
         """Find out what ranks have of the calls that any of them has begun.
@@ -195,7 +213,8 @@ class Fallback:
             pieces = torch.frombuffer(data, dtype=torch.uint8)
         else:
             pieces = torch.empty(nbytes, dtype=torch.uint8)
-        dist.broadcast(pieces, dist.get_global_rank(self._group, rank), group=self._group)
+        root = dist.get_global_rank(self._group, rank)
+        self._finish(dist.broadcast(pieces, root, self._group, async_op=True))
         if call.operation is not None:
             self._write(call.operation, chunks, pieces)
 
@@ -207,7 +226,12 @@ class Fallback:
         pieces = torch.cat([whole[low:high] for low, high in ranges])
         narrow = pieces.view(_TYPES[operation.dtype])
         wide = narrow.float() if narrow.dtype.is_floating_point and narrow.itemsize == 2 else narrow
-        dist.all_reduce(wide, _OPS[operation.op], group=self._group)
+        lost = torch.isnan(wide).to(torch.uint8)
+        self._finish(dist.all_reduce(wide, _OPS[operation.op], self._group, async_op=True))
+        if operation.op in {ReduceOp.MIN, ReduceOp.MAX} and wide.is_floating_point():
+            # Gloo's own may drop a NaN, where reducers pass it on.
+            self._finish(dist.all_reduce(lost, dist.ReduceOp.MAX, self._group, async_op=True))
+            wide[lost.bool()] = torch.nan
         if operation.op is ReduceOp.MEAN:
             wide /= self._ranks
         self._write(operation, ranges, wide.to(narrow.dtype).view(torch.uint8))
@@ -224,15 +248,29 @@ class Fallback:
                 whole[low:high] = pieces[: high - low]
                 pieces = pieces[high - low :]
 
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for the end of something, or of the client.
+
+        Not in a call of Gloo's: one that returns while the interpreter ends takes the process down.
+        """
+        pause_s = SHORTEST_PAUSE_S
+        while not work.is_completed():
+            if self._stopped:
+                raise LocalProtocolError("this client was shut down")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        work.wait()  # raises what went wrong
+
     def _exchange(self, message: Any) -> list[Any]:
         """Return what all ranks say, in rank order; tuples come as lists."""
         data = torch.frombuffer(bytearray(json.dumps(message), "utf-8"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        size = torch.tensor([len(data)])
+        self._finish(dist.all_gather(sizes, size, self._group, async_op=True))
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: len(data)] = data
         said = [torch.empty_like(padded) for _ in range(self._ranks)]
-        dist.all_gather(said, padded, group=self._group)
+        self._finish(dist.all_gather(said, padded, self._group, async_op=True))
         return [
             json.loads(bytes(one[:size].tolist()))
             for one, size in zip(said, map(int, sizes), strict=True)

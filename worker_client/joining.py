@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from reducer.wire.messages import Hello, Welcome, decode, encode
@@ -108,7 +109,7 @@ class Joining:
     def refuse(self, link: Link, error: ReductionError, now: float) -> None:
         """Take note that a reducer does not admit us; later it may."""
         link.refusal = error
-        if self.complete:
+        if self.complete or self._settings.patience_s < math.inf:
             self._retries[link.index] = now + RETRY_S
 
     def retry(self, now: float) -> list[Reset]:

@@ -64,15 +64,21 @@ class Journal:
     def __init__(self) -> None:
         self.next = 0
         self._entries: dict[int, Entry] = {}
+        self._doomed: dict[int, ReductionError] = {}
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        return iter(list(self._entries.values()))  # others may add calls meanwhile
 
-    def add(self, operation: Operation) -> Entry:
+    def add(self, entry: Entry) -> None:
         """Enter a call that has not begun."""
-        entry = self._entries[self.next] = Entry(operation)
+        self._entries[self.next] = entry
+        if (doom := self._doomed.pop(self.next, None)) is not None:
+            entry.finish(None, doom)
         self.next += 1
-        return entry
+
+    def doom(self, number: int, error: ReductionError) -> None:
+        """Have a call fail that was not made here yet: it has failed at another rank."""
+        self._doomed[number] = error
 
     def get(self, number: int) -> Entry | None:
         """Return a call; None if it is finished at every rank, or was not made here yet."""
@@ -80,11 +86,13 @@ class Journal:
 
     def unfinished(self) -> int:
         """Return the number of the first call that has not ended here."""
-        return next((at for at, entry in self._entries.items() if not entry.over), self.next)
+        calls = list(self._entries.items())
+        return next((number for number, entry in calls if not entry.over), self.next)
 
     def ended(self) -> int:
         """Return the number after the last call that has ended here, 0 if there is none."""
-        return max((at for at, entry in self._entries.items() if entry.over), default=-1) + 1
+        calls = list(self._entries.items())
+        return max((number for number, entry in calls if entry.over), default=-1) + 1
 
     def prune(self, reached: int) -> None:
         """Forget what has ended at every rank.

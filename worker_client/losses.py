@@ -165,7 +165,8 @@ class Losses:
         needed = self._flight.needs(link.index)
         self._flight.shut(link.index)
         for sequence in needed:
-            actions += self._calls.fail(self._calls.active[sequence], error, told_by=link)
+            if (operation := self._calls.active.get(sequence)) is not None:
+                actions += self._calls.fail(operation, error, told_by=link)
         return actions
 
     @property

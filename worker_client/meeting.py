@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from reducer.errors import RankLostError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.operation import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reducer.errors import ReductionError
     from worker_client.journal import Entry, Journal
     from worker_client.settings import Settings
 
@@ -26,17 +26,21 @@ class Meeting:
     Args:
         settings: of the new membership.
         ask: makes an all-reduce in it and waits for its end.
+        cause: what calls end with that have failed at a rank for another reason.
 
     Attributes:
         ends: calls that have ended in the meeting.
         last: sequence number of its last all-reduce.
     """
 
-    def __init__(self, settings: Settings, ask: Callable[[Operation], None]) -> None:
+    def __init__(
+        self, settings: Settings, ask: Callable[[Operation], None], cause: ReductionError
+    ) -> None:
         self.ends: list[Entry] = []
         self.last = -1
         self._me, self._ranks = settings.rank, settings.world_size
         self._ask = ask
+        self._cause = cause
 
     def run(self, journal: Journal, timeout_s: float) -> None:
         """Bring to their end the calls that have ended at any rank; the others can be made again.
@@ -54,9 +58,9 @@ class Meeting:
         first, end = -bounds[0], bounds[1]
         entries = [journal.get(number) for number in range(first, end)]
         facts = array("q")  # per call: who supplies the result, whether nobody lacks it, or failed
-        for entry in entries:
+        for number, entry in enumerate(entries, first):
             has = entry is not None and entry.result is not None
-            lacks = entry is not None and not entry.over
+            lacks = number >= journal.next if entry is None else not entry.over
             failed = entry is not None and entry.error is not None
             facts.extend([self._me if has else self._ranks, not lacks, not failed])
         if not entries:
@@ -66,17 +70,17 @@ class Meeting:
             supplier, none_lacks, none_failed = facts[3 * at : 3 * at + 3]
             if none_lacks:
                 continue
-            if entry is None:
-                raise RuntimeError(f"call {first + at} is over here, and others have yet to end it")
             if not none_failed:
-                self._fail(entry)
+                self._fail(journal, first + at)
             elif supplier < self._ranks:
-                self._supply(entry, supplier, timeout_s)
+                self._supply(_known(entry), supplier, timeout_s)
 
-    def _fail(self, entry: Entry) -> None:
-        if not entry.over:
-            why = "a rank was lost, and at another one this call failed for another reason"
-            entry.finish(None, RankLostError(why, rank=-1))
+    def _fail(self, journal: Journal, number: int) -> None:
+        entry = journal.get(number)
+        if entry is None and number >= journal.next:
+            journal.doom(number, self._cause)
+        elif entry is not None and not entry.over:
+            entry.finish(None, self._cause)
             self.ends.append(entry)
 
     def _supply(self, entry: Entry, supplier: int, timeout_s: float) -> None:
@@ -96,3 +100,8 @@ class Meeting:
         question = Operation(view, DType.INT64, op, name, timeout_s)
         self._ask(question)
         self.last = question.sequence
+
+
+def _known(entry: Entry | None) -> Entry:
+    assert entry is not None, "what others have yet to end is kept"
+    return entry

@@ -76,6 +76,7 @@ class Membership:
             hosts=hosts,
             weights=weights,
             lanes={at: lanes[address] for at, address in enumerate(reducers)},
+            outlive=True,
             patience_s=PATIENCE_S,
             fallback=False,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, Any
 
-from reducer.errors import ConfigError, ReducerLostError
+from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
 from worker_client.driver import Driver
 from worker_client.session import Session
 
@@ -57,9 +57,12 @@ class Part:
 
         Raises:
             ReducerLostError: a reducer did not answer in time; the message names it and says why.
+            LocalProtocolError: it was stopped meanwhile.
             ReductionError: a reducer refused this worker; the class says why.
         """
         self.driver.settled.wait(timeout_s)
+        if self.driver.closing:
+            raise LocalProtocolError("this client was shut down")
         refusal = self.session.refusal
         if refusal is not None:
             raise refusal

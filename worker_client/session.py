@@ -7,6 +7,7 @@ healthy and frequent, contributions and results, is the flight's business.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from reducer.errors import (
@@ -16,6 +17,7 @@ from reducer.errors import (
     ReductionError,
     ReductionTimeout,
     RemoteProtocolError,
+    StaleGenerationError,
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
@@ -91,7 +93,7 @@ class Session:
         )
         self._aborts = Aborts(self.links, self.flight, self._map, self._header)
         self.calls = Calls(
-            settings.rank,
+            settings,
             self.links,
             flight=self.flight,
             flow=self._flow,
@@ -129,8 +131,11 @@ class Session:
 
     @property
     def refusal(self) -> ReductionError | None:
-        """Why a reducer refused this worker, if one did."""
-        return next((link.refusal for link in self.links if link.refusal is not None), None)
+        """Why a reducer refused this worker, if one did, and there is no going on without it."""
+        refusals = [link.refusal for link in self.links if link.refusal is not None]
+        if self.settings.patience_s < math.inf:
+            refusals = [one for one in refusals if isinstance(one, StaleGenerationError)]
+        return next(iter(refusals), None)
 
     @property
     def active(self) -> int:
@@ -140,7 +145,7 @@ class Session:
     @property
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
-        return self.flight.watermark
+        return self.calls.watermark
 
     @property
     def handed_over(self) -> bool:
@@ -189,6 +194,8 @@ class Session:
         """Start an all-reduce; the order of calls must be the same at every rank."""
         if self._handing.done:
             return [HandOver(self._handing.later([operation]))]
+        if self.calls.final is not None:
+            return [Finish(operation, own(self.calls.final, operation))]
         question = self.calls.question
         if self.losses.final or question is not None:
             self._held.append((operation, now))
@@ -230,6 +237,9 @@ class Session:
         """Go on with what the ranks have agreed on, or with what was before."""
         self.calls.question = None
         actions: list[Action] = []
+        if (final := self.calls.final) is not None:
+            held, self._held = self._held, []
+            return [Finish(operation, own(final, operation)) for operation, _ in held]
         if error is None:
             used = {reducer for reducer in self._map.base if self._map.uses(reducer)}
             missed = self.failover.agree(self._agreement.answer())
@@ -389,7 +399,7 @@ class Session:
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         self.flight.confirm(header.watermark)
         gone = decode(Stragglers, payload).missing if payload else ()
-        if not self.gone.issuperset(gone):
+        if set(gone) - set(self._gone.get(link.index, ())):
             self.calls.active.hurry(self._now)
         self._gone[link.index] = gone
         if not gone:

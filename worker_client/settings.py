@@ -23,6 +23,8 @@ class Settings:
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
         fallback: hand all-reduces over when no reducer is left, instead of failing them.
+        outlive: the ranks that are left will go on elsewhere when one is lost, so what is in
+            progress then ends at once.
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
         patience_s: how long to wait for all reducers at the start, before going on without those
             that have not answered.
@@ -38,6 +40,7 @@ class Settings:
     window_bytes: int
     chunk_bytes: int = 0
     fallback: bool = False
+    outlive: bool = False
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     patience_s: float = math.inf
     weights: tuple[int, ...] = ()

@@ -73,6 +73,7 @@ def connect(
                 window_bytes=int(settings.window_bytes),
                 chunk_bytes=int(settings.chunk_bytes),
                 fallback=fallback is not None,
+                outlive=settings.on_rank_lost == "continue",
                 weights=weights,
                 hosts=hosts,
                 inproc=hosted.inproc if hosted else {},
@@ -83,7 +84,6 @@ def connect(
             io_threads=settings.io_threads,
             context=hosted.context if hosted else None,
             fallback=fallback,
-            outlive=settings.on_rank_lost == "continue",
             on_shutdown=hosted.stop if hosted else None,
             failpoints=parse(settings.failpoints),
         )
@@ -155,7 +155,8 @@ def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | 
     if group is None:
         raise ConfigError(
             "REDUCTION_FALLBACK=process-group needs a process group: call "
-            "torch.distributed.init_process_group() before worker_client.init()"
+            "torch.distributed.init_process_group() before worker_client.init(), and leave out "
+            "rank= and world_size="
         )
     from worker_client.fallback import Fallback  # noqa: PLC0415 (loads torch)
 

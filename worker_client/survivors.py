@@ -16,17 +16,19 @@ import logging
 import queue
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
-from worker_client.journal import Journal
+from worker_client.driver import STOP_S
+from worker_client.journal import Entry, Journal
 from worker_client.meeting import Meeting, NewLossError
 from worker_client.membership import Membership
+from worker_client.names import own
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.journal import Entry
     from worker_client.operation import Operation
     from worker_client.part import Part
     from worker_client.settings import Settings
@@ -85,6 +87,9 @@ class Survivors:
         self._recovery: threading.Thread | None = None
         self._coming: list[tuple[Part, tuple[int, ...]]] = []  # where survivors meet, or tried to
         self._behind: list[Part] = []  # to be left when all have met: leaving looks like a loss
+        self._leaving: threading.Thread | None = None
+        self._has_left = False
+        self._ends: list[Entry] = []  # calls that have ended in meetings, to be told of
         self._last_question = -1  # sequence number of the meeting's last all-reduce
         self.part = self._make_part(settings)
 
@@ -96,32 +101,41 @@ class Survivors:
         Raises:
             LocalProtocolError: the client has stopped.
         """
+        entry = Entry(operation)
         with self._gate:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
-            failure = self._failure
-            if failure is None:
-                entry = self._journal.add(operation)
-                if self._recovery is None:
-                    self._begin(entry)
-        if failure is not None:
-            self._ended(operation, failure)
+            self._journal.add(entry)
+            if self._failure is not None and not entry.over:
+                entry.finish(None, self._failure)
+            if not entry.over and self._recovery is None:
+                self._begin(entry)
+        if entry.error is not None:
+            self._ended(operation, own(entry.error, operation))
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Lead for as long as the membership stays; see `Driver.wait`."""
         self.part.driver.wait(lambda: done() or self._recovery is not None, until)
 
     def stop(self) -> None:
-        """Leave the job; what is in progress fails. May be called again."""
+        """Leave the job; what is in progress fails. May be called again.
+
+        It returns before where waiting could last for ever, as `Driver.stop` does.
+        """
         with self._gate:
             self.closing = True
             self._idle.notify_all()
-            recovery, parts = self._recovery, [part for part, _ in self._coming] + self._behind
-        for part in parts:
+            recovery = self._recovery
+        if recovery not in {None, threading.current_thread()}:
+            recovery.join(STOP_S)
+        with self._gate:
+            parts = [part for part, _ in self._coming] + self._behind
+        for part in [*parts, self.part]:
             part.driver.stop()
-        if recovery is not None and recovery is not threading.current_thread():
-            recovery.join()
-        self.part.driver.stop()
+        if self._leaving is not None:
+            self._leaving.join()
+        if self._failure is not None:
+            self._leave_client(LocalProtocolError("this client was shut down"))
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -141,15 +155,16 @@ class Survivors:
                 self._recover()
                 self._idle.notify_all()
                 return
-            own = None if error is None else self._membership.translate(error)
-            entry.finish(bytes(attempt.view) if own is None else None, own)
+            told = None if error is None else self._membership.translate(error)
+            entry.finish(bytes(attempt.view) if told is None else None, told)
             reached = self.part.session.flight.reached
             self._journal.prune(reached)
             if self._behind and reached > self._last_question:
                 behind, self._behind = self._behind, []
-                threading.Thread(target=_leave, args=(behind,), name="leave", daemon=True).start()
+                self._leaving = threading.Thread(target=_leave, args=(behind,), name="leave")
+                self._leaving.start()
             self._idle.notify_all()
-        self._ended(entry.operation, own)
+        self._ended(entry.operation, told)
 
     def _may_be_made_again(self, error: ReductionError) -> bool:
         """Whether a call failed because a rank was lost, as far as can be seen here."""
@@ -173,9 +188,9 @@ class Survivors:
             with self._gate:
                 self._idle.wait_for(lambda: self.closing or not self._attempts)
             if not self._await_loss(self.lost):
-                self._give_up(self._why, forever=False)
+                self._give_up(self._why)
                 return
-            while not self.closing and not self._meet():
+            while not self._meet():
                 pass
         except ReductionError as error:
             self._give_up(error)
@@ -205,52 +220,72 @@ class Survivors:
         """
         with self._gate:
             lost = self.lost | frozenset(self._suspects)
+        try:
             membership = self._membership.without(lost, self.part.session.links)
-        if not membership.may_follow(self._membership):
-            raise self._why
+            if not membership.may_follow(self._membership):
+                raise self._why
+        except RankLostError as error:
+            self._failure = error  # now and later: others may go on
+            raise
         part = self._make_part(membership.settings)
         with self._gate:
             self._coming.append((part, membership.present))
+        meeting = Meeting(part.session.settings, partial(self._ask, part, lost), self._why)
         try:
+            self._check_open()
             part.join(self._connect_timeout_s)
-            meeting = Meeting(part.session.settings, lambda call: self._ask(part, call, lost))
             meeting.run(self._journal, self._timeout_s)
         except (RankLostError, MismatchError, NewLossError) as error:
-            if isinstance(error, RankLostError):
-                with self._gate:
-                    self._suspects.add(membership.present[error.rank])
-            if self._await_loss(lost):
-                return False
-            raise
+            return self._fail_to_meet(part, membership, lost, error)
         except ReductionError as error:
             raise membership.translate(error) from None
-        log.warning(
-            "going on without rank %s: %s are left, which reducers number from 0 on",
-            ", ".join(map(str, sorted(lost))),
-            ", ".join(map(str, membership.present)),
-        )
-        self._go_on(part, membership, lost, meeting)
+        finally:
+            self._ends += meeting.ends
+        self._go_on(part, membership, lost, meeting.last)
         return True
 
+    def _fail_to_meet(
+        self, part: Part, membership: Membership, lost: frozenset[int], error: Exception
+    ) -> bool:
+        """Find out who else is lost, and tell those that still wait there."""
+        if isinstance(error, RankLostError):
+            with self._gate:
+                self._suspects.add(membership.present[error.rank])
+        if not self._await_loss(lost):
+            raise membership.translate(error) if isinstance(error, ReductionError) else self._why
+        for rank in sorted(self._suspects - lost):
+            why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
+            part.driver.fail(RankLostError(why, rank=membership.present.index(rank)))
+        return False
+
     def _go_on(
-        self, part: Part, membership: Membership, lost: frozenset[int], meeting: Meeting
+        self, part: Part, membership: Membership, lost: frozenset[int], last_question: int
     ) -> None:
         """Make all calls that have no result, in the new membership."""
         with self._gate:
+            self._check_open()
             self._behind += [self.part, *(other for other, _ in self._coming if other is not part)]
             self._coming = []
             self.part, self._membership, self.lost = part, membership, lost
-            self._last_question = meeting.last
+            self._last_question = last_question
             self._suspects, self._cause = set(), None
-            ends = meeting.ends
+            ends, self._ends = self._ends, []
             self._recovery = None
-            for entry in list(self._journal):
+            log.warning(
+                "going on without rank %s: %s are left, which reducers number from 0 on",
+                ", ".join(map(str, sorted(lost))),
+                ", ".join(map(str, membership.present)),
+            )
+            for entry in self._journal:
                 if entry.over:
-                    entry.last = meeting.last
+                    entry.last = last_question
                 else:
                     self._begin(entry)
-        for entry in ends:
-            self._ended(entry.operation, entry.error)
+        self._report(ends)
+
+    def _check_open(self) -> None:
+        if self.closing:
+            raise LocalProtocolError("this client was shut down")
 
     def _places(self) -> list[tuple[Part, tuple[int, ...]]]:
         """Return where this rank hears of losses, and the ranks that are present there."""
@@ -261,7 +296,7 @@ class Survivors:
         assert self._cause is not None, "there is a recovery because of something"
         return self._cause
 
-    def _ask(self, part: Part, question: Operation, lost: frozenset[int]) -> None:
+    def _ask(self, part: Part, lost: frozenset[int], question: Operation) -> None:
         """Make an all-reduce of a meeting, and wait for its end.
 
         Raises:
@@ -272,6 +307,7 @@ class Survivors:
         self._questions[question] = answer
         part.driver.submit(question)
         while True:
+            self._check_open()
             try:
                 error = answer.get(timeout=LOOK_S)
             except queue.Empty:
@@ -283,27 +319,44 @@ class Survivors:
                 raise error
             return
 
-    def _give_up(self, error: ReductionError, *, forever: bool = True) -> None:
-        """End all calls that have no result, and perhaps all later ones."""
+    def _give_up(self, error: ReductionError) -> None:
+        """End all calls that have begun and have no result; later ones may try again."""
         with self._gate:
             self._recovery = None
             coming, self._coming = self._coming, []
             self._suspects, self._cause = set(), None
-            self._failure = error if forever else None
-            entries = [entry for entry in self._journal if not entry.over]
-            for entry in entries:
-                entry.finish(None, error)
-        for part, _ in coming:
+            ends, self._ends = self._ends, []
+            for entry in self._journal:
+                if entry.over:
+                    continue
+                waited = entry.attempt is None and self.part.session.calls.final is None
+                if waited and not self.closing:
+                    self._begin(entry)  # it has merely waited, and others count it as well
+                else:
+                    entry.finish(None, error)
+                    ends.append(entry)
+            # Who does not go on must not be waited for.
+            parts = [part for part, _ in coming] + [self.part] * (self._failure is not None)
+        self._report(ends)
+        for part in parts:
             part.driver.stop()
+
+    def _report(self, entries: list[Entry]) -> None:
         for entry in entries:
-            self._ended(entry.operation, error)
+            self._ended(entry.operation, own(entry.error, entry.operation))
+
+    def _leave_client(self, error: ReductionError) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._left([], error)
 
     def _make_part(self, settings: Settings) -> Part:
         def left(failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
             for one in failed:
                 self._attempt_ended(*one)
-            if part is self.part:  # not a membership that the job has left behind
-                self._left([], error)
+            if part is self.part and self._failure is None:
+                self.closing = True  # if it has ended by itself
+                self._leave_client(error)
 
         part = self._enter(settings, self._attempt_ended, left)
         return part

@@ -71,10 +71,10 @@ class Job:
         self.until(lambda: not self.ranks.running)
 
 
-def run(workers: int, reducers: int, action: Callable[[Job], None]) -> Job:
+def run(workers: int, reducers: int, action: Callable[[Job], None], **others: str) -> Job:
     with Lab.loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:])
-        environment = {"REDUCTION_FALLBACK": "process-group"}
+        environment = {"REDUCTION_FALLBACK": "process-group", **others}
         module = "tests.integration.fallback_rank"
         try:
             with Ranks(module, lab.hosts[:workers], {}, pool.addresses, environment) as ranks:
@@ -121,6 +121,14 @@ def test_reducers_that_come_back_are_not_used_any_more() -> None:
         job.progress(10)
 
     assert_went_on(run(2, 2, come_back))
+
+
+def test_it_serves_a_job_that_would_go_on_without_lost_ranks() -> None:
+    def lose_all(job: Job) -> None:
+        job.pool.end(0, signal.SIGKILL)
+        job.progress(5)
+
+    assert_went_on(run(3, 1, lose_all, REDUCTION_ON_RANK_LOST="continue"))
 
 
 def test_one_reducer_after_another_is_lost() -> None:

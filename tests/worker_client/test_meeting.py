@@ -20,7 +20,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
-from worker_client.journal import Journal
+from worker_client.journal import Entry, Journal
 from worker_client.link import Link
 from worker_client.meeting import Meeting
 from worker_client.membership import Membership
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NBYTES = 24
+LOST = RankLostError("rank 7 died", rank=7)
 UNDONE, DONE, FAILED = "undone", "done", "failed"
 TYPES = {DType.INT64: np.int64, DType.UINT8: np.uint8}
 OPS = {ReduceOp.MAX: np.max, ReduceOp.MIN: np.min, ReduceOp.SUM: np.sum}
@@ -68,12 +69,19 @@ def result(number: int) -> bytes:
     return bytes([128 + number] * NBYTES)
 
 
+def enter(known: Journal, number: int, rank: int) -> Entry:
+    """A rank makes its next call."""
+    buffer = bytearray(contribution(number, rank))
+    entry = Entry(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
+    known.add(entry)
+    return entry
+
+
 def journal(rank: int, states: Sequence[str]) -> Journal:
     """What a rank knows of calls 0, 1, ..."""
     known = Journal()
     for number, state in enumerate(states):
-        buffer = bytearray(contribution(number, rank))
-        entry = known.add(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
+        entry = enter(known, number, rank)
         entry.begin().sequence = number
         entry.operation.view[: NBYTES // 2] = bytes(NBYTES // 2)  # some chunks were overwritten
         if state == DONE:
@@ -95,7 +103,7 @@ def gather(table: Table, journals: list[Journal]) -> list[Meeting]:
     """Run every rank's side of a meeting."""
     settings = Settings("job", 0, 0, len(journals), ("r:1",), 1 << 20)
     meetings = [
-        Meeting(replace(settings, rank=rank), partial(table.ask, rank))
+        Meeting(replace(settings, rank=rank), partial(table.ask, rank), LOST)
         for rank in range(len(journals))
     ]
     with ThreadPoolExecutor(len(journals)) as pool:
@@ -128,11 +136,9 @@ def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
 
 def test_what_failed_at_one_rank_fails_at_all_that_have_no_result() -> None:
     journals, _, _ = meet([[FAILED, DONE], [UNDONE, DONE], [DONE, DONE]])
-    assert [type(known.get(0).error) for known in journals] == [
-        ReductionTimeout,
-        RankLostError,
-        type(None),
-    ]
+    assert isinstance(journals[0].get(0).error, ReductionTimeout)
+    assert journals[1].get(0).error is LOST
+    assert journals[2].get(0).result == result(0)
 
 
 def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> None:
@@ -147,27 +153,33 @@ def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> Non
     assert not both[1].get(6).over
 
 
-@given(
-    st.integers(2, 4).flatmap(
-        lambda ranks: st.lists(
-            st.lists(st.sampled_from([UNDONE, DONE, FAILED]), min_size=ranks, max_size=ranks),
-            max_size=5,
-        )
-    )
-)
-def test_whatever_they_have(calls: list[list[str]]) -> None:
-    ranks = len(calls[0]) if calls else 2
-    states = [[call[rank] for call in calls] for rank in range(ranks)]
+@given(st.data())
+def test_whatever_they_have(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(2, 4))
+    made = [data.draw(st.integers(0, 5)) for _ in range(ranks)]
+    states = []
+    for mine in made:
+        # What some rank has yet to make, none can have the result of.
+        first = [data.draw(st.sampled_from([UNDONE, DONE, FAILED])) for _ in range(min(made))]
+        rest = [data.draw(st.sampled_from([UNDONE, FAILED])) for _ in range(mine - min(made))]
+        states.append(first + rest)
     journals, meetings, _ = meet(states)
-    for number, call in enumerate(calls):
+    for number in range(max(made)):
+        found = {mine[number] for mine in states if number < len(mine)}
         for rank, known in enumerate(journals):
+            if number >= made[rank]:
+                entry = enter(known, number, rank)
+                assert (entry.error is LOST) == (FAILED in found), "it is made or fails at all"
+                continue
             entry = known.get(number)
-            if call[rank] == UNDONE and FAILED in call:
-                assert isinstance(entry.error, RankLostError)
-            elif call[rank] == UNDONE and DONE in call:
+            if states[rank][number] != UNDONE:
+                assert entry not in meetings[rank].ends
+            elif FAILED in found:
+                assert entry.error is LOST
+            elif DONE in found:
                 assert entry.result == result(number)
                 assert entry in meetings[rank].ends
-            elif call[rank] == UNDONE:
+            else:
                 assert not entry.over
 
 
