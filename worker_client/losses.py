@@ -159,8 +159,7 @@ class Losses:
 
     def _lose_host(self, link: Link, reason: str) -> list[Action]:
         """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
-        rank = self._settings.hosts[link.reducer]
-        error = RankLostError(f"rank {rank}, whose reducer is {link.address}, {reason}", rank=rank)
+        error = self._host_lost(link, reason)
         actions: list[Action] = []
         needed = self._flight.needs(link.index)
         self._flight.shut(link.index)
@@ -185,8 +184,14 @@ class Losses:
         """Say why a reducer cannot be used right now."""
         if link.refusal is not None and not isinstance(link.refusal, DuplicateRankError):
             return link.refusal  # a later generation, perhaps
-        draining = link.state is LinkState.DRAINING
-        return self._lost(link, "is shutting down" if draining else "is not connected")
+        why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
+        if link.reducer in self._settings.hosts:
+            return self._host_lost(link, why)
+        return self._lost(link, why)
+
+    def _host_lost(self, link: Link, why: str) -> RankLostError:
+        rank = self._settings.hosts[link.reducer]
+        return RankLostError(f"rank {rank}, whose reducer is {link.address}, {why}", rank=rank)
 
     def _lost(self, link: Link, why: str) -> ReducerLostError:
         return ReducerLostError(f"reducer {link.address} {why}", reducer=link.address)

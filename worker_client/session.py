@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from reducer.errors import (
     MembershipError,
     MismatchError,
-    RankLostError,
     ReductionError,
     ReductionTimeout,
     RemoteProtocolError,
@@ -33,8 +32,8 @@ from worker_client.handover import HandingOver
 from worker_client.joining import Joining
 from worker_client.losses import Losses
 from worker_client.names import own
-from worker_client.pending import STRAGGLER_S
 from worker_client.plan import Plan
+from worker_client.roll_call import RollCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +60,6 @@ class Session:
     def __init__(self, settings: Settings, flight: type[Flight]) -> None:
         self.settings = settings
         self.links: list[Link] = []
-        self._gone: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
         self._now = 0.0
         self._identity = Header(
             MessageType.HELLO,
@@ -110,6 +108,7 @@ class Session:
             aborts=self._aborts,
             renewed=self._renewed,
         )
+        self._roll_call = RollCall(self.links, self._map, self.calls.active)
         self._handing = HandingOver()
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.WELCOME: self._welcome,
@@ -155,10 +154,7 @@ class Session:
     @property
     def gone(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
-        # One that cannot reach a rank, but is not in use, says nothing of that rank's life.
-        said = tuple(self._gone.items())
-        used = [ranks for link, ranks in said if self._map.uses(self.links[link].reducer)]
-        return {rank for ranks in used for rank in ranks}
+        return self._roll_call.gone
 
     def next_deadline(self) -> float | None:
         """Time of the next `tick` that matters, in seconds of the caller's clock."""
@@ -219,8 +215,7 @@ class Session:
     def _start(self, operation: Operation, now: float) -> list[Action]:
         parts = self._plan.next(operation.view.nbytes)
         self.calls.begin(operation, parts, self._agreement.chunk_bytes, self._map.epoch, now)
-        if self._gone:
-            self.calls.active.hurry(now)
+        self._roll_call.begin(now)
         actions: list[Action] = []
         for part in parts:
             link = self.links[part.link]
@@ -399,11 +394,7 @@ class Session:
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         self.flight.confirm(header.watermark)
         gone = decode(Stragglers, payload).missing if payload else ()
-        if set(gone) - set(self._gone.get(link.index, ())):
-            self.calls.active.hurry(self._now)
-        self._gone[link.index] = gone
-        if not gone:
-            del self._gone[link.index]
+        self._roll_call.hear(link, gone, self._now)
         return []
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
@@ -419,24 +410,11 @@ class Session:
 
     def _stragglers(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         operation = self.calls.active.get(header.sequence)
-        missing = decode(Stragglers, payload).missing
         if operation is None:
             return []
-        if lost := sorted(self.gone.intersection(missing)):
-            # This reducer cannot know: it was restarted, and that rank has never been there.
-            why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
-            return self.calls.fail(operation, RankLostError(why, rank=lost[0]))
-        waited = self._now - operation.begun
-        if waited >= STRAGGLER_S:
-            ranks = ", ".join(map(str, missing))
-            log.warning(
-                "%s: reducer %s waits for rank %s, %.0f s so far",
-                operation,
-                link.address,
-                ranks,
-                waited,
-            )
-        return []
+        missing = decode(Stragglers, payload).missing
+        error = self._roll_call.answer(operation, link, missing, self._now)
+        return [] if error is None else self.calls.fail(operation, error)
 
     def _header(self, kind: MessageType) -> Header:
         return self._identity._replace(type=kind, watermark=self.watermark)

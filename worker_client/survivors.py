@@ -108,10 +108,11 @@ class Survivors:
             self._journal.add(entry)
             if self._failure is not None and not entry.over:
                 entry.finish(None, self._failure)
-            if not entry.over and self._recovery is None:
+            doomed = entry.over
+            if not doomed and self._recovery is None:
                 self._begin(entry)
-        if entry.error is not None:
-            self._ended(operation, own(entry.error, operation))
+        if doomed:
+            self._report([entry])
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Lead for as long as the membership stays; see `Driver.wait`."""

@@ -210,6 +210,10 @@ def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted: Driven) -> None:
     assert resets(actions) == []
     assert losses(actions) == []
     assert hear_of(hosted, 0, 1, 0) == []
+    # What is called later needs it as well.
+    (failure,) = errors(hosted.submit(operation(), 1.0))
+    assert isinstance(failure, RankLostError)
+    assert failure.rank == 1
 
 
 def test_a_reducer_that_shuts_down_without_another_finishes(implementation: str) -> None:

@@ -104,11 +104,17 @@ def whose(call: int, value: Any, workers: int) -> frozenset[int]:
     raise AssertionError(f"call {call}: nobody's sum is {value}")
 
 
-def run(workers: int, reducers: int, action: Callable[[Job], None], module: str = MODULE) -> Job:
+def run(
+    workers: int,
+    reducers: int,
+    action: Callable[[Job], None],
+    module: str = MODULE,
+    rest_s: float = 0.0,
+) -> Job:
     with Lab.loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:]) if reducers else None
         addresses = pool.addresses if pool else []
-        environment = {} if pool else {"MEET": "1"}
+        environment = {"REST_S": str(rest_s), **({} if pool else {"MEET": "1"})}
         try:
             with Ranks(module, lab.hosts[:workers], {}, addresses, environment) as ranks:
                 job = Job(ranks, pool, workers)
@@ -146,6 +152,11 @@ def lose_in_turn(*victims: int) -> Callable[[Job], None]:
 @pytest.mark.parametrize(("workers", "reducers"), [(4, 2), (3, 1), (3, 0)])
 def test_the_others_go_on_when_a_rank_dies(impl: str, workers: int, reducers: int) -> None:
     assert_went_on(run(workers, reducers, lose_in_turn(1)))
+
+
+@pytest.mark.parametrize("reducers", [2, 0])
+def test_a_rank_dies_while_the_others_compute(reducers: int) -> None:
+    assert_went_on(run(3, reducers, lose_in_turn(1), rest_s=0.3))
 
 
 def test_the_first_rank_is_like_any_other() -> None:
