@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -75,14 +76,24 @@ def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.Mo
 
 
 def test_threads_listen_one_port_after_the_other() -> None:
-    with server("compiled", threads=1) as probe:
-        port = int(probe.address.rpartition(":")[2])
+    port = free_ports(3)
     started = Server(config.load(bind=f"tcp://127.0.0.1:{port}", threads=3))
     started.start()
     try:
         assert list(started.inproc) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
     finally:
         started.stop()
+
+
+def free_ports(count: int) -> int:
+    """The first of some ports in a row that nobody has, below those that connections are given."""
+    for first in range(21_000, 30_000, count):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return first
+    raise AssertionError("no free ports")
 
 
 @contextmanager
