@@ -57,7 +57,7 @@ class Calls:
         self.question: Operation | None = None
         self.final: RankLostError | None = None
         self._settings = settings
-        self._watermark = 0
+        self._frozen: int | None = None
         self._links = links
         self._flight = flight
         self._flow = flow
@@ -67,7 +67,12 @@ class Calls:
     @property
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here, or has failed for good."""
-        return self._flight.watermark if self.final is None else self._watermark
+        return self._flight.watermark if self._frozen is None else self._frozen
+
+    def freeze(self) -> None:
+        """Let the watermark stay: what ends from now on is not finished, but goes on elsewhere."""
+        if self._frozen is None:
+            self._frozen = self._flight.watermark
 
     def begin(
         self, operation: Operation, parts: list[Part], chunk_bytes: int, epoch: int, now: float
@@ -113,7 +118,8 @@ class Calls:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
         if self._settings.outlive and self.final is None and isinstance(error, RankLostError):
             # What another rank has finished, and this one will get from it, it is to keep.
-            self.final, self._watermark = error, self._flight.watermark
+            self.final = error
+            self.freeze()
             return self.fail_all(error)
         actions = self.drop(operation, error)
         return [*actions, *self._aborts.tell(operation.sequence, error, told_by)]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
-HURRY_S = 0.5  # the same, when a rank is gone
+HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear that it lives elsewhere
 
 
 class Pending:

@@ -338,6 +338,7 @@ class Session:
             return []
         active, begun = self.calls.active, self.calls.begun
         unfinished = self._handing.unfinished(self.flight, self.links, active, begun)
+        self.calls.freeze()
         for operation in active.all():
             self.calls.leave(operation)
         self.flight.confirm(begun)  # what was kept is copied

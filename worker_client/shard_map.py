@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reducer.wire.messages import LAST_EPOCH
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
@@ -90,11 +92,12 @@ class ShardMap:
         self._begin(self.epoch + 1, agreed or self.base)
 
     def fresh(self) -> int:
-        """Return an epoch that is later than any rank's, for which nothing is lost.
+        """Return an epoch that is later than any rank's, for which nothing is lost but for ever.
 
         Others may have got the answer that begins the next one while this rank did not.
         """
-        return max(self.epoch + 2, *(epoch + 1 for epoch in self._lost))
+        losses = [epoch for epoch in self._lost if epoch < LAST_EPOCH]
+        return max([self.epoch + 2, *(epoch + 1 for epoch in losses)])
 
     def renew(self, epoch: int) -> None:
         """Begin anew with all reducers, as ranks have lost touch."""
