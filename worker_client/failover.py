@@ -124,6 +124,8 @@ class Failover:
             self._flight.move(chunk.sequence, chunk.offset, to)
             if not chunk.done:
                 self.moved += 1
+            elif not self._links[to].member:
+                continue  # all begin anew: calls that lack this result have failed
             elif (kept := self._flight.kept(chunk.sequence, chunk.offset)) is not None:
                 self.claimed += 1
                 claims.append(Send(to, kept[0], None))

@@ -13,7 +13,7 @@ from reducer.wire.states import LinkState
 from worker_client.actions import Action, Reset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from worker_client.aborts import Aborts
     from worker_client.calls import Calls
@@ -93,9 +93,13 @@ class Losses:
 
     def missed(self, reducer: int, epoch: int) -> list[Action]:
         """Go on without a reducer that some rank cannot reach."""
-        address = self._settings.reducers[reducer]
-        message = f"reducer {address} died, or a rank cannot reach it"
-        return self._lose_reducer(reducer, epoch, ReducerLostError(message, reducer=address))
+        return self._lose_reducer(reducer, epoch, self._missed(reducer))
+
+    def agreed(self, missed: Iterable[int]) -> list[Action]:
+        """Take note of an agreement, and of reducers in it that this rank cannot use."""
+        actions = [action for one in missed for action in self.missed(one, self._map.epoch)]
+        # All of them may have been lost before the answer was here.
+        return actions + self._look_for_any(self._missed(self._map.base[0]))
 
     def lose(self, link: Link, error: ReductionError) -> list[Action]:
         """Go on without the reducer at the other end of a link."""
@@ -146,16 +150,24 @@ class Losses:
         for action in actions:
             if isinstance(action, Reset):
                 self._flow.dismiss(action.link)
-        if any(self._map.uses(other) for other in self._map.base):
-            if used:
-                log.warning("%s: going on without it", error)
-        elif self._settings.fallback:
+        if used and self._any_left():
+            log.warning("%s: going on without it", error)
+        return actions + self._look_for_any(error)
+
+    def _look_for_any(self, error: ReductionError) -> list[Action]:
+        """End the calls by other means, or with `error`, if no reducer is left."""
+        if self._any_left():
+            return []
+        if self._settings.fallback:
             self.final = True
             self._failover.give_up()
-        else:
-            actions += [*self.renew(self._map.fresh()), *self._calls.fail_all(error)]
-            self._aborts.owe_finished(error)
+            return []
+        actions = [*self.renew(self._map.fresh()), *self._calls.fail_all(error)]
+        self._aborts.owe_finished(error)
         return actions
+
+    def _any_left(self) -> bool:
+        return any(map(self._map.uses, self._map.base))
 
     def _lose_host(self, link: Link, reason: str) -> list[Action]:
         """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
@@ -192,6 +204,12 @@ class Losses:
     def _host_lost(self, link: Link, why: str) -> RankLostError:
         rank = self._settings.hosts[link.reducer]
         return RankLostError(f"rank {rank}, whose reducer is {link.address}, {why}", rank=rank)
+
+    def _missed(self, reducer: int) -> ReducerLostError:
+        address = self._settings.reducers[reducer]
+        return ReducerLostError(
+            f"reducer {address} died, or a rank cannot reach it", reducer=address
+        )
 
     def _lost(self, link: Link, why: str) -> ReducerLostError:
         return ReducerLostError(f"reducer {link.address} {why}", reducer=link.address)

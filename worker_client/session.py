@@ -242,8 +242,7 @@ class Session:
                 log.warning("reducer %s is used again", self.settings.reducers[reducer])
             self._cut_anew()
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
-            for reducer in missed:
-                actions += self.losses.missed(reducer, self._map.epoch)
+            actions += self.losses.agreed(missed)
         else:  # others may have got the answer
             actions += self.losses.renew(self._map.fresh())
         if self.losses.final:

@@ -97,10 +97,12 @@ class Network:
         self.do(rank, worker.session.submit(operation, self.now))
 
     def leave(self, rank: int) -> None:
-        """GOODBYE: whatever was said before it still arrives."""
+        """GOODBYE: whatever was said before it still arrives, then connections end."""
         worker = self.workers[rank]
         worker.present = False
         self.do(rank, worker.session.close(LocalProtocolError("left")))
+        for index in range(len(self.served)):
+            self.end_if_left(rank, index)
 
     def lose(self, rank: int) -> None:
         """The process dies: what it had not yet delivered is gone, and the reducers notice."""
@@ -120,6 +122,12 @@ class Network:
         self.cut_off.add((rank, index))
         engine = self.engines[index]
         self.notice(lambda: self.pass_on(index, engine.unreachable(old)), at_once)
+
+    def end_if_left(self, rank: int, index: int) -> None:
+        """End the connection of a rank that has left when all that it said has arrived."""
+        pair = rank, index
+        if not (self.workers[rank].present or self.up[pair] or pair in self.cut_off):
+            self.break_off(rank, index, self.prompt())
 
     def notice(self, event: Callable[[], None], at_once: bool) -> None:
         if at_once:
@@ -181,6 +189,7 @@ class Network:
             if candidate is queue:
                 rank, index = pair
                 self.pass_on(index, self.receive(rank, index, header, payload))
+                self.end_if_left(rank, index)
                 return
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
         self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))

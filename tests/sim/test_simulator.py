@@ -39,6 +39,7 @@ def test_a_seed_replays_to_the_byte() -> None:
     assert one.trace == other.trace
 
 
+@pytest.mark.timeout(600)  # some need hundreds of seeds
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_a_broken_rule_is_noticed(name: str) -> None:
     caught = mutations.first_caught(name, range(1000), lambda seed: run(seed, "plain")[2])
