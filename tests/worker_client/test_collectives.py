@@ -1,0 +1,51 @@
+"""Broadcast and all-gather over real reducers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reducer.errors import ConfigError
+from worker_client.collectives import all_gather_bytes, broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+
+
+def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(call, clients))
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_every_rank_gets_the_roots_bits(job: Callable[..., list[Client]], root: int) -> None:
+    arrays = [np.full((5, 3), rank - 0.1, np.float32) for rank in range(3)]
+    arrays[root][0, 0] = np.nan
+    expected = arrays[root].tobytes()
+    at_all(job(3), lambda client: broadcast(client, arrays[client.rank], root))
+    assert [array.tobytes() for array in arrays] == [expected] * 3
+
+
+def test_strided_arrays_are_written_to(job: Callable[..., list[Client]]) -> None:
+    arrays = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
+    at_all(job(2), lambda client: broadcast(client, arrays[client.rank]))
+    np.testing.assert_array_equal(arrays[1], np.arange(12.0).reshape(3, 4).T)
+
+
+def test_payloads_of_any_length_are_gathered(job: Callable[..., list[Client]]) -> None:
+    payloads = [b"", b"a" * 300_000, b"\0\xff"]
+    got = at_all(job(3), lambda client: all_gather_bytes(client, payloads[client.rank]))
+    assert got == [payloads] * 3
+    nothing = at_all(job(2, job="nothing"), lambda client: all_gather_bytes(client, b""))
+    assert nothing == [[b"", b""]] * 2
+
+
+def test_a_root_that_is_no_rank_is_refused(job: Callable[..., list[Client]]) -> None:
+    (client,) = job(1)
+    with pytest.raises(ConfigError, match="root 1 is not a rank of a world of size 1"):
+        broadcast(client, np.zeros(1), root=1)
