@@ -143,3 +143,25 @@ def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> N
     network.submit(0, operation(timeout_s=1.0))
     session = network.workers[0].session
     assert session.next_deadline() == pytest.approx(network.now + 1.0)
+
+
+def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    for reducer in range(2):
+        network.cut(0, reducer, noticed=True)
+    network.deliver_all()
+    network.mend(0, 0)
+    network.deliver_all()  # rank 0 has reached the first reducer again, but not the second
+    call(network)
+    network.mend(0, 1)
+    for queue in (network.up[0, 1], network.down[0, 1]):
+        while queue:
+            network.deliver(queue)
+    network.restart(0)  # so the second one answers: only the first is to be used
+    network.calm()
+    assert all(worker.ended.keys() == {0, 1, 2} for worker in network.workers)
+    call(network)
+    network.calm()
+    assert [worker.ended[3] for worker in network.workers] == [None, None]
