@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from reducer.failpoints import Failpoint
     from worker_client.fallback import Fallback
+    from worker_client.fusion import Fusion
     from worker_client.handover import Unfinished
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
@@ -57,6 +58,7 @@ class Client:
         impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of the reducer that this process hosts, if it does.
+        fusion: what reduces tensors that have names; without it, names are merely compared.
         fallback: what brings all-reduces to their end when no reducer is left, if
             `settings.fallback`.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
@@ -78,13 +80,15 @@ class Client:
         impl: str | None = None,
         io_threads: int = 1,
         context: Any = None,
+        fusion: Fusion[Client] | None = None,
         fallback: Fallback | None = None,
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
-        self.bytes_reduced = 0
+        self._bytes_reduced = 0
+        self._fusion = fusion
         self._fallback = fallback
         self._on_shutdown = on_shutdown
         self._host_failure: BaseException | None = None
@@ -157,13 +161,26 @@ class Client:
     def counters(self) -> Counters:
         """What has happened to this client's reducers so far."""
         failover = self._part.session.failover
-        return Counters(
+        mine = Counters(
             losses=failover.losses,
             moved=failover.moved,
             claimed=failover.claimed,
             supplied=failover.supplied,
             fallbacks=0 if self._fallback is None else self._fallback.count,
         )
+        if (named := self._named) is None:
+            return mine
+        return Counters(*map(sum, zip(mine, named.counters, strict=True)))
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes of all buffers that were reduced so far."""
+        named = self._named
+        return self._bytes_reduced + (0 if named is None else named.bytes_reduced)
+
+    @property
+    def _named(self) -> Client | None:
+        return None if self._fusion is None else self._fusion.channel
 
     @property
     def _part(self) -> Part:
@@ -184,14 +201,17 @@ class Client:
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
-        Every rank must make the same calls in the same order. Several may be in flight.
+        Every rank must make the same calls. Those without a name must be in the same order at
+        every rank; those with one may be in any, among each other: they are matched by name, and
+        small ones are packed and reduced together (`worker_client.fusion`). Several may be in
+        flight.
 
         Args:
             data: NumPy array or CPU torch tensor of any shape, of dtype float32, float64, float16,
                 bfloat16, int8, int32, int64 or uint8. Contiguous data is sent from, and the result
                 written to, its own memory.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
-            name: compared between ranks, so that a different order of calls shows as an error.
+            name: the same at every rank, and of one call at a time.
             timeout: seconds (or ``"300s"``, ``"5ms"``) until it fails, this client's default if
                 None. Failing may take longer: what is on its way has to leave `data` first.
 
@@ -213,9 +233,34 @@ class Client:
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name must be a string, got {name!r}")
         timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
-        operation = Operation(buffer.view, buffer.dtype, reduction, name, timeout_s)
+        if name is not None and self._fusion is not None:
+            return self._fusion.submit(buffer, data, reduction, name, timeout_s)
+        return self.submit(buffer, reduction, name, timeout_s, data)
+
+    def submit(
+        self,
+        buffer: HostBuffer,
+        op: ReduceOp,
+        name: str | None,
+        timeout_s: float,
+        data: Any = None,
+    ) -> Work:
+        """Start an all-reduce of host memory, in the same order at every rank.
+
+        Args:
+            buffer: the memory.
+            op: reduction.
+            name: compared between ranks, so that a different order of calls shows as an error.
+            timeout_s: seconds until it fails.
+            data: what the handle returns in the end.
+
+        Raises:
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
+        """
+        self._check_usable()
+        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
-        work = Work(what, self._wait)
+        work = Work(what, self.lead, lambda: operation.missing)
         self._works[operation] = (work, data, buffer)
         try:
             self._driver.submit(operation)
@@ -228,6 +273,8 @@ class Client:
         """Leave the job and free everything; what is in progress fails. May be called again."""
         if os.getpid() != self._pid:
             return  # the sockets and the thread belong to the parent process
+        if self._fusion is not None:
+            self._fusion.stop()
         self._driver.stop()
         if self._host_failure is not None:
             raise self._host_failure
@@ -246,7 +293,7 @@ class Client:
         work, data, buffer = found
         failure: Exception | None = error
         if error is None:
-            self.bytes_reduced += buffer.view.nbytes
+            self._bytes_reduced += buffer.view.nbytes
             try:
                 if buffer.write_back is not None:
                     buffer.write_back()
@@ -255,7 +302,12 @@ class Client:
         work.finish(data, failure)
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
 
-    def _wait(self, done: Callable[[], bool], until: float) -> None:
+    def lead(self, done: Callable[[], bool], until: float) -> None:
+        """Move all-reduces on until `done`, or `until`, if this thread can; else return at once.
+
+        Raises:
+            LocalProtocolError: this is a callback of an all-reduce: nobody else can bring its end.
+        """
         if self._fallback is not None and self._fallback.is_this_thread:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
         self._driver.wait(done, until)

@@ -36,6 +36,12 @@ REDUCER_SETTINGS = (
     "failpoints",
 )
 
+# What the job of the calls that have names is called, after the job.
+NAMED = "/named"
+
+# Names that Horovod's users know, with the unit of a bare number; ours win.
+_HOROVOD = {"fusion_threshold": "", "cycle_time": "ms"}
+
 _DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
@@ -97,6 +103,14 @@ class WorkerConfig(BaseSettings):
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
 
+    fusion_threshold: ByteSize = Field(default=ByteSize(64_000_000), ge=0, le=1 << 40)
+    """Most bytes of a fusion buffer, in which tensors that have names are reduced together; 0:
+    each by itself. HOROVOD_FUSION_THRESHOLD is honoured."""
+
+    cycle_time: Seconds = 0.001
+    """How long such a tensor waits for others, if nobody waits for its result.
+    HOROVOD_CYCLE_TIME, in milliseconds, is honoured."""
+
     fallback: Literal["error", "process-group"] = "error"
     """What happens to all-reduces when no reducer is left: they fail until one is back, or from
     then on go through the process group."""
@@ -134,8 +148,9 @@ class WorkerConfig(BaseSettings):
     @field_validator("job")
     @classmethod
     def _check_job(cls, value: str | None) -> str | None:
-        if value is not None and len(value.encode()) > MAX_JOB_NAME_BYTES:
-            raise ValueError(f"at most {MAX_JOB_NAME_BYTES} bytes of UTF-8")
+        most = MAX_JOB_NAME_BYTES - len(NAMED)
+        if value is not None and len(value.encode()) > most:
+            raise ValueError(f"at most {most} bytes of UTF-8")
         return value
 
     @field_validator("chunk_bytes")
@@ -183,6 +198,10 @@ def load(**arguments: Any) -> WorkerConfig:
     given = {name: value for name, value in arguments.items() if value is not None}
     if "generation" not in given and "REDUCTION_GENERATION" not in os.environ:
         given["generation"] = launch().torchelastic_restart_count
+    for name, unit in _HOROVOD.items():
+        theirs = os.environ.get(f"HOROVOD_{name.upper()}")
+        if theirs and f"REDUCTION_{name.upper()}" not in os.environ:
+            given.setdefault(name, theirs + unit)
     try:
         return WorkerConfig(**given)
     except ValidationError as error:

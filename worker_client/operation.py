@@ -26,6 +26,7 @@ class Operation:
         begun: when it was submitted, by the same clock.
         ask_at: when to ask who is missing, by the same clock.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
+        missing: ranks that it waits for, as a reducer has said.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Operation:
         "begun",
         "deadline",
         "dtype",
+        "missing",
         "name",
         "op",
         "overdue",
@@ -54,6 +56,7 @@ class Operation:
         self.sequence = -1
         self.deadline = self.begun = self.ask_at = 0.0
         self.overdue = False
+        self.missing: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""

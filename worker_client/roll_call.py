@@ -63,6 +63,7 @@ class RollCall:
             # This reducer cannot know: it was restarted, and that rank has never been there.
             why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
             return RankLostError(why, rank=lost[0])
+        operation.missing = tuple(missing)
         waited = now - operation.begun
         if waited >= STRAGGLER_S:
             log.warning(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import secrets
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
@@ -12,6 +14,8 @@ from reducer.failpoints import parse
 from reducer.wire.layout import mixed_weights
 from worker_client import config, process_group
 from worker_client.client import Client
+from worker_client.config import NAMED
+from worker_client.fusion import Fusion
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ def connect(
     group = process_group.current() if rank is None and world_size is None else None
     rank, world_size = _identify(rank, world_size, group)
     fallback = _fallback(settings, group)
+    named_fallback = _fallback(settings, group)
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
@@ -63,30 +68,39 @@ def connect(
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
-        return Client(
-            Settings(
-                job=_job_name(settings, group),
-                generation=settings.generation,
-                rank=rank,
-                world_size=world_size,
-                reducers=addresses,
-                window_bytes=int(settings.window_bytes),
-                chunk_bytes=int(settings.chunk_bytes),
-                fallback=fallback is not None,
-                outlive=settings.on_rank_lost == "continue",
-                weights=weights,
-                hosts=hosts,
-                inproc=hosted.inproc if hosted else {},
-            ),
+        ours = Settings(
+            job=_job_name(settings, group),
+            generation=settings.generation,
+            rank=rank,
+            world_size=world_size,
+            reducers=addresses,
+            window_bytes=int(settings.window_bytes),
+            chunk_bytes=int(settings.chunk_bytes),
+            fallback=fallback is not None,
+            outlive=settings.on_rank_lost == "continue",
+            weights=weights,
+            hosts=hosts,
+            inproc=hosted.inproc if hosted else {},
+        )
+        make = partial(
+            Client,
             timeout_s=settings.timeout,
             connect_timeout_s=settings.connect_timeout,
             impl=settings.impl,
             io_threads=settings.io_threads,
             context=hosted.context if hosted else None,
-            fallback=fallback,
-            on_shutdown=hosted.stop if hosted else None,
             failpoints=parse(settings.failpoints),
         )
+        named = replace(ours, job=f"{ours.job}{NAMED}")
+        fusion = Fusion(
+            partial(make, named, fallback=named_fallback),
+            rank,
+            world_size,
+            threshold=int(settings.fusion_threshold),
+            cycle_s=settings.cycle_time,
+        )
+        on_shutdown = hosted.stop if hosted else None
+        return make(ours, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown)
     except BaseException:
         if hosted is not None:
             hosted.stop()

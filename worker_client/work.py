@@ -23,14 +23,21 @@ class Work:
     Args:
         what: how errors name it.
         lead: called by whoever waits, with `done` and until when; may bring the end nearer.
+        missing: says which ranks it waits for, as far as is known.
     """
 
-    def __init__(self, what: str, lead: Callable[[Callable[[], bool], float], None]) -> None:
+    def __init__(
+        self,
+        what: str,
+        lead: Callable[[Callable[[], bool], float], None],
+        missing: Callable[[], tuple[int, ...]] = tuple,
+    ) -> None:
+        self._missing = missing
         self._what = what
         self._lead = lead
         self._ended = False
         self._result: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._future: concurrent.futures.Future[Any] | None = None  # made if somebody asks
         # Its end and the making of a future exclude each other. One for each: a child may be forked
         # while it is taken.
@@ -65,6 +72,11 @@ class Work:
         """Whether the all-reduce has ended, well or badly."""
         return self._ended
 
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that it waits for, as far as a reducer was asked, which is after 10 seconds."""
+        return self._missing()
+
     def future(self) -> concurrent.futures.Future[Any]:
         """Return a future of the array or tensor.
 
@@ -80,7 +92,7 @@ class Work:
                 self._future = future
             return self._future
 
-    def finish(self, result: Any, error: Exception | None) -> None:
+    def finish(self, result: Any, error: BaseException | None) -> None:
         """End it, unless it has ended; for the client alone."""
         with self._lock:
             if not self._ended:

@@ -1,0 +1,305 @@
+"""Tensors that are submitted one by one, under names, and reduced many at a time.
+
+Calls with a name have a channel of their own: a second membership of the same ranks at the same
+reducers, over which this module's thread makes the same all-reduces in the same order at every
+rank, whatever order the callers have. What is the same is found out in rounds (`negotiation`); a
+round begins when there is something new and somebody waits for it, or a fusion buffer is full, or
+`cycle_s` has passed. Nothing happens while nothing is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    ReductionError,
+    ReductionTimeout,
+)
+from worker_client.fusion_buffers import FusionBuffers, group
+from worker_client.host_buffer import HostBuffer
+from worker_client.negotiation import Key, Negotiation
+from worker_client.waiting import Request, Waiting
+from worker_client.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import numpy as np
+
+    from reducer.wire.constants import ReduceOp
+    from worker_client.negotiation import Decision
+
+AGAIN_S = 0.001  # rest after a round that was for nothing; then twice as long each time, ...
+AGAIN_MOST_S = 0.05  # ... up to this: all ranks have something, but nothing in common
+LOOK_S = 0.2  # how often to look at deadlines while a round waits for other ranks
+STOP_S = 5.0  # several times what the thread takes to end
+LEAST_S = 0.001  # timeout of an all-reduce whose tensors have no time left
+
+# Of what negotiates, not of the tensors: ranks know of different ones, as a round failed somewhere.
+_OUT_OF_STEP = {"name", "total_bytes", "dtype", "op", "epoch"}
+
+log = logging.getLogger(__name__)
+
+
+class Channel(Protocol):
+    """The client that fused all-reduces and rounds go through."""
+
+    def submit(self, buffer: HostBuffer, op: ReduceOp, name: str | None, timeout_s: float) -> Work:
+        """Start an all-reduce of host memory."""
+
+    def all_reduce(self, data: Any, op: str, *, name: str, timeout: float) -> Work:
+        """Start an all-reduce of an array."""
+
+    def lead(self, done: Callable[[], bool], until: float) -> None:
+        """Bring the end of all-reduces nearer, if this thread can."""
+
+    def shutdown(self) -> None:
+        """Leave the job."""
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class Fusion(Generic[C]):
+    """Reduces named tensors; threads may share it.
+
+    Args:
+        channel: makes the client for it; called once, by a thread of its own.
+        rank, world_size: who we are.
+        threshold: most bytes of a fusion buffer; 0 to pack nothing.
+        cycle_s: how long a tensor waits for others at most, seconds.
+    """
+
+    def __init__(
+        self,
+        channel: Callable[[], C],
+        rank: int,
+        world_size: int,
+        threshold: int,
+        cycle_s: float,
+    ) -> None:
+        self._make_channel = channel
+        self._channel: C | None = None
+        self._threshold = threshold
+        self._cycle_s = cycle_s
+        self._negotiation = Negotiation(rank, world_size)
+        self._buffers = FusionBuffers()
+        self._waiting = Waiting()
+        self._changed = self._waiting.changed  # guards what follows
+        self._news_bytes = 0
+        self._news_since: float | None = None  # when the oldest came that no round knows of
+        self._urgent = False
+        self._again_at = 0.0
+        self._again_s = AGAIN_S
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def channel(self) -> C | None:
+        """The client in use, once there is one."""
+        return self._channel
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    def submit(
+        self, buffer: HostBuffer, data: Any, op: ReduceOp, name: str, timeout_s: float
+    ) -> Work:
+        """Start the all-reduce of a tensor, as soon as all ranks have submitted it.
+
+        Args:
+            buffer: its memory.
+            data: what the handle returns in the end.
+            op: reduction.
+            name: the same at every rank, and not that of another one in progress.
+            timeout_s: seconds until it fails.
+
+        Raises:
+            ConfigError: another one of this name is in progress.
+            LocalProtocolError: the client was shut down.
+        """
+        now = time.monotonic()
+        work = Work(f"all-reduce {name!r} of {buffer.view.nbytes} bytes", self._lead)
+        key = Key(name, buffer.dtype, op, buffer.view.nbytes)
+        request = Request(key, buffer, data, work=work, now=now, timeout_s=timeout_s)
+        with self._changed:
+            if self._closing:
+                raise LocalProtocolError("this client was shut down")
+            self._waiting.add(request)
+            self._news_bytes += key.nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="fusion", daemon=True)
+                self._thread.start()
+            elif self._news_since is None or self._news_bytes >= self._threshold:
+                self._changed.notify_all()
+            if self._news_since is None:
+                self._news_since = now
+        return work
+
+    def stop(self) -> None:
+        """Leave the channel; what is in progress fails. May be called again."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._channel is not None:
+            self._channel.shutdown()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(STOP_S)  # in a callback it would last for ever
+
+    def _lead(self, done: Callable[[], bool], until: float) -> None:
+        with self._changed:
+            self._urgent = True
+            self._changed.notify_all()
+        if self._channel is not None:
+            self._channel.lead(done, until)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._await_turn():
+                with self._changed:
+                    mine = self._waiting.all()
+                    self._news_bytes, self._news_since, self._urgent = 0, None, False
+                if mine:
+                    self._round(mine)
+            why = "this client was shut down"
+        except Exception as error:
+            log.exception("fusion failed")
+            why = f"fusion failed: {error!r}"
+        with self._changed:
+            self._closing = True
+        if self._channel is not None:
+            self._channel.shutdown()
+        _fail(self._waiting.withdraw(), LocalProtocolError(why))
+
+    def _await_turn(self) -> bool:
+        """Wait until a round is due; return whether there will be one."""
+        while not self._closing:
+            now = time.monotonic()
+            self._waiting.look(now)
+            with self._changed:
+                due = self._due()
+                if due <= now:
+                    return True
+                if not self._closing:
+                    wait_s = min(due, self._waiting.next_deadline()) - now
+                    self._changed.wait(min(wait_s, LOOK_S) if self._waiting else None)
+        return False
+
+    def _due(self) -> float:
+        """Return when the next round is to begin, in seconds of the monotonic clock."""
+        if not self._waiting:
+            return float("inf")
+        if self._news_since is None:
+            return self._again_at  # others may have what is here
+        if self._urgent or self._news_bytes >= self._threshold:
+            return 0.0
+        return self._news_since + self._cycle_s
+
+    def _round(self, mine: list[Request]) -> None:
+        """Find out which tensors all ranks have, and reduce them."""
+        try:
+            if self._channel is None:
+                self._channel = self._make_channel()
+            decision = self._negotiate(self._channel, mine)
+        except ReductionError as error:
+            # Other ranks may have heard more of this round than this one, or less.
+            self._negotiation.reset()
+            self._rest(productive=False)
+            if isinstance(error, ReductionTimeout):
+                for request in mine:
+                    request.missing = error.missing
+            elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
+                _fail(self._waiting.withdraw(request.key.name for request in mine), error)
+            return
+        for request in mine:
+            request.missing = decision.waiting.get(request.key, ())
+        for name, mismatch in decision.mismatched.items():
+            _fail(self._waiting.withdraw([name]), mismatch)
+        for keys in group(decision.ready, self._threshold):
+            self._reduce(self._channel, self._waiting.withdraw(key.name for key in keys))
+        self._rest(productive=bool(decision.ready or decision.mismatched))
+
+    def _negotiate(self, channel: Channel, mine: list[Request]) -> Decision:
+        negotiation = self._negotiation
+        self._sum(channel, negotiation.ask(request.key for request in mine), "tensors", mine)
+        if (announcements := negotiation.hear()) is not None:
+            self._sum(channel, announcements, "announcements", mine)
+        return negotiation.decide()
+
+    def _sum(
+        self, channel: Channel, data: np.ndarray[Any, Any], what: str, mine: list[Request]
+    ) -> None:
+        """Add over all ranks; while that waits for others, say so, and keep to deadlines."""
+        # The name holds what ranks must have in common to understand each other.
+        name = f"{what} {self._negotiation.state:08x}"
+        left_s = min(request.deadline for request in mine) - time.monotonic()
+        work = channel.all_reduce(data, "sum", name=name, timeout=max(left_s, LEAST_S))
+        while True:
+            try:
+                work.wait(LOOK_S)
+            except ReductionTimeout:
+                if work.done():
+                    raise
+            else:
+                return
+            for request in mine:
+                request.missing = work.missing
+            self._waiting.look(time.monotonic(), besides=mine)
+
+    def _rest(self, productive: bool) -> None:
+        self._again_s = AGAIN_S if productive else min(2 * self._again_s, AGAIN_MOST_S)
+        self._again_at = 0.0 if productive else time.monotonic() + self._again_s
+
+    # -- tensors that all ranks have ----------------------------------------------------------
+
+    def _reduce(self, channel: Channel, requests: Sequence[Request]) -> None:
+        """Start one all-reduce of tensors that all ranks have, in this order."""
+        if len(requests) == 1:
+            (request,) = requests
+            self._start(channel, request.buffer.view, requests, request.finish)
+            return
+        memory = self._buffers.take(sum(request.key.nbytes for request in requests))
+        packed, end = memory.data, 0
+        for request in requests:
+            begin, end = end, end + request.key.nbytes
+            packed[begin:end] = request.buffer.view
+
+        def unpack(error: BaseException | None) -> None:
+            end = 0
+            for request in requests:
+                begin, end = end, end + request.key.nbytes
+                if error is None:
+                    request.buffer.view[:] = packed[begin:end]
+                request.finish(error)
+            self._buffers.give_back(memory)
+
+        self._start(channel, packed[:end], requests, unpack)
+
+    def _start(
+        self,
+        channel: Channel,
+        view: memoryview,
+        requests: Sequence[Request],
+        finish: Callable[[BaseException | None], None],
+    ) -> None:
+        first = requests[0].key
+        name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
+        timeout_s = max(min(r.deadline for r in requests) - time.monotonic(), LEAST_S)
+        buffer = HostBuffer(view, first.dtype, None)
+        try:
+            work = channel.submit(buffer, first.op, name, timeout_s)
+        except ReductionError as error:
+            finish(error)
+        else:
+            work.future().add_done_callback(lambda done: finish(done.exception()))
+
+
+def _fail(requests: Iterable[Request], error: ReductionError) -> None:
+    for request in requests:
+        request.finish(error)

@@ -1,0 +1,65 @@
+"""Fusion buffers: several tensors of one dtype and reduction, packed to be reduced as one."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from worker_client.negotiation import Key
+
+_KEPT = 4  # buffers that wait for their next use: enough for two in flight and two being filled
+_SMALLEST = 1 << 16
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def group(keys: Iterable[Key], threshold: int) -> list[list[Key]]:
+    """Say which tensors travel together; alike wherever order and threshold are.
+
+    Args:
+        keys: tensors, in order.
+        threshold: most bytes of a fusion buffer; what is larger travels alone.
+
+    Returns:
+        Groups of one dtype and reduction each, in the order in which they are complete.
+    """
+    done: list[list[Key]] = []
+    filling: dict[tuple[int, int], tuple[list[Key], int]] = {}
+    for key in keys:
+        kind = (key.dtype, key.op)
+        if key.nbytes >= threshold:
+            done.append([key])
+            continue
+        members, filled = filling.get(kind, ([], 0))
+        if filled + key.nbytes > threshold:
+            done.append(members)
+            members, filled = [], 0
+        members.append(key)
+        filling[kind] = (members, filled + key.nbytes)
+    return done + [members for members, _ in filling.values()]
+
+
+class FusionBuffers:
+    """Memory for fusion buffers, used again and again: fresh memory costs more than the copies."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return memory of at least `nbytes` bytes."""
+        with self._lock:
+            fitting = [at for at, memory in enumerate(self._free) if memory.size >= nbytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda at: self._free[at].size))
+        return np.empty(max(_SMALLEST, 1 << (nbytes - 1).bit_length()), np.uint8)
+
+    def give_back(self, memory: Bytes) -> None:
+        """Take memory back that nothing reads or writes any more."""
+        with self._lock:
+            self._free = [*self._free, memory][-_KEPT:]

@@ -1,0 +1,143 @@
+"""Named tensors that have been submitted here, and that other ranks may not have submitted yet."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import ConfigError, ReductionError, ReductionTimeout
+from worker_client.pending import STRAGGLER_S
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from worker_client.host_buffer import HostBuffer
+    from worker_client.negotiation import Key
+    from worker_client.work import Work
+
+NAMED_S = 1.0  # how much later to warn, if it is not known yet which rank is late
+
+log = logging.getLogger(__name__)
+
+
+class Request:
+    """A tensor that is to be reduced.
+
+    Args:
+        key: what it is.
+        buffer: its memory.
+        data: what the caller gave.
+        work: the caller's handle.
+        now: in seconds of the monotonic clock.
+        timeout_s: seconds until it fails.
+    """
+
+    __slots__ = ("begun", "buffer", "data", "deadline", "key", "missing", "warn_at", "work")
+
+    def __init__(
+        self, key: Key, buffer: HostBuffer, data: Any, *, work: Work, now: float, timeout_s: float
+    ) -> None:
+        self.key = key
+        self.buffer = buffer
+        self.data = data
+        self.work = work
+        self.begun = now
+        self.deadline = now + timeout_s
+        self.warn_at = now + STRAGGLER_S
+        self.missing: tuple[int, ...] = ()  # ranks that it waits for, as far as is known
+
+    def finish(self, error: BaseException | None) -> None:
+        """End it; called once, when nothing reads or writes its memory any more."""
+        if isinstance(error, ReductionError):
+            error = copy.copy(error)
+            error.name = self.key.name
+        if error is None and self.buffer.write_back is not None:
+            try:
+                self.buffer.write_back()
+            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
+                error = refused
+        self.work.finish(self.data, error)
+
+    def __str__(self) -> str:
+        """Say which all-reduce this is, for errors and logs."""
+        key = self.key
+        return f"all-reduce {key.name!r} ({key.nbytes} bytes of {key.dtype.name})"
+
+
+class Waiting:
+    """The requests that wait for other ranks, by name; threads may share it.
+
+    Attributes:
+        changed: notified when there is something to do; guards what is not constant.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Take note of a request.
+
+        Raises:
+            ConfigError: another one has its name.
+        """
+        name = request.key.name
+        with self.changed:
+            if name in self._requests:
+                raise ConfigError(
+                    f"all-reduce {name!r} is in progress: wait for it, or give another name"
+                )
+            self._requests[name] = request
+
+    def all(self) -> list[Request]:
+        """Return all of them."""
+        with self.changed:
+            return list(self._requests.values())
+
+    def withdraw(self, names: Iterable[str] | None = None) -> list[Request]:
+        """Take out those of some names, or all, and return them."""
+        with self.changed:
+            names = list(self._requests) if names is None else names
+            return [self._requests.pop(name) for name in names]
+
+    def next_deadline(self) -> float:
+        """Return when the first has no time left, in seconds of the monotonic clock."""
+        return min((request.deadline for request in self._requests.values()), default=float("inf"))
+
+    def look(self, now: float, besides: Collection[Request] = ()) -> None:
+        """Fail those that have no time left, and warn of those that have waited for long.
+
+        Args:
+            now: in seconds of the monotonic clock.
+            besides: those that may not be failed now, as other ranks were told that they are here.
+        """
+        mine = self.all()
+        overdue = [one for one in mine if one.deadline <= now and one not in besides]
+        for request in self.withdraw(one.key.name for one in overdue):
+            waited_s = now - request.begun
+            why = f"{request}: not submitted by {_ranks(request.missing)} within {waited_s:.3g} s"
+            request.finish(ReductionTimeout(why, missing=request.missing))
+        late = [one for one in mine if one.warn_at + (0.0 if one.missing else NAMED_S) <= now]
+        for missing in dict.fromkeys(one.missing for one in late):
+            _warn([one for one in late if one.missing == missing], now)
+        for request in late:
+            request.warn_at = request.begun + 2 * (request.warn_at - request.begun)
+
+
+def _warn(late: Sequence[Request], now: float) -> None:
+    log.warning(
+        "%s%s: not submitted by %s, %.0f s so far",
+        late[0],
+        f" and {len(late) - 1} more" if late[1:] else "",
+        _ranks(late[0].missing),
+        now - late[0].begun,
+    )
+
+
+def _ranks(missing: tuple[int, ...]) -> str:
+    return f"rank {', '.join(map(str, missing))}" if missing else "some rank"
