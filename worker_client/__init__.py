@@ -30,6 +30,8 @@ def init(
     window_bytes: int | str | None = None,
     timeout: float | str | None = None,
     connect_timeout: float | str | None = None,
+    fusion_threshold: int | str | None = None,
+    cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
 ) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
@@ -50,6 +52,8 @@ def init(
         window_bytes: bytes in flight over all reducers, such as ``"16MiB"``, or ``"auto"``.
         timeout: seconds (or ``"300s"``, ``"5ms"``) after which an all-reduce fails.
         connect_timeout: seconds for all reducers to answer now.
+        fusion_threshold: most bytes of a fusion buffer, such as ``"64MiB"``; 0 to pack nothing.
+        cycle_time: seconds that a tensor waits for others before its fusion buffer is sent.
         on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
             others make them without it and go on, means being over those that are present.
 
@@ -70,6 +74,8 @@ def init(
         window_bytes=window_bytes,
         timeout=timeout,
         connect_timeout=connect_timeout,
+        fusion_threshold=fusion_threshold,
+        cycle_time=cycle_time,
         on_rank_lost=on_rank_lost,
     )
     return client

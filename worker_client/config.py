@@ -103,7 +103,7 @@ class WorkerConfig(BaseSettings):
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
 
-    fusion_threshold: ByteSize = Field(default=ByteSize(64_000_000), ge=0, le=1 << 40)
+    fusion_threshold: ByteSize = Field(default=ByteSize(64 << 20), ge=0, le=1 << 40)
     """Most bytes of a fusion buffer, in which tensors that have names are reduced together; 0:
     each by itself. HOROVOD_FUSION_THRESHOLD is honoured."""
 

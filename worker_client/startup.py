@@ -41,6 +41,8 @@ def connect(
     window_bytes: int | str | None = None,
     timeout: float | str | None = None,
     connect_timeout: float | str | None = None,
+    fusion_threshold: int | str | None = None,
+    cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments."""
@@ -53,6 +55,8 @@ def connect(
         window_bytes=window_bytes,
         timeout=timeout,
         connect_timeout=connect_timeout,
+        fusion_threshold=fusion_threshold,
+        cycle_time=cycle_time,
         on_rank_lost=on_rank_lost,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.

@@ -27,7 +27,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("embedded", "1", True),
     ("embedded", "false", False),
     ("job", "digits", "digits"),
-    ("job", "x" * 128, "x" * 128),
+    ("job", "x" * 122, "x" * 122),
     ("generation", "3", 3),
     ("generation", "4294967295", (1 << 32) - 1),
     ("chunk_bytes", "65536", 65536),
@@ -47,6 +47,9 @@ WAYS: list[tuple[str, str, Any]] = [
     ("timeout", "1h", 3600.0),
     ("connect_timeout", "250us", 0.00025),
     ("connect_timeout", "30", 30.0),
+    ("fusion_threshold", "32MiB", 32 * MIB),
+    ("fusion_threshold", "0", 0),
+    ("cycle_time", "5ms", 0.005),
     ("fallback", "process-group", "process-group"),
     ("on_rank_lost", "continue", "continue"),
     ("impl", "plain", "plain"),
@@ -63,6 +66,8 @@ DEFAULTS = {
     "window_bytes": 0,
     "timeout": 300.0,
     "connect_timeout": 10.0,
+    "fusion_threshold": 64 * MIB,
+    "cycle_time": 0.001,
     "fallback": "error",
     "on_rank_lost": "error",
     "impl": None,
@@ -147,7 +152,7 @@ MISTAKES = [
     ("servers", "a:1,::1:5", "'::1:5' is not host:port"),
     ("servers", "a:1,b:2,a:1", "appears twice"),
     ("job", "", "at least 1"),
-    ("job", "x" * 129, "at most 128"),
+    ("job", "x" * 123, "at most 122"),
     ("generation", "-1", "greater than or equal to 0"),
     ("generation", "4294967296", "less than"),
     ("generation", "two", "integer"),
@@ -253,3 +258,16 @@ def test_a_mistake_of_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, nam
     monkeypatch.setenv(name, "first")
     with pytest.raises(ConfigError, match=f"^{name}: .*integer.*got 'first'"):
         config.launch()
+
+
+def test_horovods_names_are_honoured_and_ours_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "33554432")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3.5")
+    loaded = config.load()
+    assert (loaded.fusion_threshold, loaded.cycle_time) == (32 * MIB, 0.0035)
+    monkeypatch.setenv("REDUCTION_CYCLE_TIME", "2ms")
+    assert config.load(fusion_threshold="1MiB").fusion_threshold == MIB
+    assert config.load().cycle_time == 0.002
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "much")
+    with pytest.raises(ConfigError, match="FUSION_THRESHOLD"):
+        config.load()

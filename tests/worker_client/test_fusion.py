@@ -1,0 +1,264 @@
+"""Named tensors over real reducers: any order, packed, exact; and what if one is missing."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reducer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReductionTimeout,
+)
+from tests.conftest import joined
+from worker_client import pending, waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+
+    Job = Callable[..., list[Client]]
+
+KINDS = [
+    (np.float32, "sum"),
+    (np.float32, "mean"),
+    (np.float16, "sum"),
+    (np.int64, "max"),
+    (np.uint8, "min"),
+    (np.float64, "product"),
+]
+
+
+def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(call, clients))
+
+
+def values(number: int, rank: int) -> np.ndarray:
+    dtype, _ = KINDS[number % len(KINDS)]
+    rng = np.random.default_rng([number, rank])
+    return rng.integers(1, 5, rng.integers(0, 700) if rank < 0 else size(number)).astype(dtype)
+
+
+def size(number: int) -> int:
+    return int(np.random.default_rng(number).integers(0, 700)) + 60_000 * (number % 17 == 3)
+
+
+def expected(number: int, world_size: int) -> np.ndarray:
+    dtype, op = KINDS[number % len(KINDS)]
+    inputs = np.stack([values(number, rank) for rank in range(world_size)])
+    if op == "mean":
+        return (inputs.sum(0, dtype=np.float32) * np.float32(1 / world_size)).astype(dtype)
+    how = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}[op]
+    return how.reduce(inputs.astype(np.float64)).astype(dtype)
+
+
+@pytest.mark.parametrize("threshold", ["64MiB", "8KiB", "0"])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_ranks_may_submit_in_any_order(job: Job, threshold: str, world_size: int) -> None:
+    numbers = range(120)
+
+    def train(client: Client) -> None:
+        rng = random.Random(client.rank)
+        for _ in range(3):
+            order = rng.sample(numbers, len(numbers))
+            tensors = {number: values(number, client.rank) for number in order}
+            works = {
+                number: client.all_reduce(tensors[number], KINDS[number % 6][1], name=f"t{number}")
+                for number in order
+            }
+            for number in rng.sample(numbers, len(numbers)):
+                assert works[number].wait(30) is tensors[number]
+                np.testing.assert_array_equal(tensors[number], expected(number, world_size))
+
+    clients = job(world_size, fusion_threshold=threshold)
+    at_all(clients, train)
+    sent = [client._fusion.channel._part.session.calls.begun for client in clients]
+    assert len(set(sent)) == 1
+    per_step = {"64MiB": 100, "8KiB": 200, "0": 1000}[threshold]
+    assert sent[0] < 3 * per_step
+    if threshold == "0":
+        assert sent[0] >= 3 * len(numbers)
+
+
+def test_nobody_needs_to_wait_for_a_flush(job: Job) -> None:
+    clients = job(2, cycle_time="5ms")
+    tensors = [np.ones(10, np.float32) for _ in clients]
+    works = [c.all_reduce(t, "sum", name="x") for c, t in zip(clients, tensors, strict=True)]
+    end = time.monotonic() + 20
+    while not all(work.done() for work in works):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    assert all((tensor == 2).all() for tensor in tensors)
+
+
+def test_who_waits_need_not_wait_for_the_cycle(job: Job) -> None:
+    def reduce(client: Client) -> float:
+        client.all_reduce(np.ones(1), name="first").wait(100)
+        begin = time.monotonic()
+        client.all_reduce(np.ones(1), name="x").wait(100)
+        return time.monotonic() - begin
+
+    assert max(at_all(job(2, cycle_time="30s"), reduce)) < 15
+
+
+def test_strided_arrays_and_calls_without_a_name(job: Job) -> None:
+    def reduce(client: Client) -> None:
+        grid = np.zeros((6, 4), np.float32)
+        named = client.all_reduce(grid[:, ::2], "sum", name=f"never the same {client.rank}"[:5])
+        grid2 = np.full((6, 4), client.rank + 1.0, np.float32)
+        plain = [client.all_reduce(np.ones(3, np.float32), "sum") for _ in range(5)]
+        column = client.all_reduce(grid2[:, 1], "sum", name="column")
+        for work in plain:
+            assert (work.wait(20) == 2).all()
+        named.wait(20)
+        column.wait(20)
+        assert (grid2[:, 1] == 3).all()
+        assert (grid2[:, 0] == client.rank + 1).all()
+
+    at_all(job(2), reduce)
+
+
+def test_names_are_not_used_twice_at_once(job: Job) -> None:
+    one, other = job(2)
+    work = one.all_reduce(np.ones(1), name="x")
+    with pytest.raises(ConfigError, match="'x' is in progress: wait for it"):
+        one.all_reduce(np.ones(1), name="x")
+    other.all_reduce(np.ones(1), name="x").wait(20)
+    work.wait(20)
+
+
+def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None:
+    def reduce(client: Client) -> MismatchError:
+        odd = client.all_reduce(np.ones(4 + client.rank, np.float32), name="odd")
+        fine = client.all_reduce(np.ones(4, np.float32), "sum", name="fine")
+        assert (fine.wait(20) == 2).all()
+        with pytest.raises(MismatchError) as caught:
+            odd.wait(20)
+        again = client.all_reduce(np.ones(4, np.float32), "sum", name="odd")
+        assert (again.wait(20) == 2).all()
+        return caught.value
+
+    for error in at_all(job(2), reduce):
+        assert (error.field, error.rank, error.other_rank) == ("total_bytes", 0, 1)
+        assert (error.expected, error.got, error.name) == (16, 20, "odd")
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["nothing", "others"])
+def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
+    job: Job, busy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in (pending, waiting):
+        monkeypatch.setattr(module, "STRAGGLER_S", 0.3)
+    caplog.set_level(logging.WARNING)
+    clients = job(3)
+    if busy:  # the late rank has something, but not what the others have
+        late = clients[1].all_reduce(np.ones(2), name="elsewhere", timeout=2.5)
+    begin = time.monotonic()
+    works = [clients[rank].all_reduce(np.ones(8), name="x", timeout=1.5) for rank in (0, 2)]
+    for work in works:
+        with pytest.raises(
+            ReductionTimeout, match=r"'x'.*not submitted by rank 1 within"
+        ) as caught:
+            work.wait(20)
+        assert caught.value.missing == (1,)
+        assert caught.value.name == "x"
+    assert 1.5 <= time.monotonic() - begin < 8
+    assert any(
+        "all-reduce 'x' (64 bytes of FLOAT64): not submitted by rank 1, " in message
+        for message in caplog.messages
+    )
+    if busy:
+        with pytest.raises(ReductionTimeout, match=r"'elsewhere'.*not submitted by rank 0, 2"):
+            late.wait(20)
+    # Nobody is worse off afterwards.
+    sums = at_all(clients, lambda c: c.all_reduce(np.ones(8), "sum", name="x").wait(20)[0])
+    assert sums == [3.0] * 3
+
+
+def test_a_late_rank_costs_nothing_but_time(job: Job) -> None:
+    clients = job(2)
+    early = [clients[0].all_reduce(np.ones(4), "sum", name=f"t{at}") for at in range(50)]
+    time.sleep(1.5)  # it waits in a round by now
+    short = clients[0].all_reduce(np.ones(4), name="short", timeout=0.1)
+    with pytest.raises(ReductionTimeout, match="'short'"):
+        short.wait(20)
+    assert not any(work.done() for work in early)
+    for at in reversed(range(50)):
+        clients[1].all_reduce(np.ones(4), "sum", name=f"t{at}")
+    assert all((work.wait(20) == 2).all() for work in early)
+
+
+def test_a_rank_that_dies_is_named(job: Job) -> None:
+    clients = job(3)
+    at_all(clients, lambda client: client.all_reduce(np.ones(4), name="x").wait(20))
+    works = [clients[rank].all_reduce(np.ones(4), name="x") for rank in (0, 1)]
+    clients[2].shutdown()
+    for work in works:
+        with pytest.raises(RankLostError) as caught:
+            work.wait(20)
+        assert (caught.value.rank, caught.value.name) == (2, "x")
+    with pytest.raises(RankLostError):
+        clients[0].all_reduce(np.ones(4), name="y").wait(20)
+
+
+def test_the_others_go_on_without_a_lost_rank(job: Job) -> None:
+    clients = job(3, on_rank_lost="continue")
+    at_all(clients, lambda client: client.all_reduce(np.ones(4), name="x").wait(30))
+    works = [clients[rank].all_reduce(np.ones(4), "sum", name="x") for rank in (0, 1)]
+    clients[2].shutdown()
+    assert all((work.wait(30) == 2).all() for work in works)
+
+
+def test_what_is_in_progress_ends_with_the_client(job: Job) -> None:
+    one, _ = job(2)
+    works = [one.all_reduce(np.ones(4), name=f"t{at}") for at in range(3)]
+    one.shutdown()
+    one.shutdown()
+    for work in works:
+        with pytest.raises(LocalProtocolError):
+            work.wait(20)
+    with pytest.raises(LocalProtocolError):
+        one.all_reduce(np.ones(4), name="x")
+
+
+def test_a_callback_may_submit_but_not_wait(job: Job) -> None:
+    clients = job(2)
+    said: list[Any] = []
+    ended = threading.Event()
+
+    def train(client: Client) -> None:
+        def again(_: Any) -> None:
+            work = client.all_reduce(np.ones(2), "sum", name="again")
+            if client.rank == 0:
+                try:
+                    work.wait(5)
+                except LocalProtocolError as error:
+                    said.append(error)
+                work.future().add_done_callback(lambda _: ended.set())
+
+        client.all_reduce(np.ones(2), name="first").future().add_done_callback(again)
+
+    at_all(clients, train)
+    assert ended.wait(20)
+    assert len(said) == 1
+
+
+def test_an_embedded_job_has_names_too(servers: list[str]) -> None:
+    # Two of three reducers are the ranks' own.
+    pytest.importorskip("torch")
+    with joined(2, servers=servers[:1], job="alone") as clients:
+        sums = at_all(clients, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(20)[0])
+        assert sums == [2.0, 2.0]
+        assert [client.bytes_reduced for client in clients] == [clients[0].bytes_reduced] * 2
+        assert clients[0].bytes_reduced >= 16

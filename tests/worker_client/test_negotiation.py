@@ -1,0 +1,126 @@
+"""Ranks find out which tensors all of them have, in rounds without a network."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from reducer.wire.constants import DType, ReduceOp
+from worker_client import negotiation
+from worker_client.negotiation import Decision, Key, Negotiation
+
+
+def key(name: str, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM, n: int = 8) -> Key:
+    return Key(name, dtype, op, n)
+
+
+class Ranks:
+    """All ranks of a job; sums are exact and reach everybody that is present."""
+
+    def __init__(self, world_size: int) -> None:
+        self.all = [Negotiation(rank, world_size) for rank in range(world_size)]
+        self.sums = 0
+
+    def round(self, *has: list[Key], absent: tuple[int, ...] = ()) -> list[Decision]:
+        present = [rank for rank in range(len(self.all)) if rank not in absent]
+        assert len({self.all[rank].state for rank in present}) == 1
+        self._sum([self.all[rank].ask(has[rank]) for rank in present])
+        announced = [self.all[rank].hear() for rank in present]
+        if announced[0] is not None:
+            self._sum(announced)
+        decisions = [self.all[rank].decide() for rank in present]
+        assert len({tuple(decision.ready) for decision in decisions}) == 1
+        return decisions
+
+    def _sum(self, buffers: list[np.ndarray]) -> None:
+        self.sums += 1
+        assert len({buffer.size for buffer in buffers}) == 1
+        total = np.sum(buffers, axis=0, dtype=np.uint8)
+        for buffer in buffers:
+            buffer[:] = total
+
+
+def test_what_all_have_is_ready_in_one_order() -> None:
+    ranks = Ranks(3)
+    a, b, c = key("a"), key("b"), key("c")
+    one, other, third = ranks.round([a, b], [b, c, a], [c, b])
+    assert one.ready == [b]
+    assert (one.waiting, other.waiting) == ({a: (2,)}, {c: (0,), a: (2,)})
+    assert third.waiting == {c: (0,)}
+
+
+def test_a_tensor_is_announced_once() -> None:
+    ranks = Ranks(2)
+    assert ranks.round([key("a")], [])[0].ready == []
+    assert ranks.sums == 2
+    assert ranks.round([key("a")], [key("a")])[0].ready == [key("a")]
+    assert ranks.sums == 3, "rank 1 has heard of it"
+    for _ in range(3):
+        assert ranks.round([key("a")], [key("a")])[0].ready == [key("a")]
+    assert ranks.sums == 6
+
+
+def test_nothing_at_some_rank_is_no_agreement() -> None:
+    ranks = Ranks(2)
+    assert ranks.round([], [key("a")])[1] == Decision([], {}, {key("a"): (0,)})
+    assert ranks.round([], [])[0] == Decision([], {}, {})
+
+
+@pytest.mark.parametrize(
+    ("other", "field", "expected", "got"),
+    [
+        (key("a", n=16), "total_bytes", 8, 16),
+        (key("a", DType.INT32), "dtype", "FLOAT32", "INT32"),
+        (key("a", op=ReduceOp.MAX), "op", "SUM", "MAX"),
+    ],
+)
+def test_ranks_that_differ_are_named(other: Key, field: str, expected: object, got: object) -> None:
+    ranks = Ranks(3)
+    assert ranks.round([key("a")], [], [other])[0].mismatched == {}, "rank 1 may have either"
+    for decision in ranks.round([key("a"), key("b")], [key("a"), key("b")], [other, key("b")]):
+        error = decision.mismatched["a"]
+        assert (error.field, error.rank, error.other_rank) == (field, 0, 2)
+        assert (error.expected, error.got) == (expected, got)
+        assert decision.ready == [key("b")]
+    assert ranks.round([key("a")], [key("a")], [key("a")])[0].ready == [key("a")]
+
+
+def test_ranks_that_are_gone_are_not_waited_for() -> None:
+    ranks = Ranks(3)
+    ranks.round([key("a")], [], [])
+    assert ranks.round([key("a")], [], [key("a")], absent=(1,))[0].ready == [key("a")]
+
+
+def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(negotiation, "MOST_KNOWN", 10)
+    ranks = Ranks(2)
+    for first in range(0, 60, 3):
+        keys = [key(f"t{at}") for at in range(first, first + 3)]
+        # One that is never at both ranks: it is announced again when it was forgotten.
+        (decision, _) = ranks.round([key("late"), *keys], keys)
+        assert decision.ready == keys
+        assert decision.waiting == {key("late"): (1,)}
+    assert ranks.round([key("late")], [key("late")])[0].ready == [key("late")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_is_reduced_whatever_the_order(seed: int) -> None:
+    rng = random.Random(seed)
+    world_size = rng.randint(1, 5)
+    ranks = Ranks(world_size)
+    keys = [key(f"t{at}", n=at) for at in range(rng.randint(1, 40))]
+    to_come = [rng.sample(keys, len(keys)) for _ in range(world_size)]
+    has: list[list[Key]] = [[] for _ in range(world_size)]
+    done: list[Key] = []
+    while len(done) < len(keys):
+        for rank in range(world_size):
+            for _ in range(rng.randint(0, 6)):
+                if to_come[rank]:
+                    has[rank].append(to_come[rank].pop())
+        ready = ranks.round(*has)[0].ready
+        assert set(ready) == set.intersection(*map(set, has))
+        done += ready
+        has = [[one for one in mine if one not in ready] for mine in has]
+    assert sorted(done) == sorted(keys)
