@@ -1,0 +1,76 @@
+"""What fusion gains: many small tensors, submitted in another order at every rank.
+
+    python -m bench.fusion --workers 4 --mbit 100
+
+README.md defines every option and figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from statistics import median
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter
+
+from bench import options, pool
+from bench.crew import CrewError
+from bench.lab import LabUnavailable
+from bench.ranks import Ranks
+
+PATIENCE_S = 600.0
+
+
+def main(
+    workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
+    reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 4,
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
+    unshaped: Annotated[
+        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
+    ] = False,
+    tensors: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
+    size: Annotated[str, typer.Option(help="Bytes of each.")] = "4KiB",
+    thresholds: Annotated[
+        str, typer.Option(help="Of fusion, in bytes; 0 packs nothing.")
+    ] = "0,16KiB,256KiB,64MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
+) -> None:
+    """Compare thresholds of fusion in one run, alternating, and print medians."""
+    (nbytes,) = options.sizes(size)
+    each = [int(one) for one in TypeAdapter(list[ByteSize]).validate_python(thresholds.split(","))]
+    arguments = {"tensors": tensors, "nbytes": nbytes, "thresholds": each, "rounds": rounds}
+    try:
+        with options.lab(workers + reducers, None if unshaped else mbit) as lab:
+            running = pool.start(lab.hosts[workers:])
+            servers = [reducer.address for reducer in running]
+            module = "bench.fusion_rank"
+            with Ranks(module, lab.hosts[:workers], arguments, servers) as ranks:
+                said = [_result(ranks) for _ in range(workers)]
+                ranks.tell("done")
+    except (CrewError, LabUnavailable) as error:
+        sys.exit(f"bench.fusion: {error}")
+    where = "loopback, unshaped" if unshaped else f"links of {mbit:g} Mbit/s"
+    print(f"# {tensors} tensors of {nbytes} bytes, {workers} ranks, {reducers} reducers, {where}")
+    # A way has ended when the last rank has all; ranks begin together.
+    seconds = {
+        way: [max(one["seconds"][way][at] for one in said) for at in range(rounds)]
+        for way in said[0]["seconds"]
+    }
+    one, without = median(seconds["one"]), median(seconds.get("0", [float("nan")]))
+    print(f"{'way':>24} {'median ms':>10} {'of one':>8} {'gain':>7}")
+    for way, times in seconds.items():
+        name = "all bytes as one tensor" if way == "one" else f"threshold {int(way)}"
+        taken = median(times)
+        print(f"{name:>24} {1e3 * taken:>10.1f} {taken / one:>8.2f} {without / taken:>7.2f}")
+
+
+def _result(ranks: Ranks) -> dict[str, dict[str, list[float]]]:
+    said = ranks.hear(PATIENCE_S)
+    if said is None:
+        raise ranks.stalled("a rank said nothing")
+    return said
+
+
+if __name__ == "__main__":
+    typer.run(main)

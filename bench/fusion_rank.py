@@ -1,0 +1,74 @@
+"""One rank of `bench.fusion`: reduces many small tensors in several ways, and times each.
+
+Started as ``python -m bench.fusion_rank SPEC`` with the launcher's usual environment.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from worker_client import config
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+
+TIMEOUT_S = 120.0
+
+
+def main(tensors: int, nbytes: int, thresholds: list[int], rounds: int) -> None:
+    """Time every way in every round, and print the seconds of each as JSON.
+
+    Args:
+        tensors: how many.
+        nbytes: of each, fp32.
+        thresholds: of fusion; each is a way, and all of the bytes as one tensor another.
+        rounds: how often each way has its turn.
+    """
+    launch = config.launch()
+    parts = [np.ones(nbytes // 4, np.float32) for _ in range(tensors)]
+    whole = np.ones(tensors * nbytes // 4, np.float32)
+    clients = {
+        f"{threshold}": connect(job=f"fusion-{threshold}", fusion_threshold=threshold)
+        for threshold in thresholds
+    }
+    meeting = clients[f"{thresholds[0]}"]
+    order = random.Random(launch.rank)  # noqa: S311 (no secret): every rank has its own
+    ways: dict[str, Callable[[], object]] = {
+        "one": lambda: meeting.all_reduce(whole, "sum").wait(TIMEOUT_S),
+        **{name: partial(_each, client, parts, order) for name, client in clients.items()},
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 2):  # the first two make connections and announce tensors
+        for name, way in ways.items():
+            meeting.all_reduce(np.zeros(1), "sum").wait(TIMEOUT_S)
+            begin = time.perf_counter()
+            way()
+            if number > 1:
+                seconds[name].append(time.perf_counter() - begin)
+    print(json.dumps({"rank": launch.rank, "seconds": seconds}), flush=True)
+    sys.stdin.readline()  # who leaves early would be missed by the others
+    for client in clients.values():
+        client.shutdown()
+
+
+def _each(client: Client, parts: list[np.ndarray], order: random.Random) -> None:
+    works = [
+        client.all_reduce(parts[at], "sum", name=f"tensor {at}")
+        for at in order.sample(range(len(parts)), len(parts))
+    ]
+    for work in works:
+        work.wait(TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
