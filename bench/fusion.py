@@ -22,7 +22,7 @@ from bench.ranks import Ranks
 PATIENCE_S = 600.0
 
 
-def main(
+def main(  # noqa: PLR0917 (options have names on the command line)
     workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
     reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 4,
     mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,

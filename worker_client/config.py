@@ -111,6 +111,10 @@ class WorkerConfig(BaseSettings):
     """How long such a tensor waits for others, if nobody waits for its result.
     HOROVOD_CYCLE_TIME, in milliseconds, is honoured."""
 
+    autotune: bool = False
+    """Whether to find sizes of chunks, windows and fusion buffers that were not given by trying
+    some at the start, which takes as long as 600 MB on the links."""
+
     fallback: Literal["error", "process-group"] = "error"
     """What happens to all-reduces when no reducer is left: they fail until one is back, or from
     then on go through the process group."""

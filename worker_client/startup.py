@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
 from reducer.wire.layout import mixed_weights
-from worker_client import config, process_group
+from worker_client import autotune, config, process_group
 from worker_client.client import Client
 from worker_client.config import NAMED
 from worker_client.fusion import Fusion
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from reducer.server import Server
     from worker_client.config import WorkerConfig
@@ -95,12 +95,15 @@ def connect(
             context=hosted.context if hosted else None,
             failpoints=parse(settings.failpoints),
         )
+        threshold = int(settings.fusion_threshold)
+        if settings.autotune:
+            ours, threshold = _tune(settings, ours, make)
         named = replace(ours, job=f"{ours.job}{NAMED}")
         fusion = Fusion(
             partial(make, named, fallback=named_fallback),
             rank,
             world_size,
-            threshold=int(settings.fusion_threshold),
+            threshold=threshold,
             cycle_s=settings.cycle_time,
         )
         on_shutdown = hosted.stop if hosted else None
@@ -153,6 +156,31 @@ def _identify(
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of size {world_size}")
     return rank, world_size
+
+
+def _tune(
+    settings: WorkerConfig, ours: Settings, make: Callable[[Settings], Client]
+) -> tuple[Settings, int]:
+    """Return the job's settings and fusion threshold, found by trying unless they were given."""
+
+    def trial(name: str, chunk_bytes: int, window_bytes: int) -> Client:
+        return make(
+            replace(
+                ours,
+                job=f"{ours.job}/{name}",
+                chunk_bytes=chunk_bytes,
+                window_bytes=window_bytes,
+                fallback=False,
+                outlive=False,
+            )
+        )
+
+    found, given = autotune.sweep(trial), settings.model_fields_set
+    chunk_bytes, window_bytes, threshold = (
+        int(getattr(settings, name)) if name in given else chosen
+        for name, chosen in found._asdict().items()
+    )
+    return replace(ours, chunk_bytes=chunk_bytes, window_bytes=window_bytes), threshold
 
 
 def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
