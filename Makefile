@@ -7,13 +7,16 @@ GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-integrations lint bench clean
 
 demo: .venv/ready
 	$(BIN)/worker-client demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest --durations=10 --ignore tests/integrations
+
+test-integrations: .venv/integrations-ready
+	$(BIN)/python -m pytest --durations=10 tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -34,7 +37,11 @@ clean:
 	$(INSTALL) -e ".[dev,demo]"
 	touch $@
 
-# Apart, so that what only the benchmarks need is never needed by a test.
+# Apart, so that no other test ever needs the frameworks, nor any test what the benchmarks need.
+.venv/integrations-ready: .venv/ready
+	$(INSTALL) -e ".[dev,demo,integrations]"
+	touch $@
+
 .venv/bench-ready: .venv/ready
 	$(INSTALL) -e ".[bench]"
 	touch $@
