@@ -133,18 +133,12 @@ class Negotiation:
         has[:, : known.shape[1]] = known
         for row, rank in enumerate(self._present):
             has[row, [self._indices[key] for key in announced[rank]]] = True
+        complete = has.all(axis=0)
+        late = [key for key in self._mine if not complete[self._indices[key]]]
         decision = Decision(
-            [self._known[index] for index in np.flatnonzero(has.all(axis=0))],
+            [self._known[index] for index in np.flatnonzero(complete).tolist()],
             dict(self._mismatches(has)),
-            {
-                key: tuple(
-                    rank
-                    for row, rank in enumerate(self._present)
-                    if not has[row, self._indices[key]]
-                )
-                for key in self._mine
-                if not has[:, self._indices[key]].all()
-            },
+            {key: self._without(has[:, self._indices[key]]) for key in late},
         )
         if len(self._known) > MOST_KNOWN:
             self.reset()
@@ -158,13 +152,17 @@ class Negotiation:
             ):
                 yield Key(name, DType(dtype), ReduceOp(op), nbytes)
 
+    def _without(self, has: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, ...]:
+        return tuple(rank for rank, it_has in zip(self._present, has, strict=True) if not it_has)
+
     def _learn(self, key: Key) -> None:
         if key in self._indices:
             return
         self._indices[key] = len(self._known)
         self._by_name.setdefault(key.name, []).append(len(self._known))
         self._known.append(key)
-        self.state = zlib.crc32(repr(key).encode(), self.state)
+        what = f"{key.name} {key.dtype:d} {key.op:d} {key.nbytes}"
+        self.state = zlib.crc32(what.encode(), self.state)
 
     def _mismatches(
         self, has: np.ndarray[Any, np.dtype[np.bool_]]
