@@ -133,7 +133,7 @@ class Negotiation:
         has[:, : known.shape[1]] = known
         for row, rank in enumerate(self._present):
             has[row, [self._indices[key] for key in announced[rank]]] = True
-        complete = has.all(axis=0)
+        complete = np.logical_and.reduce(has, axis=0)
         late = [key for key in self._mine if not complete[self._indices[key]]]
         decision = Decision(
             [self._known[index] for index in np.flatnonzero(complete).tolist()],
