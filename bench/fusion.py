@@ -1,6 +1,6 @@
 """What fusion gains: many small tensors, submitted in another order at every rank.
 
-    python -m bench.fusion --workers 4 --mbit 100
+    python -m bench.fusion --workers 4 --mbit 400
 
 README.md defines every option and figure.
 """
@@ -25,7 +25,7 @@ PATIENCE_S = 600.0
 def main(  # noqa: PLR0917 (options have names on the command line)
     workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
     reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 4,
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 400.0,
     unshaped: Annotated[
         bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
     ] = False,
