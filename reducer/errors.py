@@ -105,7 +105,8 @@ class MismatchError(ReductionError):
 
     Attributes:
         field: what differs: ``total_bytes``, ``dtype``, ``op``, ``name``, ``chunk_bytes``,
-            ``world_size`` or ``reducers``.
+            ``world_size`` or ``reducers``; ``call`` if a rank is at another call of this name,
+            because one failed before.
         rank, other_rank: the two ranks that disagree.
         expected: the value given by `rank`.
         got: the value given by `other_rank`.

@@ -211,7 +211,8 @@ class Client:
                 bfloat16, int8, int32, int64 or uint8. Contiguous data is sent from, and the result
                 written to, its own memory.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
-            name: the same at every rank, and of one call at a time.
+            name: the same at every rank, and of one call at a time. The n-th calls of a name belong
+                together, also after one that failed.
             timeout: seconds (or ``"300s"``, ``"5ms"``) until it fails, this client's default if
                 None. Failing may take longer: what is on its way has to leave `data` first.
 

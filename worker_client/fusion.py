@@ -124,11 +124,11 @@ class Fusion(Generic[C]):
         """
         now = time.monotonic()
         work = Work(f"all-reduce {name!r} of {buffer.view.nbytes} bytes", self._lead)
-        key = Key(name, buffer.dtype, op, buffer.view.nbytes)
-        request = Request(key, buffer, data, work=work, now=now, timeout_s=timeout_s)
         with self._changed:
             if self._closing:
                 raise LocalProtocolError("this client was shut down")
+            key = Key(name, buffer.dtype, op, buffer.view.nbytes, self._waiting.count(name))
+            request = Request(key, buffer, data, work=work, now=now, timeout_s=timeout_s)
             self._waiting.add(request)
             self._news_bytes += key.nbytes
             if self._thread is None:
@@ -217,12 +217,15 @@ class Fusion(Generic[C]):
             elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
                 _fail(self._waiting.withdraw(request.key.name for request in mine), error)
             return
+        mine_keys = {request.key for request in mine}
         for request in mine:
             request.missing = decision.waiting.get(request.key, ())
-        for name, mismatch in decision.mismatched.items():
-            _fail(self._waiting.withdraw([name]), mismatch)
+        for key, mismatch in decision.mismatched.items():
+            if key in mine_keys:
+                _fail(self._waiting.withdraw([key.name]), mismatch)
         for keys in group(decision.ready, self._threshold):
             self._reduce(self._channel, self._waiting.withdraw(key.name for key in keys))
+        self._waiting.rebase(decision.bases)
         self._rest(productive=bool(decision.ready or decision.mismatched))
 
     def _negotiate(self, channel: Channel, mine: list[Request]) -> Decision:

@@ -4,7 +4,8 @@ Ranks submit named tensors in any order and at different times, but all-reduces 
 calls in the same order everywhere. So in rounds every rank says which tensors it has, and those
 that all ranks have are reduced, in an order that all derive from the same bytes. A tensor is
 announced once, with its name, dtype, reduction and size; from then on it is a bit at the index that
-all ranks gave it.
+all ranks gave it. Calls of one name are counted, so that nothing is mixed up after a failure: the
+bit says that a rank has the call that is next.
 
 A round is one sum of bytes, in which every rank has a section of its own, and zeros elsewhere:
 
@@ -37,12 +38,17 @@ _HEAD = struct.Struct("<BI")
 
 
 class Key(NamedTuple):
-    """What must be equal at all ranks for a tensor to be reduced."""
+    """What must be equal at all ranks for a tensor to be reduced.
+
+    Attributes:
+        call: how many calls of this name there were before.
+    """
 
     name: str
     dtype: DType
     op: ReduceOp
     nbytes: int
+    call: int
 
 
 class Decision(NamedTuple):
@@ -50,13 +56,16 @@ class Decision(NamedTuple):
 
     Attributes:
         ready: tensors that every rank has, in the order in which to reduce them.
-        mismatched: tensors that ranks have under one name with different properties, and why.
+        mismatched: what ranks have under one name with different properties, and why; of different
+            calls only the earlier one, which has failed or was forgotten elsewhere.
         waiting: ranks that a tensor of this rank waits for.
+        bases: calls of names so far that all ranks are to count from 0 again, by name; else empty.
     """
 
     ready: list[Key]
-    mismatched: dict[str, MismatchError]
+    mismatched: dict[Key, MismatchError]
     waiting: dict[Key, tuple[int, ...]]
+    bases: dict[str, int]
 
 
 class Negotiation:
@@ -80,9 +89,8 @@ class Negotiation:
 
     def reset(self) -> None:
         """Forget all tensors that ranks have announced."""
-        self._known: list[Key] = []
+        self._known: list[Key | None] = []
         self._indices: dict[Key, int] = {}
-        self._by_name: dict[str, list[int]] = {}
         self.state = 0
         """A checksum of what is known: ranks whose sums differ in it cannot go on together."""
 
@@ -98,7 +106,7 @@ class Negotiation:
         for key in self._mine:
             index = self._indices.get(key)
             if index is None:
-                news.append((key.name, int(key.dtype), int(key.op), key.nbytes))
+                news.append(key)
             else:
                 has[index] = 1
         self._said = json.dumps(news, separators=(",", ":")).encode() if news else b""
@@ -135,22 +143,24 @@ class Negotiation:
             has[row, [self._indices[key] for key in announced[rank]]] = True
         complete = np.logical_and.reduce(has, axis=0)
         late = [key for key in self._mine if not complete[self._indices[key]]]
-        decision = Decision(
-            [self._known[index] for index in np.flatnonzero(complete).tolist()],
-            dict(self._mismatches(has)),
-            {key: self._without(has[:, self._indices[key]]) for key in late},
-        )
+        waiting = {key: self._without(has[:, self._indices[key]]) for key in late}
+        mismatched = dict(self._mismatches(has, complete))
+        ready = [self._go_on(index) for index in np.flatnonzero(complete).tolist()]
+        for key in mismatched:
+            self._forget(key)
+        bases: dict[str, int] = {}
         if len(self._known) > MOST_KNOWN:
+            for known_key in self._indices:
+                bases[known_key.name] = max(known_key.call, bases.get(known_key.name, 0))
             self.reset()
-        return decision
+        return Decision(ready, mismatched, waiting, bases)
 
     def _announcements(self, rank: int) -> Iterator[Key]:
         end, length = self._ends[rank], self._lengths[rank]
         if length:
-            for name, dtype, op, nbytes in json.loads(
-                self._announced[end - length : end].tobytes()
-            ):
-                yield Key(name, DType(dtype), ReduceOp(op), nbytes)
+            said = self._announced[end - length : end].tobytes()
+            for name, dtype, op, nbytes, call in json.loads(said):
+                yield Key(name, DType(dtype), ReduceOp(op), nbytes, call)
 
     def _without(self, has: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, ...]:
         return tuple(rank for rank, it_has in zip(self._present, has, strict=True) if not it_has)
@@ -159,29 +169,56 @@ class Negotiation:
         if key in self._indices:
             return
         self._indices[key] = len(self._known)
-        self._by_name.setdefault(key.name, []).append(len(self._known))
         self._known.append(key)
-        what = f"{key.name} {key.dtype:d} {key.op:d} {key.nbytes}"
-        self.state = zlib.crc32(what.encode(), self.state)
+        self._note(f"{key.name} {key.dtype:d} {key.op:d} {key.nbytes} {key.call}")
+
+    def _go_on(self, index: int) -> Key:
+        """Let a bit mean the next call of its name; return this one's key."""
+        key = self._key(index)
+        del self._indices[key]
+        name, dtype, op, nbytes, call = key
+        following = Key(name, dtype, op, nbytes, call + 1)
+        # Some rank may have announced that already, as it has failed to make this one before.
+        self._known[index] = following if following not in self._indices else None
+        self._indices.setdefault(following, index)
+        self.state += 1
+        return key
+
+    def _forget(self, key: Key) -> None:
+        self._known[self._indices.pop(key)] = None
+        self._note(f"not {key.name} {key.call}")
+
+    def _note(self, what: str) -> None:
+        self.state = zlib.crc32(what.encode(), self.state & 0xFFFFFFFF)
 
     def _mismatches(
-        self, has: np.ndarray[Any, np.dtype[np.bool_]]
-    ) -> Iterator[tuple[str, MismatchError]]:
+        self, has: np.ndarray[Any, np.dtype[np.bool_]], complete: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[Key, MismatchError]]:
         """Find names under which every rank has something, but not all the same."""
-        for name, indices in self._by_name.items():
-            if len(indices) == 1:
-                continue
+        by_name: dict[str, list[int]] = {}
+        for index in np.flatnonzero(np.logical_or.reduce(has, axis=0) & ~complete).tolist():
+            by_name.setdefault(self._key(index).name, []).append(index)
+        for indices in by_name.values():
             columns = has[:, indices]
-            if not columns.any(axis=1).all() or columns.all(axis=0).any():
-                continue
-            which = columns.argmax(axis=1)  # of the name's tensors, the one that each rank has
-            other = int(np.flatnonzero(which != which[0])[0])
-            expected, got = (self._known[indices[which[row]]] for row in (0, other))
-            yield name, _mismatch(expected, self._present[0], got, self._present[other])
+            if not columns.any(axis=1).all():
+                continue  # it may be a matter of time
+            keys = [self._key(indices[which]) for which in columns.argmax(axis=1).tolist()]
+            other = next(row for row, key in enumerate(keys) if key != keys[0])
+            error = _mismatch(keys[0], self._present[0], keys[other], self._present[other])
+            last = max(key.call for key in keys)
+            for key in dict.fromkeys(keys):
+                if error.field != "call" or key.call < last:
+                    yield key, error
+
+    def _key(self, index: int) -> Key:
+        key = self._known[index]
+        assert key is not None, "nobody has what all have forgotten"
+        return key
 
 
 def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchError:
-    field = next(name for name in Key._fields if getattr(expected, name) != getattr(got, name))
+    fields = ("call", "dtype", "op", "nbytes")
+    field = next(name for name in fields if getattr(expected, name) != getattr(got, name))
     says, other_says = (
         value.name if isinstance(value := getattr(key, field), (DType, ReduceOp)) else value
         for key in (expected, got)

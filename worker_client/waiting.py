@@ -11,7 +11,7 @@ from reducer.errors import ConfigError, ReductionError, ReductionTimeout
 from worker_client.pending import STRAGGLER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from worker_client.host_buffer import HostBuffer
     from worker_client.negotiation import Key
@@ -76,23 +76,40 @@ class Waiting:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._requests: dict[str, Request] = {}
+        self._calls: dict[str, int] = {}  # of each name, from when ranks began to count
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: Request) -> None:
-        """Take note of a request.
+    def count(self, name: str) -> int:
+        """Count a call, and return how many of its name there were before.
 
         Raises:
-            ConfigError: another one has its name.
+            ConfigError: another one of this name waits.
         """
-        name = request.key.name
         with self.changed:
             if name in self._requests:
                 raise ConfigError(
                     f"all-reduce {name!r} is in progress: wait for it, or give another name"
                 )
-            self._requests[name] = request
+            before = self._calls.get(name, 0)
+            self._calls[name] = before + 1
+            return before
+
+    def add(self, request: Request) -> None:
+        """Take note of a request."""
+        with self.changed:
+            self._requests[request.key.name] = request
+
+    def rebase(self, bases: Mapping[str, int]) -> None:
+        """Count calls of some names from 0 again: so many of each count as none from now on."""
+        with self.changed:
+            for name, base in bases.items():
+                calls = self._calls.pop(name, 0) - base
+                if calls:
+                    self._calls[name] = calls
+                if (request := self._requests.get(name)) is not None:
+                    request.key = request.key._replace(call=request.key.call - base)
 
     def all(self) -> list[Request]:
         """Return all of them."""

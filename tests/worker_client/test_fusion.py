@@ -181,9 +181,15 @@ def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
     if busy:
         with pytest.raises(ReductionTimeout, match=r"'elsewhere'.*not submitted by rank 0, 2"):
             late.wait(20)
-    # Nobody is worse off afterwards.
-    sums = at_all(clients, lambda c: c.all_reduce(np.ones(8), "sum", name="x").wait(20)[0])
-    assert sums == [3.0] * 3
+
+    def go_on(client: Client) -> float:
+        if client.rank == 1:  # it makes the call that it owes: too late
+            with pytest.raises(MismatchError) as caught:
+                client.all_reduce(np.ones(8), "sum", name="x").wait(20)
+            assert (caught.value.field, caught.value.got) == ("call", 0)
+        return client.all_reduce(np.ones(8), "sum", name="x").wait(20)[0]
+
+    assert at_all(clients, go_on) == [3.0] * 3
 
 
 def test_a_late_rank_costs_nothing_but_time(job: Job) -> None:

@@ -8,7 +8,7 @@ from worker_client.negotiation import Key
 
 
 def keys(*sizes: int, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM) -> list[Key]:
-    return [Key(f"{dtype.name}{op.name}{at}", dtype, op, size) for at, size in enumerate(sizes)]
+    return [Key(f"{dtype.name}{op.name}{at}", dtype, op, size, 0) for at, size in enumerate(sizes)]
 
 
 def test_buffers_are_filled_up_to_the_threshold() -> None:

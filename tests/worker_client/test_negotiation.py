@@ -12,8 +12,18 @@ from worker_client import negotiation
 from worker_client.negotiation import Decision, Key, Negotiation
 
 
-def key(name: str, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM, n: int = 8) -> Key:
-    return Key(name, dtype, op, n)
+def key(
+    name: str,
+    dtype: DType = DType.FLOAT32,
+    op: ReduceOp = ReduceOp.SUM,
+    n: int = 8,
+    call: int = 0,
+) -> Key:
+    return Key(name, dtype, op, n, call)
+
+
+def calls(count: int) -> list[Key]:
+    return [key("a", call=call) for call in range(count)]
 
 
 class Ranks:
@@ -57,15 +67,15 @@ def test_a_tensor_is_announced_once() -> None:
     assert ranks.sums == 2
     assert ranks.round([key("a")], [key("a")])[0].ready == [key("a")]
     assert ranks.sums == 3, "rank 1 has heard of it"
-    for _ in range(3):
-        assert ranks.round([key("a")], [key("a")])[0].ready == [key("a")]
+    for a in calls(4)[1:]:
+        assert ranks.round([a], [a])[0].ready == [a]
     assert ranks.sums == 6
 
 
 def test_nothing_at_some_rank_is_no_agreement() -> None:
     ranks = Ranks(2)
-    assert ranks.round([], [key("a")])[1] == Decision([], {}, {key("a"): (0,)})
-    assert ranks.round([], [])[0] == Decision([], {}, {})
+    assert ranks.round([], [key("a")])[1] == Decision([], {}, {key("a"): (0,)}, {})
+    assert ranks.round([], [])[0] == Decision([], {}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -80,11 +90,39 @@ def test_ranks_that_differ_are_named(other: Key, field: str, expected: object, g
     ranks = Ranks(3)
     assert ranks.round([key("a")], [], [other])[0].mismatched == {}, "rank 1 may have either"
     for decision in ranks.round([key("a"), key("b")], [key("a"), key("b")], [other, key("b")]):
-        error = decision.mismatched["a"]
+        error = decision.mismatched[key("a")]
+        assert decision.mismatched == {key("a"): error, other: error}
         assert (error.field, error.rank, error.other_rank) == (field, 0, 2)
         assert (error.expected, error.got) == (expected, got)
         assert decision.ready == [key("b")]
-    assert ranks.round([key("a")], [key("a")], [key("a")])[0].ready == [key("a")]
+    again = key("a", call=1)
+    assert ranks.round([again], [again], [again])[0].ready == [again]
+
+
+def test_after_a_failure_at_one_rank_calls_are_not_mixed_up() -> None:
+    ranks = Ranks(3)
+    first, second, third = calls(3)
+    assert ranks.round([first], [first], [])[0].ready == []
+    # The last rank's first call has failed, and it makes the second one.
+    (decision, *_) = ranks.round([first], [first], [second])
+    assert decision.ready == []
+    assert decision.mismatched.keys() == {first}, "the second one may yet be made by all"
+    error = decision.mismatched[first]
+    assert (error.field, error.expected, error.got) == ("call", 0, 1)
+    assert (error.rank, error.other_rank) == (0, 2)
+    assert ranks.round([second], [], [second])[0].ready == []
+    assert ranks.round([second], [second], [second])[0].ready == [second]
+    assert ranks.round([third], [third], [third])[0].ready == [third]
+
+
+def test_a_call_may_be_announced_before_the_one_that_precedes_it() -> None:
+    ranks = Ranks(2)
+    first, second, third = calls(3)
+    ranks.round([], [second])
+    ranks.round([first], [])
+    assert ranks.round([first], [first])[0].ready == [first]
+    assert ranks.round([second], [second])[0].ready == [second]
+    assert ranks.round([third], [third])[0].ready == [third]
 
 
 def test_ranks_that_are_gone_are_not_waited_for() -> None:
@@ -96,13 +134,21 @@ def test_ranks_that_are_gone_are_not_waited_for() -> None:
 def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 10)
     ranks = Ranks(2)
+    late, before, forgotten = key("late"), 0, 0
     for first in range(0, 60, 3):
         keys = [key(f"t{at}") for at in range(first, first + 3)]
-        # One that is never at both ranks: it is announced again when it was forgotten.
-        (decision, _) = ranks.round([key("late"), *keys], keys)
-        assert decision.ready == keys
-        assert decision.waiting == {key("late"): (1,)}
-    assert ranks.round([key("late")], [key("late")])[0].ready == [key("late")]
+        often = key("often", call=before)
+        decision, other = ranks.round([late, often, *keys], [often, *keys])
+        assert set(decision.ready) == {often, *keys}
+        assert decision.waiting == {late: (1,)}
+        assert decision.bases == other.bases
+        before += 1 - decision.bases.get("often", 0)
+        if decision.bases:
+            forgotten += 1
+            assert decision.bases["late"] == 0
+            assert before == 0, "they count from here"
+    assert forgotten > 3
+    assert ranks.round([late], [late])[0].ready == [late]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,101 @@
+"""Rounds that end differently at different ranks: they find together, and nothing is wrong."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+
+    Job = Callable[..., list[Client]]
+
+
+def reduce_all(clients: list[Client], step: int, **arguments: Any) -> list[list[str]]:
+    """All ranks reduce some tensors; return what ended badly, by rank."""
+
+    def train(client: Client) -> list[str]:
+        tensors = [np.full(50, float(at + client.rank)) for at in range(20)]
+        order = np.random.default_rng([step, client.rank]).permutation(20)
+        works = {
+            at: client.all_reduce(tensors[at], "sum", name=f"t{at}", **arguments) for at in order
+        }
+        bad = []
+        for at, work in works.items():
+            try:
+                work.wait(30)
+            except ReductionError as error:  # noqa: PERF203 (each may fail)
+                bad.append(type(error).__name__)
+            else:
+                world_size = len(clients)
+                expected = at * world_size + sum(range(world_size))
+                assert (tensors[at] == expected).all()
+        return bad
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(train, clients))
+
+
+def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job: Job) -> None:
+    clients = job(3)
+    assert reduce_all(clients, 0) == [[], [], []]
+    clients[1]._fusion._negotiation.reset()
+    assert reduce_all(clients, 1) == [[], [], []]
+
+
+@pytest.mark.parametrize("which", ["ask", "hear"])
+@pytest.mark.parametrize(
+    "error",
+    [ReductionTimeout("at a deadline"), LocalProtocolError("of this rank alone")],
+    ids=["timeout", "local"],
+)
+def test_a_round_that_fails_at_one_rank_alone(
+    job: Job, which: str, error: ReductionError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = job(3)
+    negotiation = clients[2]._fusion._negotiation
+    real, calls = getattr(negotiation, which), []
+
+    def fail_once(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(negotiation, which, fail_once)
+    bad = reduce_all(clients, 0, timeout=3)
+    assert len(calls) == 1 or isinstance(error, ReductionTimeout)
+    if isinstance(error, ReductionTimeout):
+        assert bad == [[], [], []], "it is tried again"
+    else:
+        assert {*bad[0], *bad[1], *bad[2]} <= {"LocalProtocolError", "ReductionTimeout"}
+    for step in range(1, 4):
+        assert reduce_all(clients, step) == [[], [], []]
+
+
+def test_a_fused_all_reduce_that_one_rank_does_not_make(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = job(3)
+    assert reduce_all(clients, 0) == [[], [], []]
+    negotiation = clients[0]._fusion._negotiation
+    real, decided = negotiation.decide, []
+
+    def lose_once() -> Any:
+        decided.append(real())
+        if decided[-1].ready and sum(bool(one.ready) for one in decided) == 1:
+            raise MismatchError("?", field="name", rank=0, other_rank=1, expected="", got="")
+        return decided[-1]
+
+    monkeypatch.setattr(negotiation, "decide", lose_once)
+    bad = reduce_all(clients, 1, timeout=5)
+    assert {*bad[0], *bad[1], *bad[2]} <= {"MismatchError", "ReductionTimeout"}
+    assert bad[1], "the others have asked for what rank 0 did not"
+    assert reduce_all(clients, 2) == [[], [], []]
