@@ -46,7 +46,10 @@ class ReductionState:
 
     def start(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Start averaging `buffer` over all ranks, in place, and return a future of it."""
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        # Whoever waits for a future that knows the device has its stream wait for the result.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.is_cuda else None
+        )
         in_backward = self._prepare_to_raise()
 
         def finish(error: BaseException | None) -> None:
