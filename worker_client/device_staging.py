@@ -75,6 +75,7 @@ class DeviceStaging:
         self._ended: queue.SimpleQueue[tuple[StagedCall, int, Exception | None] | None]
         self._ended = queue.SimpleQueue()
         self._calls: set[StagedCall] = set()  # being submitted, or submitted and not ended
+        self._closing = False
         # Guards `_closing`, `_devices` and `_threads`. A signal handler may take it again.
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
