@@ -71,7 +71,7 @@ class StagedCall:
         self._flat = flat
         self._device = device
         self._blocks = blocks
-        self._block = blocks.take(flat.data.nbytes)
+        self._block: torch.Tensor  # of host memory
         self._ends: list[tuple[int, int]] = []
         self._left: set[int] = set()  # pieces that have not ended
         self._back: Copy | None = None  # the last copy to the device
@@ -88,8 +88,9 @@ class StagedCall:
         self._name = name
         self._ends = cut(data.nbytes)
         self._left = set(range(len(self._ends)))
+        self._device.follow(data, self._flat.target)
+        self._block = self._blocks.take(data.nbytes)
         try:
-            self._device.follow(data, self._flat.target)
             for at, (start, end) in enumerate(self._ends):
                 part = self._block[start:end]
                 copied = self._device.to_host(part, data[start:end])
