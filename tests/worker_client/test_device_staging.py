@@ -45,7 +45,7 @@ class Devices:
 
     def __init__(self) -> None:
         self.opened: list[SlowDevice] = []
-        self.before: Callable[[str, int], None] = lambda _way, _number: None
+        self.before: Callable[[str, int], None] = lambda _way, _number: time.sleep(0.001)
 
     def open(self, of: torch.device) -> SlowDevice:
         assert of.type == "cpu"
@@ -477,12 +477,33 @@ def test_shut_down_in_a_callback(job: Job, devices: Devices, kind: str) -> None:
     eventually(lambda: not any(thread.is_alive() for thread in client._staging._threads))
 
 
+def test_shut_down_in_a_callback_while_others_wait_for_ranks(job: Job, devices: Devices) -> None:
+    clients = job(2)
+
+    def leave(_: Any) -> None:
+        eventually(lambda: clients[0]._staging.in_order)
+        clients[0].shutdown()
+        eventually(lambda: not clients[0]._staging._threads[0].is_alive())
+        time.sleep(0.05)  # the other thread has heard of it, before the driver ends anything
+
+    first = clients[0].all_reduce(np.ones(3))
+    first.future().add_done_callback(leave)
+    late = clients[0].all_reduce(torch.ones(3000))
+    threads = clients[0]._staging._threads
+    clients[1].all_reduce(np.ones(3))
+    with pytest.raises(LocalProtocolError, match="shut down"):
+        late.wait(20)
+    eventually(lambda: not any(thread.is_alive() for thread in threads))
+
+
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
 def test_shut_down_while_copies_are_on_their_way(job: Job, devices: Devices, way: str) -> None:
     gate = devices.before = Gate(way, 1)
     (client,) = job(1)
     work = client.all_reduce(torch.ones(3000))
     eventually(lambda: devices.opened[0].made(way) == 1)
+    if way == "to_device":
+        eventually(lambda: client.bytes_reduced == 12_000)  # and so all three were asked for
     threading.Timer(0.2, gate.open).start()
     begun = time.monotonic()
     client.shutdown()
