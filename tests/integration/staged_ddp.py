@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
-from reducer.errors import ReductionError
+from reducer.errors import DeviceError, ReductionError
 from tests.worker_client.slow_device import SlowDevice
 from worker_client import device, staged_call
 
@@ -76,6 +76,24 @@ def late(on: str) -> list[str]:
     return seen
 
 
+def broken() -> str:
+    """A device that fails ends the backward pass, whatever DDP makes of the error."""
+
+    def before(_way: str, number: int) -> None:
+        if number == 1:
+            raise DeviceError("an illegal memory access", device="slow:0")
+
+    device.open_device = lambda _: SlowDevice(before)
+    client = worker_client.init()
+    client._staging._devices.clear()
+    ddp = build("cpu", reduction=True)
+    try:
+        ddp(torch.ones(2, 20)).sum().backward()
+    except Exception as error:  # noqa: BLE001 (any)
+        return str(error)
+    return "no error"
+
+
 def main(out: str, kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -87,6 +105,8 @@ def main(out: str, kind: str) -> None:
     on = "cuda:0" if kind == "cuda" else "cpu"
     results = {"stock": stock, "ours": train(on, reduction=True), "late": late(on)}
     results["threads"] = [one.name for one in worker_client.init()._staging._threads]
+    if kind == "slow":
+        results["broken"] = broken()
     Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
