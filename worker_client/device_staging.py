@@ -116,9 +116,9 @@ class DeviceStaging:
             LocalProtocolError: the client was shut down.
         """
         self._check()
-        device, blocks = self._open(flat.data.device)
+        opened, blocks = self._open(flat.data.device)
         try:
-            call = StagedCall(work, tensor, flat, device, blocks)
+            call = StagedCall(work, tensor, flat, opened, blocks)
             call.ask(op, name, timeout_s)
         except DeviceError as error:
             self._failure = error
@@ -149,7 +149,7 @@ class DeviceStaging:
             threads = list(self._threads)
         self._wake.put(None)
         for thread in threads:
-            if wait and thread is not threading.current_thread():
+            if wait and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(STOP_S)
                 if thread.is_alive():
                     log.warning("a device has not made all copies after %g s", STOP_S)
@@ -170,7 +170,8 @@ class DeviceStaging:
                     threading.Thread(target=target, name=name, daemon=True)
                     for target, name in ((self._send, "to-host"), (self._return, "to-device"))
                 ]
-                for thread in self._threads:
+            for thread in self._threads:
+                if thread.ident is None:  # Ctrl-C may have come before it was started
                     thread.start()
             return self._devices[of]
 
