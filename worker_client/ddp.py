@@ -48,7 +48,7 @@ class ReductionState:
         """Start averaging `buffer` over all ranks, in place, and return a future of it."""
         # Whoever waits for a future that knows the device has its stream wait for the result.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
+            devices=None if buffer.device.type == "cpu" else [buffer.device]
         )
         in_backward = self._prepare_to_raise()
 
