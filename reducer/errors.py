@@ -183,3 +183,18 @@ class CapacityError(ReductionError):
 
 class AuthError(ReductionError):
     """The reducer does not accept this job's key."""
+
+
+class DeviceError(ReductionError):
+    """A device such as a GPU failed while a tensor was copied from or to it.
+
+    If it could not give its contribution, this client makes no further all-reduce: its calls would
+    no longer be those of the other ranks, which get an error that names this rank.
+
+    Attributes:
+        device: its name, such as ``"cuda:0"``.
+    """
+
+    def __init__(self, message: str, *, device: str, sequence: int | None = None) -> None:
+        super().__init__(message, sequence=sequence)
+        self.device = device

@@ -11,8 +11,9 @@ from reducer.errors import (
     ReductionError,
 )
 from reducer.wire.constants import ReduceOp
-from worker_client import config, faults, implementation
-from worker_client.host_buffer import HostBuffer, host_buffer
+from worker_client import config, device, faults, implementation
+from worker_client.device_staging import DeviceStaging
+from worker_client.host_buffer import host_buffer
 from worker_client.names import own
 from worker_client.operation import Operation
 from worker_client.part import Part
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reducer.failpoints import Failpoint
+    from reducer.wire.constants import DType
     from worker_client.fallback import Fallback
     from worker_client.fusion import Fusion
     from worker_client.handover import Unfinished
+    from worker_client.host_buffer import HostBuffer
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
 
@@ -94,7 +97,8 @@ class Client:
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
-        self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
+        self._works: dict[Operation, Callable[[Exception | None], None]] = {}  # whom to tell
+        self._staging = DeviceStaging(self._submit)
         self._pid = os.getpid()
 
         def enter(settings: Settings, ended: Ended, left: Left) -> Part:
@@ -207,14 +211,18 @@ class Client:
         flight.
 
         Args:
-            data: NumPy array or CPU torch tensor of any shape, of dtype float32, float64, float16,
-                bfloat16, int8, int32, int64 or uint8. Contiguous data is sent from, and the result
-                written to, its own memory.
+            data: NumPy array or torch tensor of any shape, of dtype float32, float64, float16,
+                bfloat16, int8, int32, int64 or uint8. Contiguous data in host memory is sent from,
+                and the result written to, its own memory. A tensor on a CUDA device is copied to
+                the host and back, as soon as this thread's current stream is done with what it has
+                been given so far; every rank must then pass one on a device. With a name, this
+                call waits for the copy.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
             name: the same at every rank, and of one call at a time. The n-th calls of a name belong
                 together, also after one that failed.
             timeout: seconds (or ``"300s"``, ``"5ms"``) until it fails, this client's default if
-                None. Failing may take longer: what is on its way has to leave `data` first.
+                None. Failing may take longer: what is on its way has to leave `data` first. For a
+                tensor on a device it counts from when a part of it is in host memory.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
@@ -222,18 +230,17 @@ class Client:
         Raises:
             ConfigError: `data` or another argument is not supported.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
+            DeviceError: a device failed, now or in an earlier call.
         """
         self._check_usable()
+        if device.is_on_device(data) and (name is None or self._fusion is None):
+            flat = device.flatten(data)
+            reduction, timeout_s = self._parse(flat.dtype, op, name, timeout)
+            work = Work(_describe(name, flat.data.nbytes), self._wait_for_device)
+            self._staging.all_reduce(work, data, flat, op=reduction, name=name, timeout_s=timeout_s)
+            return work
         buffer = host_buffer(data)
-        reduction = _parse_op(op)
-        if reduction is ReduceOp.MEAN and not buffer.dtype.is_floating:
-            raise ConfigError(
-                f"the mean of {buffer.dtype.name.lower()} is not defined: "
-                "use op='sum' and divide, or a floating type"
-            )
-        if name is not None and not isinstance(name, str):
-            raise ConfigError(f"name must be a string, got {name!r}")
-        timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
+        reduction, timeout_s = self._parse(buffer.dtype, op, name, timeout)
         if name is not None and self._fusion is not None:
             return self._fusion.submit(buffer, data, reduction, name, timeout_s)
         return self.submit(buffer, reduction, name, timeout_s, data)
@@ -260,14 +267,20 @@ class Client:
         """
         self._check_usable()
         operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
-        what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
-        work = Work(what, self.lead, lambda: operation.missing)
-        self._works[operation] = (work, data, buffer)
-        try:
-            self._driver.submit(operation)
-        except LocalProtocolError:
-            self._works.pop(operation, None)
-            raise
+        work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
+
+        def ended(error: Exception | None) -> None:
+            if error is None and buffer.write_back is not None:
+                try:
+                    buffer.write_back()
+                except Exception as refused:  # noqa: BLE001 (the array's own; who waits gets it)
+                    error = refused
+            work.finish(data, error)
+
+        if self._staging.in_order:
+            self._submit(operation, ended)
+        else:
+            self._staging.follow(operation, ended)
         return work
 
     def shutdown(self) -> None:
@@ -277,6 +290,8 @@ class Client:
         if self._fusion is not None:
             self._fusion.stop()
         self._driver.stop()
+        # A callback keeps the driver from ending what staging would wait for.
+        self._staging.stop(wait=not self._driver.in_callback)
         if self._host_failure is not None:
             raise self._host_failure
 
@@ -286,22 +301,43 @@ class Client:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    # -- the end of an all-reduce -------------------------------------------------------------
+    # -- the way of an all-reduce -------------------------------------------------------------
+
+    def _parse(
+        self, dtype: DType, op: str | ReduceOp, name: str | None, timeout: float | str | None
+    ) -> tuple[ReduceOp, float]:
+        """Check the arguments of a call, and return what is to be done and for how many seconds."""
+        reduction = _parse_op(op)
+        if reduction is ReduceOp.MEAN and not dtype.is_floating:
+            raise ConfigError(
+                f"the mean of {dtype.name.lower()} is not defined: "
+                "use op='sum' and divide, or a floating type"
+            )
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(f"name must be a string, got {name!r}")
+        return reduction, self.timeout_s if timeout is None else config.seconds("timeout", timeout)
+
+    def _submit(self, operation: Operation, ended: Callable[[Exception | None], None]) -> None:
+        self._works[operation] = ended
+        try:
+            self._driver.submit(operation)
+        except LocalProtocolError:
+            self._works.pop(operation, None)
+            raise
 
     def _end(self, operation: Operation, error: ReductionError | None) -> None:
-        if (found := self._works.get(operation)) is None:
+        if (ended := self._works.get(operation)) is None:
             return  # the call that made it has taken it back
-        work, data, buffer = found
-        failure: Exception | None = error
         if error is None:
-            self._bytes_reduced += buffer.view.nbytes
-            try:
-                if buffer.write_back is not None:
-                    buffer.write_back()
-            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
-                failure = refused
-        work.finish(data, failure)
+            self._bytes_reduced += operation.view.nbytes
+        ended(error)
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
+
+    def _wait_for_device(self, done: Callable[[], bool], until: float) -> None:
+        del done, until  # the driver's own thread leads, and staging's bring the end
+        fallback = self._fallback is not None and self._fallback.is_this_thread
+        if fallback or self._staging.is_this_thread or self._driver.in_callback:
+            raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
 
     def lead(self, done: Callable[[], bool], until: float) -> None:
         """Move all-reduces on until `done`, or `until`, if this thread can; else return at once.
@@ -340,6 +376,10 @@ class Client:
             )
         if self._driver.closing:
             raise LocalProtocolError("this client was shut down: call worker_client.init() again")
+
+
+def _describe(name: str | None, nbytes: int) -> str:
+    return f"all-reduce{f' {name!r}' if name else ''} of {nbytes} bytes"
 
 
 def _parse_op(op: str | ReduceOp) -> ReduceOp:

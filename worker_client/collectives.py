@@ -22,7 +22,8 @@ def broadcast(client: Client, data: Any, root: int = 0) -> None:
 
     Args:
         client: the job's.
-        data: NumPy array or CPU torch tensor, of the same size at every rank; in place.
+        data: NumPy array or torch tensor, of the same size at every rank; in place. One on a device
+            is waited for.
         root: the rank whose data it is to be.
 
     Raises:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket  # what torch.distributed.Grad
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
-from reducer.errors import ConfigError, ReductionError
+from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
 
 if TYPE_CHECKING:
@@ -46,16 +46,21 @@ class ReductionState:
 
     def start(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Start averaging `buffer` over all ranks, in place, and return a future of it."""
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        # Whoever waits for a future that knows the device has its stream wait for the result.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=None if buffer.device.type == "cpu" else [buffer.device]
+        )
         in_backward = self._prepare_to_raise()
 
         def finish(error: BaseException | None) -> None:
             if error is None:
                 future.set_result(buffer)
-            elif in_backward:
+            elif in_backward and not isinstance(error, DeviceError):
                 self._error = self._error or _as_reduction_error(error)
                 future.set_result(buffer)
-            else:  # a rank that has joined early waits for the future itself
+            else:
+                # A rank that has joined early waits for the future itself. And of a device that has
+                # failed there is no stream that a result could be ordered on.
                 future.set_exception(error)  # type: ignore[arg-type]
 
         def on_done(done: "concurrent.futures.Future[Any]") -> None:

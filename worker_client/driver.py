@@ -92,6 +92,11 @@ class Driver:
 
     # -- any thread ---------------------------------------------------------------------------
 
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread leads: it is in a callback, or in a signal handler meanwhile."""
+        return self._leader == threading.get_ident()
+
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce.
 
@@ -115,7 +120,7 @@ class Driver:
         """
         if os.getpid() != self._pid or self._session.handed_over:
             return
-        if self._leader == threading.get_ident():
+        if self.in_callback:
             raise LocalProtocolError(
                 "waiting here would last for ever: this is a callback of an all-reduce, or a "
                 "signal handler that interrupted a wait for one"

@@ -95,6 +95,11 @@ class Survivors:
 
     # -- as of Driver -------------------------------------------------------------------------
 
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread leads; see `Driver.in_callback`."""
+        return self.part.driver.in_callback
+
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce, when the survivors have met if they are about to.
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Work:
     """What `Client.all_reduce` returns; its result is the array or tensor that was given.
 
-    Until it is done the buffer must be neither read nor written. After an error the buffer's
+    Until it is done the buffer must be neither read nor written. Of a tensor on a device, it is
+    done when the result is there, for all of its streams. After an error the buffer's
     contents are undefined: parts of it may hold the reduction.
 
     Args:
@@ -81,7 +82,8 @@ class Work:
         """Return a future of the array or tensor.
 
         Its callbacks run on the client's thread, or on one that waits for an all-reduce; there
-        Ctrl-C in one of them drops those that follow. They must not wait for an all-reduce.
+        Ctrl-C in one of them drops those that follow. Those of a tensor on a device run on a thread
+        of its own, whose current stream brought the result. They must not wait for an all-reduce.
         """
         with self._lock:
             if self._future is None:

@@ -1,0 +1,130 @@
+"""A device of the tests: CPU memory, with streams that copy later, each on a thread of its own.
+
+What real devices do and a `memcpy` does not, it does always: nothing is copied when a copy is asked
+for, the ways overtake each other, and memory holds rubbish until a copy has reached it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from reducer.errors import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+RUBBISH = 0xA5
+
+
+class Copy:
+    """What a stream was asked for: it ends, well or badly."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def end(self, error: Exception | None) -> None:
+        self._error = error
+        self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Stream:
+    """Does one thing after another."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Copy] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def do(self, job: Callable[[], None]) -> Copy:
+        copy = Copy()
+        self._queue.put((job, copy))
+        return copy
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, copy = item
+            try:
+                job()
+            except DeviceError as error:
+                copy.end(error)
+            else:
+                copy.end(None)
+
+
+class SlowDevice:
+    """One device.
+
+    Args:
+        before: called by a stream before each of its copies, with the way and the number of copies
+            that were made that way; may wait, or raise DeviceError.
+
+    Attributes:
+        compute: the stream that callers' threads have as their current one.
+        blocks: how many times page-locked memory was asked for.
+    """
+
+    def __init__(self, before: Callable[[str, int], None] = lambda _way, _number: None) -> None:
+        self.compute = Stream()
+        self._made = {"to_host": 0, "to_device": 0}
+        self.blocks = 0
+        self._before = before
+        self._streams = {"to_host": Stream(), "to_device": Stream()}
+        self._returning = threading.local()
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.blocks += 1
+        return torch.full((nbytes,), RUBBISH, dtype=torch.uint8)
+
+    def follow(self, *tensors: torch.Tensor) -> None:
+        del tensors
+        self._streams["to_host"].do(self.compute.do(lambda: None).wait)
+
+    def to_host(self, block: torch.Tensor, source: torch.Tensor) -> Copy:
+        return self._copy("to_host", block, source)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        return self._copy("to_device", target, source)
+
+    @contextlib.contextmanager
+    def returning(self) -> Iterator[None]:
+        self._returning.is_current = True
+        try:
+            yield
+        finally:
+            self._returning.is_current = False
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether the stream of copies to the device is this thread's current one."""
+        return getattr(self._returning, "is_current", False)
+
+    def made(self, way: str) -> int:
+        """Number of copies that were made one way."""
+        return self._made[way]
+
+    def close(self) -> None:
+        for stream in (self.compute, *self._streams.values()):
+            stream.close()
+
+    def _copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        def copy() -> None:
+            self._before(way, self.made(way))
+            target.copy_(source)
+            self._made[way] += 1
+
+        return self._streams[way].do(copy)

@@ -1,0 +1,311 @@
+"""CUDA: what is asked of torch, anywhere; and all of it on a real GPU, where there is one.
+
+`test_device_staging.py` has what staging does, over a device of the tests' own.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from reducer.errors import ConfigError, DeviceError, LocalProtocolError, MismatchError
+from reducer.wire.constants import DType
+from worker_client import cuda_device, device
+from worker_client.collectives import broadcast
+from worker_client.cuda_device import CudaDevice
+from worker_client.ddp import ReductionState
+from worker_client.staged_call import PIECE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+    from worker_client.device import Copy
+
+    Job = Callable[..., list[Client]]
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+A_SECOND = 2_000_000_000  # cycles; about
+
+# -- what is asked of torch ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """Stands in for torch, as the CUDA device sees it; what exists there has torch's signature."""
+    stand_in = mock.MagicMock()
+    stand_in.cuda = mock.create_autospec(torch.cuda)
+    stand_in.cuda.is_current_stream_capturing.return_value = False
+    stand_in.cuda.Stream.side_effect = [stand_in.to_host, stand_in.to_device]
+    stand_in.attach_mock(stand_in.cuda, "cuda")
+    monkeypatch.setattr(cuda_device, "torch", stand_in)
+    return stand_in
+
+
+def named(asked: mock.MagicMock) -> list[str]:
+    return [call[0] for call in asked.mock_calls]
+
+
+def test_copies_wait_for_the_callers_stream(asked: mock.MagicMock) -> None:
+    opened = CudaDevice(torch.device("cuda:0"))
+    opened.follow(asked.tensor)
+    current = asked.cuda.current_stream
+    current.assert_called_once_with(torch.device("cuda:0"))
+    asked.to_host.wait_stream.assert_called_once_with(current.return_value)
+    assert asked.tensor.record_stream.mock_calls == [
+        mock.call(asked.to_host),
+        mock.call(asked.to_device),
+    ]
+
+
+@pytest.mark.parametrize("way", ["to_host", "to_device"])
+def test_a_copy_is_made_by_its_stream_and_an_event_follows(asked: mock.MagicMock, way: str) -> None:
+    opened = CudaDevice(torch.device("cuda:0"))
+    asked.reset_mock()
+    copy: Copy = getattr(opened, way)(asked.target, asked.source)
+    stream, event = getattr(asked, way), asked.cuda.Event.return_value
+    asked.cuda.stream.assert_called_once_with(stream)
+    asked.target.copy_.assert_called_once_with(asked.source, non_blocking=True)
+    asked.cuda.Event.assert_called_once_with(blocking=True)
+    event.record.assert_called_once_with(stream)
+    order = named(asked)
+    assert order.index("cuda.stream().__enter__") < order.index("target.copy_")
+    assert order.index("target.copy_") < order.index("cuda.Event().record")
+    assert order[-1] == "cuda.stream().__exit__"
+    event.synchronize.assert_not_called()
+    copy.wait()
+    event.synchronize.assert_called_once_with()
+    assert opened.returning() is asked.cuda.stream.return_value
+    asked.cuda.stream.assert_called_with(asked.to_device)
+
+
+def test_page_locked_memory(asked: mock.MagicMock) -> None:
+    block = CudaDevice(torch.device("cuda:0")).pinned(100)
+    assert block is asked.empty.return_value
+    asked.empty.assert_called_once_with(100, dtype=asked.uint8, pin_memory=True)
+
+
+def test_errors_of_cuda_are_typed(asked: mock.MagicMock) -> None:
+    opened = CudaDevice(torch.device("cuda:3"))
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    copy = opened.to_host(asked.target, asked.source)
+    asked.target.copy_.side_effect = error
+    asked.cuda.Event.return_value.synchronize.side_effect = error
+    asked.empty.side_effect = error
+    asked.to_host.wait_stream.side_effect = error
+    for call in (
+        copy.wait,
+        lambda: opened.to_host(asked.target, asked.source),
+        lambda: opened.to_device(asked.target, asked.source),
+        lambda: opened.pinned(10),
+        opened.follow,
+    ):
+        with pytest.raises(DeviceError, match=r"cuda:3 failed: .*illegal memory") as caught:
+            call()
+        assert caught.value.device == "cuda:3"
+
+
+def test_a_stream_that_is_captured_is_refused(asked: mock.MagicMock) -> None:
+    asked.cuda.is_current_stream_capturing.return_value = True
+    with pytest.raises(ConfigError, match="CUDA graph"):
+        CudaDevice(torch.device("cuda:0")).follow(asked.tensor)
+
+
+def test_what_is_on_a_device() -> None:
+    assert not device.is_on_device(np.ones(3))
+    assert not device.is_on_device([1.0])
+    assert not device.is_on_device(torch.ones(3))
+    assert not device.is_on_device(torch.ones(3, device="meta"))
+
+
+# -- on a GPU -----------------------------------------------------------------------------------
+
+
+def summed(clients: list[Client], tensors: list[torch.Tensor], **arguments: Any) -> None:
+    works = [
+        client.all_reduce(tensor, "sum", **arguments)
+        for client, tensor in zip(clients, tensors, strict=True)
+    ]
+    for work, tensor in zip(works, tensors, strict=True):
+        assert work.wait(30) is tensor
+
+
+@on_a_gpu
+@pytest.mark.parametrize("nbytes", [0, 4, PIECE_BYTES, PIECE_BYTES + 4, 10 * PIECE_BYTES - 64])
+def test_sizes(job: Job, nbytes: int) -> None:
+    ones = [torch.randn(nbytes // 4, device="cuda") for _ in range(2)]
+    expected = ones[0] + ones[1]
+    summed(job(2), ones, name="x")
+    assert all(torch.equal(one, expected) for one in ones)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("dtype", [getattr(torch, one.name.lower()) for one in DType], ids=str)
+def test_dtypes(job: Job, dtype: torch.dtype) -> None:
+    ones = [torch.randint(0, 50, (3000,)).to(dtype).cuda() for _ in range(2)]
+    expected = ones[0].cpu() + ones[1].cpu()
+    summed(job(2), ones)
+    assert all(torch.equal(one.cpu(), expected) for one in ones)
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda whole: whole[1:700],
+        lambda whole: whole.t(),
+        lambda whole: whole[::2, 1:].unsqueeze(1),
+        lambda whole: torch.view_as_complex(whole.view(800, 500, 2)).conj().imag,
+    ],
+    ids=["part", "transposed", "strided", "negated"],
+)
+def test_views_and_nothing_beside_them(
+    job: Job, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    wholes = [torch.randn(800, 1000, device="cuda") for _ in range(2)]
+    expected = [whole.clone() for whole in wholes]
+    total = (view(wholes[0]) + view(wholes[1])).clone()
+    for whole in expected:
+        view(whole).copy_(total)
+    summed(job(2), [view(whole) for whole in wholes])
+    for whole, one in zip(wholes, expected, strict=True):
+        assert torch.equal(whole, one)
+
+
+@on_a_gpu
+def test_copies_follow_the_callers_stream_and_work_follows_the_copies(job: Job) -> None:
+    (client,) = job(1)
+    late = torch.zeros(3_000_000, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(A_SECOND // 2)
+        late.fill_(7.0)
+        begun = time.monotonic()
+        work = client.all_reduce(late, "sum")
+        assert time.monotonic() - begun < 0.2
+        assert not work.done()
+    work.wait(30)
+    with torch.cuda.stream(torch.cuda.Stream()):  # any stream may go on
+        assert torch.equal(late, torch.full_like(late, 7.0))
+
+
+@on_a_gpu
+def test_first_pieces_are_reduced_while_the_last_is_still_copied(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Any] = []
+
+    class Held(CudaDevice):
+        def to_host(self, block: torch.Tensor, source: torch.Tensor) -> cuda_device.CudaCopy:
+            if len(copies) == 4:
+                with torch.cuda.stream(self._to_host):
+                    torch.cuda._sleep(A_SECOND)
+            copies.append(super().to_host(block, source))
+            return copies[-1]
+
+    monkeypatch.setattr(device, "open_device", Held)
+    (client,) = job(1)
+    one = torch.ones(5 * PIECE_BYTES // 4, device="cuda")
+    torch.cuda.synchronize()
+    work = client.all_reduce(one, "sum")
+    end = time.monotonic() + 20
+    while client.bytes_reduced < 4 * PIECE_BYTES:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert not copies[4]._done.query()
+    assert not work.done()
+    work.wait(30)
+    assert torch.equal(one, torch.ones_like(one))
+
+
+@on_a_gpu
+def test_many_calls_of_both_kinds(job: Job) -> None:
+    def run(client: Client) -> list[Any]:
+        works = []
+        for number in range(50):
+            one = torch.full((1 + 100_000 * (number % 7),), float(number))
+            data = one.cuda() if number % 3 else one.numpy()
+            works.append(client.all_reduce(data, "sum", name=f"call {number}"))
+        return [work.wait(30) for work in works]
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(run, job(2)):
+            for number, data in enumerate(results):
+                assert (torch.as_tensor(data) == 2.0 * number).all()
+
+
+@on_a_gpu
+def test_page_locked_memory_is_used_again(job: Job) -> None:
+    (client,) = job(1)
+    for _ in range(5):
+        summed([client], [torch.ones(3_000_000, device="cuda")])
+    ((_, blocks),) = client._staging._devices.values()
+    assert (blocks.used_bytes, blocks.idle_bytes) == (0, 12_000_000)
+    assert blocks.take(12_000_000).is_pinned()
+
+
+@on_a_gpu
+def test_the_hooks_future_knows_the_device(job: Job) -> None:
+    ones = [torch.full((3_000_000,), float(rank), device="cuda") for rank in range(2)]
+    states = [ReductionState(client) for client in job(2)]
+    futures = [state.start(one) for state, one in zip(states, ones, strict=True)]
+    for future in futures:
+        assert (future.then(lambda done: done.value() * 2).wait() == 1.0).all()
+
+
+@on_a_gpu
+def test_an_error_leaves_the_client_usable(job: Job) -> None:
+    clients = job(2)
+    sizes = 2 * PIECE_BYTES // 4 + 64, 2 * PIECE_BYTES // 4 + 128
+    works = [
+        client.all_reduce(torch.ones(size, device="cuda"))
+        for client, size in zip(clients, sizes, strict=True)
+    ]
+    for work in works:
+        with pytest.raises(MismatchError, match="bytes in all"):
+            work.wait(30)
+    summed(clients, [torch.ones(5000, device="cuda") for _ in clients])
+
+
+@on_a_gpu
+def test_shut_down_while_copies_are_on_their_way(job: Job) -> None:
+    (client,) = job(1)
+    torch.cuda._sleep(A_SECOND // 2)
+    work = client.all_reduce(torch.ones(3_000_000, device="cuda"))
+    client.shutdown()
+    with pytest.raises(LocalProtocolError):
+        work.wait(30)
+
+
+@on_a_gpu
+def test_a_graph_is_refused(job: Job) -> None:
+    (client,) = job(1)
+    one = torch.ones(3, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        one * 2  # a graph must not be empty
+        with pytest.raises(ConfigError, match="CUDA graph"):
+            client.all_reduce(one)
+    summed([client], [one])
+
+
+@on_a_gpu
+def test_a_broadcast(job: Job) -> None:
+    ones = [torch.full((50, 60), float(rank), device="cuda").t() for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda client: broadcast(client, ones[client.rank], root=1), job(2)))
+    assert all((one == 1.0).all() for one in ones)
+
+
+@on_a_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_one_rank_may_have_several_devices(job: Job) -> None:
+    (client,) = job(1)
+    ones = [torch.full((3_000_000,), 3.0, device=f"cuda:{index}") for index in (0, 1, 0, 1)]
+    for work in [client.all_reduce(one, "sum") for one in ones]:
+        assert (work.wait(30) == 3.0).all()
