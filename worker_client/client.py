@@ -179,8 +179,8 @@ class Client:
     @property
     def bytes_reduced(self) -> int:
         """Bytes of all buffers that were reduced so far."""
-        named = self._named
-        return self._bytes_reduced + (0 if named is None else named.bytes_reduced)
+        named = 0 if self._fusion is None else self._fusion.bytes_reduced
+        return self._bytes_reduced + named
 
     @property
     def _named(self) -> Client | None:

@@ -28,6 +28,7 @@ from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from concurrent.futures import Future
 
     import numpy as np
 
@@ -73,6 +74,9 @@ class Fusion(Generic[C]):
         rank, world_size: who we are.
         threshold: most bytes of a fusion buffer; 0 to pack nothing.
         cycle_s: how long a tensor waits for others at most, seconds.
+
+    Attributes:
+        bytes_reduced: of all tensors so far.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class Fusion(Generic[C]):
         self._again_at = 0.0
         self._again_s = AGAIN_S
         self._closing = False
+        self.bytes_reduced = 0
         self._thread: threading.Thread | None = None
 
     @property
@@ -295,12 +300,19 @@ class Fusion(Generic[C]):
         name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
         timeout_s = max(min(r.deadline for r in requests) - time.monotonic(), LEAST_S)
         buffer = HostBuffer(view, first.dtype, None)
+
+        def ended(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None:
+                self.bytes_reduced += view.nbytes
+            finish(error)
+
         try:
             work = channel.submit(buffer, first.op, name, timeout_s)
         except ReductionError as error:
             finish(error)
         else:
-            work.future().add_done_callback(lambda done: finish(done.exception()))
+            work.future().add_done_callback(ended)
 
 
 def _fail(requests: Iterable[Request], error: ReductionError) -> None:

@@ -141,7 +141,7 @@ def summed(clients: list[Client], tensors: list[torch.Tensor], **arguments: Any)
 def test_sizes(job: Job, nbytes: int) -> None:
     ones = [torch.randn(nbytes // 4, device="cuda") for _ in range(2)]
     expected = ones[0] + ones[1]
-    summed(job(2), ones, name="x")
+    summed(job(2), ones)
     assert all(torch.equal(one, expected) for one in ones)
 
 
@@ -231,7 +231,7 @@ def test_many_calls_of_both_kinds(job: Job) -> None:
         for number in range(50):
             one = torch.full((1 + 100_000 * (number % 7),), float(number))
             data = one.cuda() if number % 3 else one.numpy()
-            works.append(client.all_reduce(data, "sum", name=f"call {number}"))
+            works.append(client.all_reduce(data, "sum"))
         return [work.wait(30) for work in works]
 
     with ThreadPoolExecutor(2) as pool:

@@ -266,5 +266,4 @@ def test_an_embedded_job_has_names_too(servers: list[str]) -> None:
     with joined(2, servers=servers[:1], job="alone") as clients:
         sums = at_all(clients, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(20)[0])
         assert sums == [2.0, 2.0]
-        assert [client.bytes_reduced for client in clients] == [clients[0].bytes_reduced] * 2
-        assert clients[0].bytes_reduced >= 16
+        assert [client.bytes_reduced for client in clients] == [16, 16]
