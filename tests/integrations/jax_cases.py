@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,10 @@ def case_a_client_may_be_given() -> None:
     with connect(job="given") as given:
         assert float(all_reduce(jnp.float32(mine), client=given)) == 1.5
         assert given.bytes_reduced == 4
+
+
+def case_torch_is_not_needed() -> None:
+    assert "torch" not in sys.modules
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,6 +160,10 @@ def case_a_graph_outlasts_a_client() -> None:
     worker_client.init().shutdown()
     worker_client.init(job="another")
     assert float(average()) == 1.5
+
+
+def case_torch_is_not_needed() -> None:
+    assert "torch" not in sys.modules
 
 
 if __name__ == "__main__":
