@@ -4,7 +4,7 @@ All leaves of a tree go through one ordered callback to the host, so that compil
 the same calls in the same order at every rank. Use one process for each device.
 
 An error is a `ReductionError` outside of compiled functions. Out of a compiled one, JAX raises
-`jax.errors.JaxRuntimeError` instead, whose message ends with the error's name and text.
+`jax.errors.JaxRuntimeError` instead, whose message holds the error's name and text.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ where they leave the tape: all of one step go through a single operation that ru
 Inside a graph nothing can then reorder them, and ranks never wait for different ones.
 
 An error is a `ReductionError` where TensorFlow runs eagerly. Out of a graph, TensorFlow raises
-`tf.errors.UnknownError` instead, whose message begins with the error's name and text.
+`tf.errors.UnknownError` instead, whose message holds the error's name and text.
 """
 
 from __future__ import annotations
