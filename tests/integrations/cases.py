@@ -49,7 +49,7 @@ def run(module: str, servers: list[str], **environment: str) -> dict[str, list[s
     settings = {
         "REDUCTION_SERVERS": ",".join(servers),
         "REDUCTION_JOB": module,
-        "REDUCTION_TIMEOUT": "20s",
+        "REDUCTION_TIMEOUT": "60s",  # one rank may import its framework long after another
         "WORLD_SIZE": str(WORLD_SIZE),
         "OMP_NUM_THREADS": "1",
         **environment,
