@@ -150,8 +150,9 @@ def _identify(
     world_size = launched.world_size if world_size is None else world_size
     if rank is None or world_size is None:
         raise ConfigError(
-            "rank and world size are unknown: start the script with torchrun, call "
-            "torch.distributed.init_process_group() first, or pass rank= and world_size="
+            "rank and world size are unknown: start the script with torchrun or with RANK and "
+            "WORLD_SIZE set, call torch.distributed.init_process_group() first, or pass rank= and "
+            "world_size="
         )
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of size {world_size}")
@@ -212,8 +213,9 @@ def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | 
 def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
     if group is None:
         raise ConfigError(
-            "there are no reducers to use: set REDUCTION_SERVERS=host:port,host:port, or call "
-            "torch.distributed.init_process_group() first, so that each rank can host one"
+            "there are no reducers to use: start some and set REDUCTION_SERVERS=host:port,"
+            "host:port, or with PyTorch call torch.distributed.init_process_group() first, so that "
+            "each rank can host one"
         )
     from worker_client import embedded  # noqa: PLC0415 (loads the reducer's code)
 

@@ -1,0 +1,29 @@
+"""JAX: pytrees through real reducers, and a training beside that of JAX's own collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations import cases
+from tests.integrations.training import assert_alike, train
+from worker_client.demo.ranks import free_port
+
+pytest.importorskip("jax", reason="needs jax")
+
+CASES = "tests.integrations.jax_cases"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def results(servers: list[str]) -> dict[str, list[str | None]]:
+    return cases.run(CASES, servers)
+
+
+@pytest.mark.parametrize("case", cases.names(CASES))
+def test_case(results: dict[str, list[str | None]], case: str) -> None:
+    assert results[case] == [None, None], "\n".join(filter(None, results[case]))
+
+
+def test_ranks_train_alike_and_as_jax_does(servers: list[str]) -> None:
+    ours = train("jax_digits.py", servers=servers)
+    assert_alike(ours, train("jax_digits.py", "--stock", f"127.0.0.1:{free_port()}"))

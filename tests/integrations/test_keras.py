@@ -1,0 +1,48 @@
+"""Keras: model.fit through real reducers, and a training beside one without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integrations import cases
+from tests.integrations.training import ROOT, assert_alike, train
+
+# Looked for and not imported, as that takes long and warns.
+if find_spec("keras") is None:
+    pytest.skip("needs keras", allow_module_level=True)
+
+CASES = "tests.integrations.keras_cases"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def results(servers: list[str]) -> dict[str, list[str | None]]:
+    return cases.run(CASES, servers)
+
+
+@pytest.mark.parametrize("case", cases.names(CASES))
+def test_case(results: dict[str, list[str | None]], case: str) -> None:
+    assert results[case] == [None, None], "\n".join(filter(None, results[case]))
+
+
+def test_ranks_train_alike_and_as_keras_does(servers: list[str]) -> None:
+    ours = train("keras_digits.py", servers=servers)
+    assert_alike(ours, train("keras_digits.py", "--stock"))
+
+
+def test_other_backends_are_refused() -> None:
+    code = "import keras, worker_client.keras as k; k.DistributedOptimizer(keras.optimizers.SGD())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ConfigError: Keras runs on jax" in done.stderr, done.stderr

@@ -1,0 +1,34 @@
+"""TensorFlow: gradients through real reducers, and a training beside TensorFlow's own strategy."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.integrations import cases
+from tests.integrations.training import assert_alike, train
+from worker_client.demo.ranks import free_port
+
+# Looked for and not imported, as that takes long and warns.
+if find_spec("tensorflow") is None:
+    pytest.skip("needs tensorflow", allow_module_level=True)
+
+CASES = "tests.integrations.tensorflow_cases"
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def results(servers: list[str]) -> dict[str, list[str | None]]:
+    return cases.run(CASES, servers)
+
+
+@pytest.mark.parametrize("case", cases.names(CASES))
+def test_case(results: dict[str, list[str | None]], case: str) -> None:
+    assert results[case] == [None, None], "\n".join(filter(None, results[case]))
+
+
+def test_ranks_train_alike_and_as_tensorflow_does(servers: list[str]) -> None:
+    ours = train("tensorflow_digits.py", servers=servers)
+    hosts = f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+    assert_alike(ours, train("tensorflow_digits.py", "--stock", hosts))
