@@ -1,0 +1,99 @@
+"""Which of torch.distributed's collectives reducers can do, and how these become all-reduces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from worker_client.host_buffer import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_OPS = {
+    dist.ReduceOp.RedOpType.SUM: "sum",
+    dist.ReduceOp.RedOpType.AVG: "mean",
+    dist.ReduceOp.RedOpType.MIN: "min",
+    dist.ReduceOp.RedOpType.MAX: "max",
+    dist.ReduceOp.RedOpType.PRODUCT: "product",
+}
+_DTYPES = {getattr(torch, name) for name in DTYPES}
+
+
+class Reduction(NamedTuple):
+    """A collective as all-reduces.
+
+    Attributes:
+        buffers: what is all-reduced, in this order, in place.
+        results: the tensors that hold the result at the end.
+        finish: fills `results` from `buffers`; None if they are the same.
+    """
+
+    buffers: list[torch.Tensor]
+    results: list[torch.Tensor]
+    finish: Callable[[], None] | None = None
+
+
+def op_name(op: dist.ReduceOp, dtype: torch.dtype) -> str | None:
+    """Return what clients call a reduction, None if reducers do not do it on this dtype."""
+    name = _OPS.get(op.op)
+    if dtype not in _DTYPES or (name == "mean" and not dtype.is_floating_point):
+        return None
+    return name
+
+
+def reducible(tensors: Sequence[torch.Tensor], op: dist.ReduceOp) -> bool:
+    """Whether reducers can do this, by what is alike at all ranks."""
+    return bool(tensors) and all(
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and op_name(op, tensor.dtype) is not None
+        for tensor in tensors
+    )
+
+
+def packed(tensors: list[torch.Tensor]) -> Reduction:
+    """Return the reduction of tensors in place, those of a dtype as one buffer."""
+    packs = [
+        [tensor for tensor in tensors if tensor.dtype == dtype]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
+    ]
+    buffers = [torch.cat([tensor.detach().reshape(-1) for tensor in pack]) for pack in packs]
+
+    def unpack() -> None:
+        for pack, buffer in zip(packs, buffers, strict=True):
+            for tensor, part in zip(pack, _split(buffer, pack), strict=True):
+                _fill(tensor, part)
+
+    return Reduction(buffers, tensors, unpack)
+
+
+def scattered(
+    outputs: list[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], rank: int
+) -> Reduction:
+    """Return the reduction of inputs of which each rank keeps its own.
+
+    The whole is reduced: reducers send every result to all ranks.
+
+    Args:
+        outputs: one per collective, of the shape of this rank's input.
+        inputs: for each of them one tensor per rank; left as they are.
+        rank: this rank.
+    """
+    buffers = [torch.cat([one.detach().reshape(-1) for one in per_rank]) for per_rank in inputs]
+
+    def keep() -> None:
+        for output, buffer, per_rank in zip(outputs, buffers, inputs, strict=True):
+            _fill(output, _split(buffer, per_rank)[rank])
+
+    return Reduction(buffers, outputs, keep)
+
+
+def _split(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return buffer.split([tensor.numel() for tensor in tensors])
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.detach().copy_(values.view(tensor.shape))
