@@ -27,8 +27,6 @@ from worker_client.names import own
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch._C._distributed_c10d import Backend
-
     from worker_client.handover import Unfinished
     from worker_client.operation import Operation
 
@@ -65,7 +63,7 @@ class Fallback:
         count: all-reduces that ended well here.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Backend) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.count = 0
         self._group = group
         self._rank = group.rank()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch.distributed as dist
-    from torch._C._distributed_c10d import Backend, Store
+    from torch._C._distributed_c10d import Store
 
 STORE_TIMEOUT_S = 60.0
 _joined = [0]  # calls of `current` so far; the same number at every rank, so it names a meeting
@@ -42,7 +42,7 @@ class ProcessGroup:
         world_size: int,
         store: Store,
         *,
-        make_private: Callable[[float], dist.ProcessGroup | Backend],
+        make_private: Callable[[float], dist.ProcessGroup],
         name: str = "",
         timeout_s: float = STORE_TIMEOUT_S,
     ) -> None:

@@ -42,8 +42,7 @@ def connect(
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
 
-    Args:
-        group: who takes part and how they meet, instead of torch's default process group.
+    `group` is who takes part and how they meet, instead of torch's default process group.
     """
     settings = config.load(
         servers=servers,

@@ -9,6 +9,7 @@ whatever this class does not override.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 from reducer.errors import LocalProtocolError
 from worker_client import startup
 from worker_client.process_group import ProcessGroup
-from worker_client.torch_collectives import Reduction, op_name, packed, reducible, scattered
+from worker_client.torch_collectives import OPS, Reduction, op_name, packed, reducible, scattered
 from worker_client.torch_work import ReductionWork
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 NAME = "reduction"
 DEVICES = ["cpu", "cuda"]
+
+log = logging.getLogger(__name__)
 
 
 class ReductionGroup(TorchProcessGroup):
@@ -58,19 +61,15 @@ class ReductionGroup(TorchProcessGroup):
 
     def __init__(self, options: Any, _: object = None) -> None:
         rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)  # type: ignore[call-arg, arg-type]
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-        self._gloo._set_sequence_number_for_group()  # noqa: SLF001 (as torch does for its own)
+        _take_in(self, self._gloo)
+        # The same without this class's methods, which C++ code would call again.
         self._inner = TorchProcessGroup(options.store, rank, size)
-        for group in (self, self._inner):
-            for device in DEVICES:
-                group._register_backend(  # noqa: SLF001 (as torch does)
-                    torch.device(device), TorchProcessGroup.BackendType.GLOO, self._gloo
-                )
-            group._set_default_backend(TorchProcessGroup.BackendType.GLOO)  # noqa: SLF001
+        _take_in(self._inner, self._gloo)
         self._options = options
         self._client: Client | None = None
-        self._closed = False
+        self._closed = self._warned = False
         self._joining = threading.Lock()
         if not options.global_ranks_in_group and size > 1:
             self.join()  # all ranks are here, which later need not be so
@@ -99,9 +98,12 @@ class ReductionGroup(TorchProcessGroup):
         options = self._options
         rank, size, store = options.group_rank, options.group_size, options.store
 
-        def make_private(timeout_s: float) -> ProcessGroupGloo:
+        def make_private(timeout_s: float) -> TorchProcessGroup:
             apart = PrefixStore("reduction/private", store)
-            return ProcessGroupGloo(apart, rank, size, timeout=timedelta(seconds=timeout_s))
+            group = TorchProcessGroup(apart, rank, size)
+            timeout = timedelta(seconds=timeout_s)
+            _take_in(group, ProcessGroupGloo(apart, rank, size, timeout=timeout))
+            return group
 
         parent = dist.group.WORLD if dist.is_initialized() else None
         known = parent.client if isinstance(parent, ReductionGroup) else None
@@ -167,7 +169,7 @@ class ReductionGroup(TorchProcessGroup):
             return self._reduce(packed(tensors), options)
         return self._inner.allreduce_coalesced(tensors, options)
 
-    def reduce_scatter(  # type: ignore[override] # (one method for its overloads)
+    def reduce_scatter(
         self,
         outputs: torch.Tensor | list[torch.Tensor],
         inputs: Any,
@@ -183,32 +185,36 @@ class ReductionGroup(TorchProcessGroup):
         return self._inner.reduce_scatter(outputs, inputs, options)
 
     def reduce_scatter_single(
-        self, outputTensor: torch.Tensor, inputTensor: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
     ) -> TorchWork:
         """Keep this rank's part of a tensor's reduction; see `reduce_scatter_tensor`."""
         options = _options(ReduceScatterOptions(), opts, None)
-        if self._can_scatter([outputTensor], [inputTensor], options.reduceOp):
-            return self._scatter([outputTensor], [inputTensor], options)
+        if self._can_scatter([output], [whole], options.reduceOp):
+            return self._scatter([output], [whole], options)
         theirs = _either(self._inner, "reduce_scatter_single", "_reduce_scatter_base")
-        return theirs(outputTensor, inputTensor, options)
+        return theirs(output, whole, options)
 
     def reduce_scatter_single_coalesced(
         self,
-        outputTensors: list[torch.Tensor],
-        inputTensors: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
         opts: Any = None,
     ) -> TorchWork:
         """Do as `reduce_scatter_single` does for several tensors."""
         options = _options(ReduceScatterOptions(), opts, None)
-        if self._can_scatter(outputTensors, inputTensors, options.reduceOp):
-            return self._scatter(outputTensors, inputTensors, options)
+        if self._can_scatter(outputs, inputs, options.reduceOp):
+            return self._scatter(outputs, inputs, options)
         names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        return _either(self._inner, *names)(outputTensors, inputTensors, options)
+        return _either(self._inner, *names)(outputs, inputs, options)
 
-    _reduce_scatter_base = reduce_scatter_single  # as torch called it before 2.13
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    # As torch called them before 2.13.
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def _can_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp) -> bool:
+        if not self._warned and any(tensor.device.type != "cpu" for tensor in tensors):
+            self._warned = True
+            log.warning("tensors that are not on the CPU are reduced by Gloo, not by reducers")
         return self.size() > 1 and reducible(tensors, op)
 
     def _can_scatter(
@@ -230,10 +236,8 @@ class ReductionGroup(TorchProcessGroup):
         timeout_s = options.timeout.total_seconds()
         if timeout_s <= 0:  # torch's way to say: the group's
             timeout_s = self._given_timeout_s() or client.timeout_s
-        works = [
-            client.all_reduce(buffer, op_name(options.reduceOp, buffer.dtype), timeout=timeout_s)
-            for buffer in reduction.buffers
-        ]
+        op = OPS[op_name(options.reduceOp)]
+        works = [client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers]
         return ReductionWork(works, reduction.results, reduction.finish)
 
 
@@ -241,6 +245,15 @@ def register() -> None:
     """Make ``init_process_group("reduction")`` known to torch, which it may be already."""
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
+
+
+def _take_in(group: TorchProcessGroup, gloo: ProcessGroupGloo) -> None:
+    """Let Gloo do what this group does not do itself, on all devices."""
+    gloo._set_sequence_number_for_group()  # noqa: SLF001 (this, and what follows, as torch does)
+    for device in DEVICES:
+        kind = TorchProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device(device), kind, gloo)  # noqa: SLF001
+    group._set_default_backend(kind)  # noqa: SLF001
 
 
 def _options(options: Any, given: Any, timeout: timedelta | None) -> Any:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from worker_client.host_buffer import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_OPS = {
-    dist.ReduceOp.RedOpType.SUM: "sum",
-    dist.ReduceOp.RedOpType.AVG: "mean",
-    dist.ReduceOp.RedOpType.MIN: "min",
-    dist.ReduceOp.RedOpType.MAX: "max",
-    dist.ReduceOp.RedOpType.PRODUCT: "product",
-}
+OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
 _DTYPES = {getattr(torch, name) for name in DTYPES}
 
 
@@ -36,21 +29,24 @@ class Reduction(NamedTuple):
     finish: Callable[[], None] | None = None
 
 
-def op_name(op: dist.ReduceOp, dtype: torch.dtype) -> str | None:
-    """Return what clients call a reduction, None if reducers do not do it on this dtype."""
-    name = _OPS.get(op.op)
-    if dtype not in _DTYPES or (name == "mean" and not dtype.is_floating_point):
-        return None
-    return name
+def op_name(op: Any) -> str:
+    """Return the name of a torch.distributed.ReduceOp, such as ``"SUM"``."""
+    return str(op.op.name)
 
 
-def reducible(tensors: Sequence[torch.Tensor], op: dist.ReduceOp) -> bool:
+def reducible(tensors: Sequence[torch.Tensor], op: Any) -> bool:
     """Whether reducers can do this, by what is alike at all ranks."""
-    return bool(tensors) and all(
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and op_name(op, tensor.dtype) is not None
-        for tensor in tensors
+    name = op_name(op)
+    return (
+        name in OPS
+        and bool(tensors)
+        and all(
+            tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and tensor.dtype in _DTYPES
+            and (name != "AVG" or tensor.dtype.is_floating_point)
+            for tensor in tensors
+        )
     )
 
 
@@ -92,7 +88,7 @@ def scattered(
 
 
 def _split(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return buffer.split([tensor.numel() for tensor in tensors])
+    return torch.split_with_sizes(buffer, [tensor.numel() for tensor in tensors])
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:

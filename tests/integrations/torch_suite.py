@@ -7,6 +7,7 @@ next gets new processes.
 
     python tests/integrations/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
 """
+# ruff: noqa: PLC0415, T201 (torch's tests read the environment when imported; this is a command)
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 # What Gloo passes and this backend cannot: by name, with the reason.
 LEFT_OUT: dict[str, str] = {}
 
-TEST_S = 90.0  # for one test, at all ranks
+START_S, TEST_S = 300.0, 90.0  # for all ranks to start, and to make one test
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
 
@@ -80,6 +81,7 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
     """Run the tests that the pipe names, until it says None."""
     tests = suite()
     import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
     from torch.testing._internal.common_distributed import TEST_SKIPS
     from torch.testing._internal.common_utils import set_rng_seed
 
@@ -87,9 +89,7 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
         make_gloo_ours()
         # Gloo's own profiler events are of the collectives that Gloo does.
         tests.PROFILING_SUPPORTED_BACKENDS.remove("gloo")
-    case_class = type(
-        "Case", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {}
-    )
+    case_class = type("Case", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {})
     skip_codes = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
     world_size = int(os.environ["WORLD_SIZE"])
 
@@ -118,13 +118,15 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
         case._barrier()
         return Verdict("passed")
 
+    pipe.send("ready")
     while (task := pipe.recv()) is not None:
         try:
             verdict = run(*task)
-            reduced = getattr(getattr(dist.group.WORLD, "client", None), "bytes_reduced", 0)
+            clients = [getattr(group, "client", None) for group in c10d._world.pg_map]
+            reduced = sum(client.bytes_reduced for client in clients if client is not None)
             if dist.is_initialized():
                 dist.destroy_process_group()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 (the verdict on the test)
             verdict, reduced = Verdict("failed", traceback.format_exc()), 0
         pipe.send((verdict, reduced))
 
@@ -142,6 +144,9 @@ class Ranks:
         ]
         for process in self._processes:
             process.start()
+        for pipe in self._pipes:
+            assert pipe.poll(START_S)
+            assert pipe.recv() == "ready"
 
     def run(self, name: str, file: str) -> tuple[list[Verdict], int]:
         """Return each rank's verdict on a test, and the bytes that rank 0 reduced."""
@@ -200,10 +205,15 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["WORLD_SIZE"] = str(options.world_size)  # tests read it when they are imported
     base = suite().DistributedTest._DistTestBase
-    names = options.only.split(",") if options.only else sorted(
-        name
-        for name in dir(base)
-        if name.startswith("test_") and not getattr(getattr(base, name), "__unittest_skip__", False)
+    names = (
+        options.only.split(",")
+        if options.only
+        else sorted(
+            name
+            for name in dir(base)
+            if name.startswith("test_")
+            and not getattr(getattr(base, name), "__unittest_skip__", False)
+        )
     )
     ends = {}
     with local_pool(2) as servers:
