@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import (  # what torch.distributed's are, with t
 )
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _world
 
 from reducer.errors import LocalProtocolError
 from worker_client import startup
@@ -245,6 +246,12 @@ def register() -> None:
     """Make ``init_process_group("reduction")`` known to torch, which it may be already."""
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
+
+
+def bytes_reduced() -> int:
+    """Return the bytes that reducers have reduced for all groups of this process that there are."""
+    groups = [group for group in _world.pg_map if isinstance(group, ReductionGroup)]
+    return sum(group.client.bytes_reduced for group in groups if group.client is not None)
 
 
 def _take_in(group: TorchProcessGroup, gloo: ProcessGroupGloo) -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -208,11 +209,8 @@ def groups(rank: int, gloo: dist.ProcessGroup) -> None:
     dist.all_reduce(whole, group=mesh.get_group("shard"))
     assert whole == 3
     dist.destroy_process_group(mine[0][1])
-    try:
+    with pytest.raises(LocalProtocolError, match="destroyed"):
         mine[0][1].allreduce([whole])
-    except LocalProtocolError:
-        return
-    raise AssertionError("a group that was destroyed reduced")
 
 
 def ddp(rank: int, gloo: dist.ProcessGroup) -> None:
@@ -271,18 +269,14 @@ def failures(rank: int, gloo: dist.ProcessGroup) -> None:
 
 
 def expect(kind: type[ReductionError], work: dist.Work) -> ReductionError:
-    try:
+    with pytest.raises(kind) as found:
         work.wait()
-    except kind as error:
-        assert work.is_completed()
-        assert work.exception() is error
-        assert not work.is_success()
-        try:
-            work.get_future().wait()
-        except RuntimeError as told:
-            assert kind.__name__ in str(told)
-            return error
-    raise AssertionError(f"no {kind.__name__}")
+    assert work.is_completed()
+    assert work.exception() is found.value
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        work.get_future().wait()
+    return found.value
 
 
 CASES: list[Callable[[int, dist.ProcessGroup], None]] = [

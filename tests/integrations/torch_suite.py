@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-# What Gloo passes and this backend cannot: by name, with the reason.
-LEFT_OUT: dict[str, str] = {}
-
 START_S, TEST_S = 300.0, 90.0  # for all ranks to start, and to make one test
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
@@ -81,9 +78,10 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
     """Run the tests that the pipe names, until it says None."""
     tests = suite()
     import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
     from torch.testing._internal.common_distributed import TEST_SKIPS
     from torch.testing._internal.common_utils import set_rng_seed
+
+    from worker_client import torch_backend
 
     if backend != "gloo":
         make_gloo_ours()
@@ -122,8 +120,7 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
     while (task := pipe.recv()) is not None:
         try:
             verdict = run(*task)
-            clients = [getattr(group, "client", None) for group in c10d._world.pg_map]
-            reduced = sum(client.bytes_reduced for client in clients if client is not None)
+            reduced = torch_backend.bytes_reduced()
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 (the verdict on the test)
