@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.integrations.training import assert_alike, train
 
 pytest.importorskip("torch", reason="needs torch")
