@@ -1,6 +1,8 @@
 """One rank of test_torch_backend: every case over the backend, against Gloo in the same processes.
 
-Started as ``python -m tests.integration.backend_rank OUT`` with the launcher's usual environment.
+Started as ``python -m tests.integration.backend_rank OUT BACKEND`` with the launcher's usual
+environment; a third argument names a file that appears when no reducer is left, and there is one
+case then.
 Contributions are small whole numbers, so that results are the same in any order.
 """
 
@@ -294,9 +296,40 @@ CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
 ]
 
 
+def without_reducers(out: str, ended: Path) -> None:
+    pair = dist.new_group([0, 1])
+    groups = [dist.group.WORLD] if dist.get_rank() == 2 else [dist.group.WORLD, pair]
+
+    def reduce_in_all() -> list[float]:
+        totals = []
+        for group in groups:
+            tensor = torch.full((3,), dist.get_rank() + 1.0)
+            dist.all_reduce(tensor, group=group)
+            totals.append(float(tensor[0]))
+        return totals
+
+    ends = [reduce_in_all()]
+    Path(out).write_text("")
+    while not ended.exists():
+        time.sleep(0.05)
+    ends += [reduce_in_all() for _ in range(3)]
+    used = [group.client.counters.fallbacks > 0 for group in groups]
+    Path(out).write_text(json.dumps({"totals": ends, "used": used}))
+
+
 def main() -> None:
     dist.init_process_group(sys.argv[2], timeout=timedelta(seconds=40))
     assert isinstance(dist.group.WORLD, worker_client.torch_backend.ReductionGroup)
+    out = f"{sys.argv[1]}.{dist.get_rank()}"
+    if len(sys.argv) > 3:
+        without_reducers(out, Path(sys.argv[3]))
+    else:
+        all_cases(out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_cases(out: str) -> None:
     warnings.simplefilter("ignore")  # torch's, of what it will call otherwise one day
     gloo = dist.new_group(backend="gloo")
     rank = dist.get_rank()
@@ -307,9 +340,7 @@ def main() -> None:
             ends[case.__name__] = ""
         except Exception:  # noqa: BLE001 (the test shows it)
             ends[case.__name__] = traceback.format_exc()
-        Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(ends))
-    dist.barrier()
-    dist.destroy_process_group()
+        Path(out).write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

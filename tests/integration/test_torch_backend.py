@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.integration.launch import rank_environment
 pytest.importorskip("torch", reason="needs torch")
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 RANKS = 3
@@ -33,12 +36,16 @@ CASES = (
 )
 
 
-def run_ranks(out: Path, backend: str, **settings: str) -> list[dict[str, str]]:
-    """Run `backend_rank.py` at every rank and return how each case ended there."""
+@contextmanager
+def ranks(
+    out: Path, backend: str, *arguments: str, **settings: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run `backend_rank.py` at every rank."""
     environment = rank_environment(RANKS, **settings)
-    ranks = [
+    command = [sys.executable, "-m", "tests.integration.backend_rank", str(out), backend]
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.backend_rank", str(out), backend],
+            [*command, *arguments],
             env={**environment, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -46,12 +53,24 @@ def run_ranks(out: Path, backend: str, **settings: str) -> list[dict[str, str]]:
         for rank in range(RANKS)
     ]
     try:
-        said = [rank.communicate(timeout=250)[1] for rank in ranks]
+        yield processes
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(said)
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def ends_of(processes: list[subprocess.Popen[str]], out: Path) -> list[dict[str, Any]]:
+    """Wait for the ranks and return what each wrote."""
+    said = [process.communicate(timeout=250)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
     return [json.loads(out.with_name(f"{out.name}.{rank}").read_text()) for rank in range(RANKS)]
+
+
+def run_ranks(out: Path, backend: str, **settings: str) -> list[dict[str, str]]:
+    """Run all cases at every rank and return how each ended there."""
+    with ranks(out, backend, **settings) as processes:
+        return ends_of(processes, out)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +96,23 @@ def test_through_a_pool(pool: list[dict[str, str]], case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_embedded_and_by_device(embedded: list[dict[str, str]], case: str) -> None:
     assert [rank[case] for rank in embedded] == [""] * RANKS
+
+
+@pytest.mark.timeout(300)
+def test_groups_go_on_through_gloo_when_no_reducer_is_left(tmp_path: Path) -> None:
+    out, ended = tmp_path / "out", tmp_path / "ended"
+    with ExitStack() as stack:
+        with local_pool(1) as servers:
+            settings = {
+                "REDUCTION_SERVERS": ",".join(servers),
+                "REDUCTION_FALLBACK": "process-group",
+                "REDUCTION_JOB": "train",  # of which each group makes a name of its own
+            }
+            processes = stack.enter_context(ranks(out, "reduction", str(ended), **settings))
+            while len(list(tmp_path.glob("out.*"))) < RANKS:
+                assert all(process.poll() is None for process in processes)
+                time.sleep(0.05)
+        ended.touch()
+        ends = ends_of(processes, out)
+    assert [end["totals"] for end in ends] == [[[6.0, 3.0]] * 4, [[6.0, 3.0]] * 4, [[6.0]] * 4]
+    assert [end["used"] for end in ends] == [[True, True], [True, True], [True]]
