@@ -30,18 +30,26 @@ from torch.distributed.distributed_c10d import _world
 from reducer.errors import LocalProtocolError
 from worker_client import startup
 from worker_client.process_group import ProcessGroup
-from worker_client.torch_collectives import OPS, Reduction, op_name, packed, reducible, scattered
+from worker_client.torch_collectives import (
+    DEVICES,
+    OPS,
+    Reduction,
+    asked,
+    either,
+    op_name,
+    packed,
+    reducible,
+    scattered,
+    take_in,
+)
 from worker_client.torch_work import ReductionWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch._C._distributed_c10d import Work as TorchWork
 
     from worker_client.client import Client
 
 NAME = "reduction"
-DEVICES = ["cpu", "cuda"]
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +72,10 @@ class ReductionGroup(TorchProcessGroup):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo = ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-        _take_in(self, self._gloo)
+        take_in(self, self._gloo)
         # The same without this class's methods, which C++ code would call again.
         self._inner = TorchProcessGroup(options.store, rank, size)
-        _take_in(self._inner, self._gloo)
+        take_in(self._inner, self._gloo)
         self._options = options
         self._client: Client | None = None
         self._closed = self._warned = False
@@ -103,7 +111,7 @@ class ReductionGroup(TorchProcessGroup):
             apart = PrefixStore("reduction/private", store)
             group = TorchProcessGroup(apart, rank, size)
             timeout = timedelta(seconds=timeout_s)
-            _take_in(group, ProcessGroupGloo(apart, rank, size, timeout=timeout))
+            take_in(group, ProcessGroupGloo(apart, rank, size, timeout=timeout))
             return group
 
         parent = dist.group.WORLD if dist.is_initialized() else None
@@ -158,14 +166,14 @@ class ReductionGroup(TorchProcessGroup):
     ) -> TorchWork:
         """Reduce a tensor in place; `torch.distributed.all_reduce` describes it."""
         given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        options = _options(AllreduceOptions(), opts if op is None else op, timeout)
+        options = asked(AllreduceOptions(), opts if op is None else op, timeout)
         if self._can_reduce(given, options.reduceOp):
             return self._reduce(Reduction(given, given), options)
         return self._inner.allreduce(given, options)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         """Reduce tensors in place, those of one dtype as one buffer."""
-        options = _options(AllreduceCoalescedOptions(), opts, None)
+        options = asked(AllreduceCoalescedOptions(), opts, None)
         if self._can_reduce(tensors, options.reduceOp):
             return self._reduce(packed(tensors), options)
         return self._inner.allreduce_coalesced(tensors, options)
@@ -180,7 +188,7 @@ class ReductionGroup(TorchProcessGroup):
         """Keep the reduction of this rank's tensor of a list; see `reduce_scatter`."""
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        options = _options(ReduceScatterOptions(), opts, timeout)
+        options = asked(ReduceScatterOptions(), opts, timeout)
         if self._can_reduce([one for per_rank in inputs for one in per_rank], options.reduceOp):
             return self._reduce(scattered(outputs, inputs, self.rank()), options)
         return self._inner.reduce_scatter(outputs, inputs, options)
@@ -189,10 +197,10 @@ class ReductionGroup(TorchProcessGroup):
         self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
     ) -> TorchWork:
         """Keep this rank's part of a tensor's reduction; see `reduce_scatter_tensor`."""
-        options = _options(ReduceScatterOptions(), opts, None)
+        options = asked(ReduceScatterOptions(), opts, None)
         if self._can_scatter([output], [whole], options.reduceOp):
             return self._scatter([output], [whole], options)
-        theirs = _either(self._inner, "reduce_scatter_single", "_reduce_scatter_base")
+        theirs = either(self._inner, "reduce_scatter_single", "_reduce_scatter_base")
         return theirs(output, whole, options)
 
     def reduce_scatter_single_coalesced(
@@ -202,11 +210,11 @@ class ReductionGroup(TorchProcessGroup):
         opts: Any = None,
     ) -> TorchWork:
         """Do as `reduce_scatter_single` does for several tensors."""
-        options = _options(ReduceScatterOptions(), opts, None)
+        options = asked(ReduceScatterOptions(), opts, None)
         if self._can_scatter(outputs, inputs, options.reduceOp):
             return self._scatter(outputs, inputs, options)
         names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-        return _either(self._inner, *names)(outputs, inputs, options)
+        return either(self._inner, *names)(outputs, inputs, options)
 
     # As torch called them before 2.13.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -252,32 +260,6 @@ def bytes_reduced() -> int:
     """Return the bytes that reducers have reduced for all groups of this process that there are."""
     groups = [group for group in _world.pg_map if isinstance(group, ReductionGroup)]
     return sum(group.client.bytes_reduced for group in groups if group.client is not None)
-
-
-def _take_in(group: TorchProcessGroup, gloo: ProcessGroupGloo) -> None:
-    """Let Gloo do what this group does not do itself, on all devices."""
-    gloo._set_sequence_number_for_group()  # noqa: SLF001 (this, and what follows, as torch does)
-    for device in DEVICES:
-        kind = TorchProcessGroup.BackendType.GLOO
-        group._register_backend(torch.device(device), kind, gloo)  # noqa: SLF001
-    group._set_default_backend(kind)  # noqa: SLF001
-
-
-def _options(options: Any, given: Any, timeout: timedelta | None) -> Any:
-    """Return what is asked for, of which torch takes either options or an operation."""
-    if isinstance(given, type(options)):
-        options = given
-    elif given is not None:
-        options.reduceOp = given
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _either(group: TorchProcessGroup, new: str, old: str) -> Callable[..., TorchWork]:
-    """Return a method that torch calls by another name since 2.13."""
-    method: Callable[..., TorchWork] = getattr(group, new, None) or getattr(group, old)
-    return method
 
 
 register()

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo  # torch.distributed's, typed
 
 from worker_client.host_buffer import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
+    from torch._C._distributed_c10d import Work
+
+DEVICES = ["cpu", "cuda"]
 OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
 _DTYPES = {getattr(torch, name) for name in DTYPES}
 
@@ -93,3 +98,29 @@ def _split(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[to
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.detach().copy_(values.view(tensor.shape))
+
+
+def take_in(group: ProcessGroup, gloo: ProcessGroupGloo) -> None:
+    """Let Gloo do what this group does not do itself, on all devices."""
+    gloo._set_sequence_number_for_group()  # noqa: SLF001 (this, and what follows, as torch does)
+    for device in DEVICES:
+        kind = ProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device(device), kind, gloo)  # noqa: SLF001
+    group._set_default_backend(kind)  # noqa: SLF001
+
+
+def asked(options: Any, given: Any, timeout: timedelta | None) -> Any:
+    """Return what is asked for, of which torch takes either options or an operation."""
+    if isinstance(given, type(options)):
+        options = given
+    elif given is not None:
+        options.reduceOp = given
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def either(group: ProcessGroup, new: str, old: str) -> Callable[..., Work]:
+    """Return a method that torch calls by another name since 2.13."""
+    method: Callable[..., Work] = getattr(group, new, None) or getattr(group, old)
+    return method
