@@ -66,8 +66,8 @@ class Fallback:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.count = 0
         self._group = group
-        self._rank = dist.get_rank(group)
-        self._ranks = dist.get_world_size(group)
+        self._rank = group.rank()
+        self._ranks = group.size()
         self._queue: queue.SimpleQueue[list[Unfinished]] = queue.SimpleQueue()
         self._waiting: deque[Unfinished] = deque()
         self._ended: Callable[[Operation, ReductionError | None], None]
@@ -213,8 +213,7 @@ class Fallback:
             pieces = torch.frombuffer(data, dtype=torch.uint8)
         else:
             pieces = torch.empty(nbytes, dtype=torch.uint8)
-        root = dist.get_global_rank(self._group, rank)
-        self._finish(dist.broadcast(pieces, root, self._group, async_op=True))
+        self._finish(self._group.broadcast(pieces, rank))
         if call.operation is not None:
             self._write(call.operation, chunks, pieces)
 
@@ -227,10 +226,10 @@ class Fallback:
         narrow = pieces.view(_TYPES[operation.dtype])
         wide = narrow.float() if narrow.dtype.is_floating_point and narrow.itemsize == 2 else narrow
         lost = torch.isnan(wide).to(torch.uint8)
-        self._finish(dist.all_reduce(wide, _OPS[operation.op], self._group, async_op=True))
+        self._finish(self._group.allreduce([wide], _OPS[operation.op]))
         if operation.op in {ReduceOp.MIN, ReduceOp.MAX} and wide.is_floating_point():
             # Gloo's own may drop a NaN, where reducers pass it on.
-            self._finish(dist.all_reduce(lost, dist.ReduceOp.MAX, self._group, async_op=True))
+            self._finish(self._group.allreduce([lost], dist.ReduceOp.MAX))
             wide[lost.bool()] = torch.nan
         if operation.op is ReduceOp.MEAN:
             wide /= self._ranks
@@ -266,11 +265,11 @@ class Fallback:
         data = torch.frombuffer(bytearray(json.dumps(message), "utf-8"), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
         size = torch.tensor([len(data)])
-        self._finish(dist.all_gather(sizes, size, self._group, async_op=True))
+        self._finish(self._group.allgather([sizes], [size]))
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
         padded[: len(data)] = data
         said = [torch.empty_like(padded) for _ in range(self._ranks)]
-        self._finish(dist.all_gather(said, padded, self._group, async_op=True))
+        self._finish(self._group.allgather([said], [padded]))
         return [
             json.loads(bytes(one[:size].tolist()))
             for one, size in zip(said, map(int, sizes), strict=True)

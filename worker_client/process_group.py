@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from reducer.errors import ReductionTimeout
+from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from worker_client import config
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import Store
+    from collections.abc import Callable
 
-_STORE_TIMEOUT_S = 60.0
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
+
+STORE_TIMEOUT_S = 60.0
 _joined = [0]  # calls of `current` so far; the same number at every rank, so it names a meeting
 
 
 class ProcessGroup:
-    """One meeting of all ranks of the default process group.
+    """One meeting of all ranks of a process group.
+
+    Args:
+        rank, world_size: as torch.distributed has them.
+        store: which all ranks share, and nobody else writes to.
+        name: what the job is called in addition, if it is one of several of the same name.
+        timeout_s: how long to wait for a rank that has not come yet, seconds.
+        make_private: makes a group of the same ranks that nothing else uses, at the same point in
+            every rank; what is done with it takes as many seconds at most as it is given.
 
     Attributes:
-        rank, world_size: as torch.distributed has them.
+        rank, world_size, name: as given.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        *,
+        make_private: Callable[[float], dist.ProcessGroup],
+        name: str = "",
+        timeout_s: float = STORE_TIMEOUT_S,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.name = name
+        self.make_private = make_private
         self._store = store
+        self._timeout_s = timeout_s
+
+    def named(self, job: str) -> str:
+        """Return the name of this group's own job, if `job` is what all of them are called."""
+        own = f"{job}.{self.name}" if self.name else job
+        if len(own.encode()) <= MAX_JOB_NAME_BYTES - len(config.NAMED):
+            return own
+        return hashlib.sha256(own.encode()).hexdigest()
 
     def share(self, topic: str, value: str) -> None:
         """Publish this rank's value."""
@@ -37,15 +68,15 @@ class ProcessGroup:
         """Wait for a rank's value and return it.
 
         Raises:
-            ReductionTimeout: it did not come within a minute.
+            ReductionTimeout: it did not come in time.
         """
         key = f"{topic}/{rank}"
         try:
-            self._store.wait([key], timedelta(seconds=_STORE_TIMEOUT_S))
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
         except RuntimeError:
             raise ReductionTimeout(
-                f"rank {rank} did not call worker_client.init() within {_STORE_TIMEOUT_S:g} s: "
-                "call it, or attach(), on every rank",
+                f"rank {rank} did not join the job within {self._timeout_s:g} s: call "
+                "worker_client.init(), or attach(), on every rank",
                 missing=(rank,),
             ) from None
         return bytes(self._store.get(key)).decode()
@@ -56,12 +87,7 @@ class ProcessGroup:
         return [self.read(topic, rank) for rank in range(self.world_size)]
 
 
-def private_group(timeout_s: float) -> dist.ProcessGroup:
-    """Make a group of all ranks that nothing else uses; every rank calls this at the same point.
-
-    Args:
-        timeout_s: bounds everything done with it, seconds.
-    """
+def _private_group(timeout_s: float) -> dist.ProcessGroup:
     import torch.distributed as dist  # noqa: PLC0415 (as below)
 
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -86,4 +112,5 @@ def current() -> ProcessGroup | None:
     # torchrun keeps one store over all its restarts.
     start = config.launch().torchelastic_restart_count
     store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), store)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return ProcessGroup(rank, world_size, store, make_private=_private_group)

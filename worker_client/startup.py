@@ -44,8 +44,12 @@ def connect(
     fusion_threshold: int | str | None = None,
     cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
+    group: ProcessGroup | None = None,
 ) -> Client:
-    """Join a job and return a client of its own; `worker_client.init` describes the arguments."""
+    """Join a job and return a client of its own; `worker_client.init` describes the arguments.
+
+    `group` is who takes part and how they meet, instead of torch's default process group.
+    """
     settings = config.load(
         servers=servers,
         embedded=embedded,
@@ -60,7 +64,8 @@ def connect(
         on_rank_lost=on_rank_lost,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
-    group = process_group.current() if rank is None and world_size is None else None
+    if group is None and rank is None and world_size is None:
+        group = process_group.current()
     rank, world_size = _identify(rank, world_size, group)
     fallback = _fallback(settings, group)
     named_fallback = _fallback(settings, group)
@@ -207,7 +212,7 @@ def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | 
         )
     from worker_client.fallback import Fallback  # noqa: PLC0415 (loads torch)
 
-    return Fallback(process_group.private_group(settings.timeout))
+    return Fallback(group.make_private(settings.timeout))
 
 
 def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
@@ -224,14 +229,14 @@ def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
 
 def _job_name(settings: WorkerConfig, group: ProcessGroup | None) -> str:
     if settings.job is not None:
-        return settings.job
+        return settings.job if group is None else group.named(settings.job)
     base = config.launch().torchelastic_run_id
     base = base if base and base != "none" else "job"
     if group is None:
         return base if base != "job" else "default"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
-        group.share("job", f"{base[:24]}-{secrets.token_hex(4)}")
+        group.share("job", group.named(f"{base[:24]}-{secrets.token_hex(4)}"))
     return group.read("job", 0)
 
 

@@ -1,0 +1,347 @@
+"""One rank of test_torch_backend: every case over the backend, against Gloo in the same processes.
+
+Started as ``python -m tests.integration.backend_rank OUT BACKEND`` with the launcher's usual
+environment; a third argument names a file that appears when no reducer is left, and there is one
+case then.
+Contributions are small whole numbers, so that results are the same in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import worker_client.torch_backend
+from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WORLD_SIZE = 3
+TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int8, torch.int32, torch.int64, torch.uint8]
+OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
+
+
+def contribution(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def reduced() -> int:
+    return dist.group.WORLD.client.bytes_reduced
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 3)
+    ).double()
+
+
+def all_reduce(rank: int, gloo: dist.ProcessGroup) -> None:
+    for dtype in TYPES + INTEGERS:
+        for op in OPS:
+            ours, theirs = (contribution(rank, 5, 7, dtype=dtype) for _ in range(2))
+            before = reduced()
+            dist.all_reduce(ours, op)
+            assert reduced() - before == ours.nbytes
+            dist.all_reduce(theirs, op, group=gloo)
+            assert torch.equal(ours, theirs), (dtype, op)
+    for dtype in TYPES:
+        ours, total = contribution(rank, 9, dtype=dtype), contribution(rank, 9).double()
+        dist.all_reduce(ours, dist.ReduceOp.AVG)
+        dist.all_reduce(total, group=gloo)
+        assert torch.equal(ours, (total / WORLD_SIZE).to(dtype))
+
+
+def shapes(rank: int, gloo: dist.ProcessGroup) -> None:
+    for make in (
+        lambda: contribution(rank, 4, 6).t(),
+        lambda: contribution(rank, 4, 6)[:, ::2],
+        lambda: contribution(rank, 1).squeeze(),
+        lambda: contribution(rank, 300_000),
+        lambda: contribution(rank, 0),
+        lambda: contribution(rank, 3, dtype=torch.complex64) * (1 + 2j),
+    ):
+        ours, theirs = make(), make().contiguous()
+        dist.all_reduce(ours)
+        dist.all_reduce(theirs, group=gloo)
+        assert torch.equal(ours, theirs)
+
+
+def what_reducers_do_not_do(rank: int, gloo: dist.ProcessGroup) -> None:
+    for make, op in (
+        (lambda: contribution(rank, 5, dtype=torch.int32), dist.ReduceOp.BAND),
+        (lambda: contribution(rank, 5, dtype=torch.int64), dist.ReduceOp.BXOR),
+        (lambda: contribution(rank, 5) > 1, dist.ReduceOp.MAX),
+        (lambda: contribution(rank, 4, 4).to_sparse(), dist.ReduceOp.SUM),
+    ):
+        ours, theirs = make(), make()
+        before = reduced()
+        dist.all_reduce(ours, op)
+        assert reduced() == before
+        dist.all_reduce(theirs, op, group=gloo)
+        assert torch.equal(ours.to_dense(), theirs.to_dense())
+
+
+def coalesced(rank: int, gloo: dist.ProcessGroup) -> None:
+    def make() -> list[torch.Tensor]:
+        kinds = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
+        return [contribution(rank, 2, n + 1, dtype=kind).t() for n, kind in enumerate(kinds)]
+
+    ours, theirs = make(), make()
+    before = dist.group.WORLD.client.bytes_reduced
+    dist.group.WORLD.allreduce_coalesced(ours).wait()
+    assert reduced() - before == sum(tensor.nbytes for tensor in ours)
+    with dist._coalescing_manager(async_ops=True) as works:
+        dist.all_reduce(ours[0])
+        dist.all_reduce(ours[2])
+    works.wait()
+    for one in (*theirs, theirs[0], theirs[2]):
+        dense = one.contiguous()
+        dist.all_reduce(dense, group=gloo)
+        one.copy_(dense)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        whole = contribution(rank, 2 * WORLD_SIZE, 5, dtype=dtype)
+        total = whole.clone()
+        dist.all_reduce(total, group=gloo)
+        expected = total.chunk(WORLD_SIZE)[rank]
+        before, untouched = reduced(), whole.clone()
+        outputs = [torch.empty(2, 5, dtype=dtype) for _ in range(4)]
+        dist.reduce_scatter(outputs[0], list(whole.chunk(WORLD_SIZE)))
+        dist.reduce_scatter_tensor(outputs[1], whole)
+        with dist._coalescing_manager():
+            dist.reduce_scatter_tensor(outputs[2], whole)
+            dist.reduce_scatter_tensor(outputs[3], whole)
+        assert all(torch.equal(output, expected) for output in outputs)
+        assert torch.equal(whole, untouched)
+        assert reduced() - before == 4 * whole.nbytes
+
+
+def others(rank: int, gloo: dist.ProcessGroup) -> None:
+    n = WORLD_SIZE
+    before = reduced()
+    tensor = torch.full((2,), float(rank))
+    dist.broadcast(tensor, 1)
+    assert tensor.tolist() == [1.0, 1.0]
+    whole = torch.empty(n)
+    dist.all_gather_into_tensor(whole, torch.tensor([float(rank)]))
+    assert whole.tolist() == [0.0, 1.0, 2.0]
+    parts = [torch.empty(1) for _ in range(n)]
+    dist.all_to_all(parts, [torch.tensor([10.0 * rank + to]) for to in range(n)])
+    assert torch.cat(parts).tolist() == [10.0 * of + rank for of in range(n)]
+    gathered = [torch.empty(1) for _ in range(n)] if rank == 2 else None
+    dist.gather(torch.tensor([float(rank)]), gathered, dst=2)
+    assert gathered is None or torch.cat(gathered).tolist() == [0.0, 1.0, 2.0]
+    dist.scatter(whole[:1], list(torch.arange(3.0).split(1)) if rank == 0 else None, src=0)
+    assert whole[0] == rank
+    dist.reduce(tensor, 0)
+    assert rank != 0 or tensor.tolist() == [3.0, 3.0]
+    objects = [None] * n
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": other} for other in range(n)]
+    got = torch.empty(1)
+    ring = [
+        dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % n),
+        dist.P2POp(dist.irecv, got, (rank - 1) % n),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    assert got == (rank - 1) % n
+    dist.barrier()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+    assert reduced() == before
+
+
+def work_object(rank: int, gloo: dist.ProcessGroup) -> None:
+    tensor = torch.ones(3)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.get_future().wait()[0] is tensor
+    assert work.wait(timedelta(seconds=9))
+    assert work.is_completed()
+    assert work.result()[0] is tensor
+    assert tensor.tolist() == [WORLD_SIZE] * 3
+    tensors = [torch.ones(2), torch.ones(2, dtype=torch.int64)]
+    both = dist.group.WORLD.allreduce_coalesced(tensors)
+    then = both.get_future().then(lambda done: sum(int(one.sum()) for one in done.value()))
+    assert then.wait() == 2 * 2 * WORLD_SIZE
+
+
+def groups(rank: int, gloo: dist.ProcessGroup) -> None:
+    job = dist.group.WORLD.client.settings.job
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
+    mine = [
+        (at, pair) for at, pair in enumerate(pairs) if pair != dist.GroupMember.NON_GROUP_MEMBER
+    ]
+    assert all(pair.client is None for _, pair in mine)
+    tensors = [torch.tensor([float(rank)]) for _ in mine]
+    # A rank meets its two groups in another order than the next one does.
+    works = [
+        dist.all_reduce(tensor, group=pair, async_op=True)
+        for tensor, (_, pair) in zip(tensors, mine, strict=True)
+    ]
+    for work, tensor, (at, pair) in zip(works, tensors, mine, strict=True):
+        work.wait()
+        assert tensor == [1, 3, 2][at]
+        assert pair.client.settings.job == f"{job}.{pair.group_name}"
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    dist.all_reduce(tensors[0], group=alone)
+    assert alone.client is None
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("replicate", "shard"))
+    whole = torch.tensor([float(rank)])
+    dist.all_reduce(whole, group=mesh.get_group("shard"))
+    assert whole == 3
+    dist.destroy_process_group(mine[0][1])
+    with pytest.raises(LocalProtocolError, match="destroyed"):
+        mine[0][1].allreduce([whole])
+
+
+def ddp(rank: int, gloo: dist.ProcessGroup) -> None:
+    weights = []
+    for group in (None, gloo):
+        model = DistributedDataParallel(network(), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = reduced()
+        torch.manual_seed(rank)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+        assert (reduced() > before) == (group is None)
+        with model.join():
+            for _ in range(rank + 1):
+                model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
+        weights.append(torch.cat([p.detach().flatten() for p in model.state_dict().values()]))
+        everywhere = [torch.empty_like(weights[-1]) for _ in range(WORLD_SIZE)]
+        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+        everywhere = [torch.empty_like(parameters) for _ in range(WORLD_SIZE)]
+        dist.all_gather(everywhere, parameters)
+        assert all(torch.equal(parameters, other) for other in everywhere)
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
+
+
+def fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
+    whole, sharded = network(), network()
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    fully_shard(sharded, mesh=mesh)
+    client = mesh.get_group().join()
+    before = client.bytes_reduced
+    inputs = contribution(0, 6, 8, dtype=torch.float64)
+    for model in (whole, sharded):
+        model(inputs).square().mean().backward()
+    assert client.bytes_reduced > before
+    for mine, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, parameter.grad.full_tensor())
+
+
+def failures(rank: int, gloo: dist.ProcessGroup) -> None:
+    hasty = dist.new_group(timeout=timedelta(seconds=1))
+    dist.all_reduce(torch.ones(1), group=hasty)
+    assert hasty.client.timeout_s == 1
+    begun = time.monotonic()
+    if rank != 2:
+        expect(ReductionTimeout, dist.all_reduce(torch.ones(3), group=hasty, async_op=True))
+        assert time.monotonic() - begun < 10
+    time.sleep(1.5 - min(1.5, time.monotonic() - begun))
+    error = expect(MismatchError, dist.all_reduce(torch.ones(3 + rank), async_op=True))
+    assert error.field == "total_bytes"
+    for size in (5, 6):  # and then it works again
+        tensor = torch.ones(size)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [3.0] * size
+
+
+def expect(kind: type[ReductionError], work: dist.Work) -> ReductionError:
+    with pytest.raises(kind) as found:
+        work.wait()
+    assert work.is_completed()
+    assert work.exception() is found.value
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match=kind.__name__):
+        work.get_future().wait()
+    return found.value
+
+
+CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
+    all_reduce,
+    shapes,
+    what_reducers_do_not_do,
+    coalesced,
+    reduce_scatter,
+    others,
+    work_object,
+    groups,
+    ddp,
+    fsdp,
+    failures,
+]
+
+
+def without_reducers(out: str, ended: Path) -> None:
+    pair = dist.new_group([0, 1])
+    groups = [dist.group.WORLD] if dist.get_rank() == 2 else [dist.group.WORLD, pair]
+
+    def reduce_in_all() -> list[float]:
+        totals = []
+        for group in groups:
+            tensor = torch.full((3,), dist.get_rank() + 1.0)
+            dist.all_reduce(tensor, group=group)
+            totals.append(float(tensor[0]))
+        return totals
+
+    ends = [reduce_in_all()]
+    Path(out).write_text("")
+    while not ended.exists():
+        time.sleep(0.05)
+    ends += [reduce_in_all() for _ in range(3)]
+    used = [group.client.counters.fallbacks > 0 for group in groups]
+    Path(out).write_text(json.dumps({"totals": ends, "used": used}))
+
+
+def main() -> None:
+    dist.init_process_group(sys.argv[2], timeout=timedelta(seconds=40))
+    assert isinstance(dist.group.WORLD, worker_client.torch_backend.ReductionGroup)
+    out = f"{sys.argv[1]}.{dist.get_rank()}"
+    if len(sys.argv) > 3:
+        without_reducers(out, Path(sys.argv[3]))
+    else:
+        all_cases(out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_cases(out: str) -> None:
+    warnings.simplefilter("ignore")  # torch's, of what it will call otherwise one day
+    gloo = dist.new_group(backend="gloo")
+    rank = dist.get_rank()
+    ends = {}
+    for case in CASES:
+        try:
+            case(rank, gloo)
+            ends[case.__name__] = ""
+        except Exception:  # noqa: BLE001 (the test shows it)
+            ends[case.__name__] = traceback.format_exc()
+        Path(out).write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The process-group backend under scripts as users write them, and under DeepSpeed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.training import assert_alike, train
+
+pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("sklearn", reason="needs scikit-learn")
+
+
+@pytest.mark.timeout(600)
+def test_ddp_trains_when_only_the_name_of_its_backend_is_changed(servers: list[str]) -> None:
+    stock = train("backend.py", "--stock")
+    assert_alike(train("backend.py", servers=servers), stock)
+    assert_alike(train("backend.py"), stock)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_deepspeed(servers: list[str], stage: str) -> None:
+    pytest.importorskip("deepspeed", reason="needs deepspeed")
+    arguments = ("deepspeed_digits.py", "--zero", stage)
+    stock = train(*arguments, "--stock", DS_ACCELERATOR="cpu")
+    assert_alike(train(*arguments, servers=servers, DS_ACCELERATOR="cpu"), stock)

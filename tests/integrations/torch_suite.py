@@ -1,0 +1,229 @@
+"""PyTorch's own tests of its distributed package, run over Gloo or over the backend ``reduction``.
+
+They come with torch, and choose by the backend's name what to test. So here they are told Gloo's:
+whatever they make as a ``gloo`` group is made as ours, and goes by Gloo's name from then on. All
+tests run in the same processes, each in a process group of its own; where one fails or hangs, the
+next gets new processes.
+
+    python tests/integrations/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
+"""
+# ruff: noqa: PLC0415, T201 (torch's tests read the environment when imported; this is a command)
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import types
+import unittest
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reducer import local_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+START_S, TEST_S = 300.0, 90.0  # for all ranks to start, and to make one test
+MODULE = "torch.testing._internal.distributed.distributed_test"
+
+
+class Verdict(NamedTuple):
+    """What became of a test at a rank: ``passed``, ``skipped`` or ``failed``, and why."""
+
+    outcome: str
+    why: str = ""
+
+
+def suite() -> Any:
+    """Import torch's tests, as they are for Gloo."""
+    os.environ["BACKEND"] = "gloo"
+    try:
+        import expecttest  # noqa: F401
+    except ModuleNotFoundError:  # torch's tests inherit from a class of it, these need no more
+        stand_in = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = stand_in
+    return __import__(MODULE, fromlist=["DistributedTest"])
+
+
+def make_gloo_ours() -> None:
+    """Make every group that torch would make of Gloo one of ours, by Gloo's name."""
+    import torch.distributed.distributed_c10d as c10d
+
+    from worker_client import torch_backend
+
+    make, world = c10d._new_process_group_helper, c10d._world
+
+    def make_ours(size: int, rank: int, ranks: list[int], backend: Any, *rest: Any, **more: Any):
+        if str(backend) != "gloo":
+            return make(size, rank, ranks, backend, *rest, **more)
+        group, store = make(size, rank, ranks, c10d.Backend(torch_backend.NAME), *rest, **more)
+        if isinstance(group, torch_backend.ReductionGroup):
+            world.pg_map[group] = (c10d.Backend("gloo"), store)
+        return group, store
+
+    c10d._new_process_group_helper = make_ours
+
+
+def serve(rank: int, backend: str, pipe: Connection) -> None:
+    """Run the tests that the pipe names, until it says None."""
+    tests = suite()
+    import torch.distributed as dist
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    from worker_client import torch_backend
+
+    if backend != "gloo":
+        make_gloo_ours()
+        # Gloo's own profiler events are of the collectives that Gloo does.
+        tests.PROFILING_SUPPORTED_BACKENDS.remove("gloo")
+    case_class = type("Case", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {})
+    skip_codes = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
+    world_size = int(os.environ["WORLD_SIZE"])
+
+    def run(name: str, file: str) -> Verdict:
+        case = case_class(name)
+        case.rank, case.file_name = rank, file
+        tests.Barrier.barrier_id = 0
+        timeout_s = tests.CUSTOM_PG_TIMEOUT.get(name, tests.default_pg_timeout)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{file}",
+            world_size=world_size,
+            rank=rank,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        case._barrier()
+        set_rng_seed()
+        try:
+            getattr(case, name)()
+        except unittest.SkipTest as skip:
+            return Verdict("skipped", str(skip))
+        except SystemExit as end:
+            if end.code not in skip_codes:
+                return Verdict("failed", f"exited with {end.code}")
+            return Verdict("skipped", skip_codes[end.code])
+        case._barrier()
+        return Verdict("passed")
+
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        try:
+            verdict = run(*task)
+            reduced = torch_backend.bytes_reduced()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except BaseException:  # noqa: BLE001 (the verdict on the test)
+            verdict, reduced = Verdict("failed", traceback.format_exc()), 0
+        pipe.send((verdict, reduced))
+
+
+class Ranks:
+    """The processes that run tests."""
+
+    def __init__(self, backend: str, world_size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        pairs = [spawn.Pipe() for _ in range(world_size)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            spawn.Process(target=serve, args=(rank, backend, theirs))
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+        for pipe in self._pipes:
+            assert pipe.poll(START_S)
+            assert pipe.recv() == "ready"
+
+    def run(self, name: str, file: str) -> tuple[list[Verdict], int]:
+        """Return each rank's verdict on a test, and the bytes that rank 0 reduced."""
+        for pipe in self._pipes:
+            pipe.send((name, file))
+        until = time.monotonic() + TEST_S
+        said = []
+        for rank, pipe in enumerate(self._pipes):
+            if any(verdict.outcome == "failed" for verdict, _ in said):
+                until = min(until, time.monotonic() + 5)
+            try:
+                if not pipe.poll(max(0.0, until - time.monotonic())):
+                    said.append((Verdict("failed", f"rank {rank} was not done in time"), 0))
+                    continue
+                said.append(pipe.recv())
+            except EOFError:
+                said.append((Verdict("failed", f"the process of rank {rank} ended"), 0))
+        return [verdict for verdict, _ in said], said[0][1]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def run_all(backend: str, world_size: int, names: list[str]) -> Iterator[tuple[str, Verdict, int]]:
+    """Run tests one after the other; yield each with what became of it and the bytes reduced."""
+    ranks = None
+    with tempfile.TemporaryDirectory() as root:
+        os.environ.update(
+            TEMP_DIR=root, WORLD_SIZE=str(world_size), INIT_METHOD=f"file://{root}/shared"
+        )
+        for name in names:
+            for folder in ("barrier", "test_dir", "init_dir"):
+                Path(root, folder).mkdir(exist_ok=True)
+                for left in Path(root, folder).iterdir():
+                    left.unlink()
+            ranks = ranks or Ranks(backend, world_size)
+            verdicts, reduced = ranks.run(name, f"{root}/{name}")
+            bad = [verdict for verdict in verdicts if verdict.outcome == "failed"]
+            yield name, (bad or verdicts)[0], reduced
+            if bad:
+                ranks.stop()
+                ranks = None
+        if ranks is not None:
+            ranks.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("backend", choices=["gloo", "reduction"])
+    parser.add_argument("--world-size", type=int, default=3, help="3, as torch's own runs have")
+    parser.add_argument("--only", default="", help="names of tests, with commas")
+    parser.add_argument("--json", type=Path, help="where to write what became of each")
+    options = parser.parse_args()
+    os.environ["WORLD_SIZE"] = str(options.world_size)  # tests read it when they are imported
+    base = suite().DistributedTest._DistTestBase
+    names = (
+        options.only.split(",")
+        if options.only
+        else sorted(
+            name
+            for name in dir(base)
+            if name.startswith("test_")
+            and not getattr(getattr(base, name), "__unittest_skip__", False)
+        )
+    )
+    ends = {}
+    with local_pool(2) as servers:
+        os.environ["REDUCTION_SERVERS"] = ",".join(servers)
+        for name, verdict, reduced in run_all(options.backend, options.world_size, names):
+            ends[name] = (*verdict, reduced)
+            what = f"{verdict.outcome:8}{name} ({reduced} bytes reduced)"
+            print(what, verdict.why[-800:], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(ends, indent=1))
+    print(dict(Counter(end[0] for end in ends.values())))
+    sys.exit(any(end[0] == "failed" for end in ends.values()))
+
+
+if __name__ == "__main__":
+    main()

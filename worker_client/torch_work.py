@@ -1,0 +1,138 @@
+"""torch.distributed's handle of collectives that reducers do."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork  # what torch.distributed.Work is
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from worker_client.work import Work
+
+_NO_TIMEOUT = timedelta(0)  # torch's own value for it
+
+
+class ReductionWork(TorchWork):
+    """What collectives of the backend return.
+
+    Args:
+        parts: the all-reduces that it consists of; none for what is done already.
+        results: the tensors that hold the result at the end.
+        finish: puts the result into them, when all parts have ended well; once, and perhaps on the
+            client's thread.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Work],
+        results: list[torch.Tensor],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._results = results
+        self._finish = finish
+        self._missing = len(parts)  # parts that have not told the future of their end
+        self._ended: torch.futures.Future[None] = torch.futures.Future()
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._lock = threading.RLock()  # a part that has ended calls back at once
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until the results can be read.
+
+        Args:
+            timeout: how long to wait at most; zero waits for the end, which the group's timeout
+                bounds.
+
+        Returns:
+            True.
+
+        Raises:
+            ReductionTimeout: `timeout` has passed; the collective goes on.
+            ReductionError: it failed; the class and its attributes say why.
+        """
+        limit = timeout.total_seconds()
+        until = time.monotonic() + limit if limit > 0 else math.inf
+        for part in self._parts:
+            part.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
+        self._settle()
+        return True
+
+    def synchronize(self) -> None:
+        """Wait, as a collective of CPU tensors has no stream to be ordered on."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; if it has ended well, the results can be read."""
+        if not all(part.done() for part in self._parts):
+            return False
+        if self._error() is None:
+            self._settle()
+        return True
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self.is_completed() and self._error() is None
+
+    def exception(self) -> BaseException | None:
+        """Return why it failed, None if it did not or has not ended."""
+        return self._error() if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait, and return the tensors that hold the result."""
+        self.wait()
+        return self._results
+
+    def source_rank(self) -> int:
+        """Refuse: only what was received from any rank has a source."""
+        raise RuntimeError("source_rank() is defined for what recv() without a rank returns only")
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future of the tensors that hold the result.
+
+        Its callbacks may run on the client's thread, and must not wait for an all-reduce. A failure
+        is a RuntimeError there, whose text names the typed error that `wait` raises: the C++ code
+        that reads such futures knows no other.
+        """
+        with self._lock:
+            if self._future is None:
+                self._future = self._ended.then(lambda _: self._outcome())
+                for part in self._parts:
+                    part.future().add_done_callback(self._on_part)
+                if not self._parts:
+                    self._ended.set_result(None)
+            return self._future
+
+    def _on_part(self, _: concurrent.futures.Future[Any]) -> None:
+        with self._lock:
+            self._missing -= 1
+            last = self._missing == 0
+        if last:
+            self._ended.set_result(None)
+
+    def _outcome(self) -> list[torch.Tensor]:
+        error = self._error()
+        if error is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        self._settle()
+        return self._results
+
+    def _error(self) -> BaseException | None:
+        """Return why the first part that failed did; all have ended."""
+        errors = (part.future().exception() for part in self._parts)
+        return next((error for error in errors if error is not None), None)
+
+    def _settle(self) -> None:
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
