@@ -1,0 +1,269 @@
+"""The gradients of an optimizer on their way: which travel together, and which have started."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from reducer.errors import ConfigError, LocalProtocolError
+from worker_client.horovod.announcements import Call, Kind
+from worker_client.horovod.gather import gather_rows
+from worker_client.horovod.handles import Handle, wait_for_all
+from worker_client.horovod.ops import Op, neutral
+from worker_client.horovod.reduce import start
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from worker_client.horovod.compression import Compressor
+    from worker_client.horovod.job import Job
+    from worker_client.work import Work
+
+_GATHERED = (Op.AVERAGE, Op.SUM)
+
+
+class Options(NamedTuple):
+    """How gradients are reduced; `DistributedOptimizer` describes it.
+
+    Attributes:
+        compression: how they travel.
+        op: the reduction.
+        scales: factors before and after it.
+        sparse_as_dense: whether sparse ones travel as dense ones.
+    """
+
+    compression: Compressor
+    op: Op
+    scales: tuple[float, float]
+    sparse_as_dense: bool
+
+
+class Bundle:
+    """Parameters whose gradients travel together.
+
+    Args:
+        name: of the first one, the same at every rank.
+        parameters: at least one.
+        options: how they are reduced.
+        passes: backward passes until they are complete.
+
+    Attributes:
+        handle: the reduction in progress, if it has started.
+        left: backward passes until each is complete.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[torch.Tensor], options: Options, passes: int
+    ) -> None:
+        self.handle: Handle | None = None
+        self.left = [passes] * len(parameters)
+        self._name = name
+        self._parameters = parameters
+        self._options = options
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter takes part in training any more."""
+        return not any(parameter.requires_grad for parameter in self._parameters)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the gradient is sparse and stays so, which needs all ranks' indices."""
+        return not self._options.sparse_as_dense and any(
+            parameter.grad is not None and parameter.grad.is_sparse
+            for parameter in self._parameters
+        )
+
+    def start(self) -> None:
+        """Start the reduction of the gradients; one that was not computed counts as zeros.
+
+        Raises:
+            ConfigError: gradients cannot be reduced like this.
+        """
+        if self.gathers:
+            self.handle = self._gather()
+            return
+        narrowed = []
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            narrowed.append(self._options.compression.compress(grad.detach()))
+        reduction = self._reduce([tensor for tensor, _ in narrowed])
+
+        def finish() -> None:
+            for parameter, (tensor, ctx) in zip(self._parameters, narrowed, strict=True):
+                _replace(parameter, self._options.compression.decompress(tensor, ctx))
+
+        self.handle = Handle([reduction], finish)
+
+    def stand_in(self) -> Handle:
+        """Start the reduction with contributions that change no other rank's."""
+        return self._reduce(
+            [
+                neutral(self._options.op, parameter.numel(), self._dtype_of(parameter))
+                for parameter in self._parameters
+            ]
+        )
+
+    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._options.compression.compress(torch.empty(0, dtype=parameter.dtype))[0].dtype
+
+    def _reduce(self, tensors: list[torch.Tensor]) -> Handle:
+        options = self._options
+        return start(tensors, None, self._name, options.op, options.scales, announced=True)
+
+    def _gather(self) -> Handle:
+        parameter, grad = self._parameters[0], self._parameters[0].grad
+        if len(self._parameters) > 1 or grad is None or self._options.op not in _GATHERED:
+            raise ConfigError(
+                f"the sparse gradient of {self._name} can be reduced alone, by Average or Sum: use "
+                "sparse_as_dense=True, or leave it out of groups="
+            )
+        grad = grad.coalesce()
+        indices = torch.cat(gather_rows(grad.indices().t(), f"{self._name}.indices"))
+        rows = gather_rows(grad.values(), f"{self._name}.values")
+        values = torch.cat(rows)
+        if self._options.op is Op.AVERAGE:
+            values /= len(rows)
+        total = torch.sparse_coo_tensor(indices.t(), values, grad.shape).coalesce()
+        return Handle([], lambda: _replace(parameter, total))
+
+
+def _replace(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
+    """Let a gradient be what it was reduced to; nothing is copied if it was reduced in place."""
+    grad = parameter.grad
+    if grad is None or reduced.is_sparse:
+        parameter.grad = reduced
+    elif grad.is_sparse:
+        parameter.grad = reduced.to_sparse(grad.sparse_dim())
+    elif reduced.data_ptr() != grad.data_ptr():
+        grad.copy_(reduced)
+
+
+class Gradients:
+    """All gradients of one optimizer.
+
+    Args:
+        job: whose reducers reduce them.
+        named: parameters with their names, in the same order at every rank.
+        groups: parameters that travel together; others travel alone.
+        options: how they are reduced.
+        passes: backward passes until they are complete.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        named: Sequence[tuple[str, torch.Tensor]],
+        groups: Sequence[Sequence[torch.Tensor]],
+        options: Options,
+        passes: int,
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._passes = passes
+        self._bundles: list[Bundle] = []
+        self._started: list[Bundle] = []
+        self._order: list[Bundle] = []
+        self._announced: list[Work] | None = None
+        self._number = len(job.optimizers)
+        job.optimizers.append(weakref.ref(self))
+        names = {parameter: name for name, parameter in named}
+        grouped = {parameter for group in groups for parameter in group}
+        alone = [[parameter] for _, parameter in named if parameter not in grouped]
+        for members in (*groups, *alone):
+            self.add(names[members[0]], members)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there was a backward pass, and no `synchronize` since."""
+        return any(left < self._passes for bundle in self._bundles for left in bundle.left)
+
+    def add(self, name: str, members: Sequence[torch.Tensor]) -> None:
+        """Take on parameters that travel together; those that need no gradient are left out."""
+        trained = [parameter for parameter in members if parameter.requires_grad]
+        if not trained or self._job.client.world_size == 1:
+            return
+        name = f"optimizer{self._number}.{name}"  # several may be on their way at once
+        bundle = Bundle(name, trained, self._options, self._passes)
+        self._bundles.append(bundle)
+        for at, parameter in enumerate(trained):
+            hook = _hook(weakref.ref(self), bundle, at)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def set_passes(self, passes: int) -> None:
+        """Set after how many backward passes gradients are complete, from now on."""
+        self._passes = passes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has started and which backward passes there were."""
+        self._started, self._announced = [], None
+        for bundle in self._bundles:
+            bundle.handle, bundle.left = None, [self._passes] * len(bundle.left)
+
+    def completed(self, bundle: Bundle, at: int) -> None:
+        """Take note that a backward pass has computed one gradient of a bundle.
+
+        Raises:
+            LocalProtocolError: it was complete before.
+        """
+        if bundle.left[at] == 0:
+            raise LocalProtocolError(
+                "gradients were computed more often than backward_passes_per_step since the last "
+                "step(): raise backward_passes_per_step to accumulate more of them"
+            )
+        bundle.left[at] -= 1
+        if not any(bundle.left) and not bundle.gathers:
+            self._start(bundle)
+
+    def synchronize(self) -> None:
+        """Start what has not started, and wait until all gradients are reduced.
+
+        Raises:
+            ReductionError: an all-reduce failed; nothing is in progress any more.
+        """
+        if self._job.client.world_size == 1:
+            return
+        try:
+            self._announce()
+            for bundle in self._bundles:
+                if bundle not in self._started and not bundle.frozen:
+                    self._start(bundle)
+        finally:
+            started, works = self._started, self._announced or []
+            handles = [bundle.handle for bundle in started if bundle.handle is not None]
+            self._order = started
+            self.reset()
+            wait_for_all([*works, *handles])
+
+    def stand_in(self) -> list[Handle]:
+        """Start what a rank that has joined contributes to a step of others."""
+        # In the order in which hooks start them: that of the last step, or likely that of a first.
+        order = self._order or self._bundles[::-1]
+        return [bundle.stand_in() for bundle in order]
+
+    def _announce(self) -> None:
+        if self._announced is None:
+            self._announced = self._job.announcements.make(
+                Call(Kind.STEP, "step", size=self._number)
+            )
+
+    def _start(self, bundle: Bundle) -> None:
+        self._announce()
+        self._started.append(bundle)
+        bundle.start()
+
+
+def _hook(to: weakref.ref[Gradients], bundle: Bundle, at: int) -> Callable[[torch.Tensor], None]:
+    """Return a parameter's hook, which does nothing once the optimizer is gone."""
+
+    def hook(_: torch.Tensor) -> None:
+        gradients = to()
+        if gradients is not None:
+            gradients.completed(bundle, at)
+
+    return hook
