@@ -14,7 +14,7 @@ from tests.integration.launch import rank_environment
 
 pytest.importorskip("torch", reason="needs torch")
 
-from tests.integration import horovod_ops
+from tests.integration import horovod_ops, horovod_training
 
 HERE = Path(__file__).parent
 SIZE = 3
@@ -63,3 +63,14 @@ def ops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", [case.__name__ for case in horovod_ops.CASES])
 def test_calls(ops: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in ops] == [""] * SIZE
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return run_cases("horovod_training", tmp_path_factory.mktemp("horovod") / "training")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("case", [case.__name__ for case in horovod_training.CASES])
+def test_training(training: list[dict[str, str]], case: str) -> None:
+    assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
