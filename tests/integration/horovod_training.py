@@ -276,35 +276,37 @@ def an_optimizer_that_is_gone_reduces_nothing() -> None:
     assert_alike(train(net, wrapped(net)), train_by_hand())
 
 
+def train_unevenly_by_hand(steps: int) -> Net:
+    net = Net()
+    optimizer = sgd(net)
+    for step in range(2 * SIZE):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        add_up(net, active=step < steps)
+        if step < steps:
+            optimizer.step()
+    return net
+
+
 def uneven_batches() -> None:
     rank = hvd.rank()
-    steps = 2 + 2 * rank
     for options in ({}, {"groups": 2, "compression": hvd.Compression.none}):
-        net, other = Net(), Net()
-        optimizer, by_hand = wrapped(net, **options), sgd(other)
-        also = hvd.DistributedOptimizer(
-            torch.optim.SGD([bias := torch.nn.Parameter(torch.ones(1))])
-        )
-        for step in range(2 + 2 * (SIZE - 1)):
-            active = step < steps
-            if active:
-                by_hand.zero_grad()
-                loss_of(other, step).backward()
-            add_up(other, active=active)
-            if active:
-                by_hand.step()
-                optimizer.zero_grad()
-                loss_of(net, step).backward()
-                here = hvd.allreduce(torch.ones(1), op=hvd.Sum)  # before step(), and unnamed
-                lowest = hvd.allreduce(torch.tensor([rank]), op=hvd.Min, name="lowest")
-                optimizer.step()
-                bias.grad = None
-                (bias * rank).sum().backward()
-                also.step()
-                assert here.item() == sum(step < 2 + 2 * at for at in range(SIZE))
-                assert lowest.item() == min(at for at in range(SIZE) if step < 2 + 2 * at)
+        reference = train_unevenly_by_hand(2 + 2 * rank)
+        net, bias = Net(), torch.nn.Parameter(torch.ones(1))
+        optimizer = wrapped(net, **options)
+        second = hvd.DistributedOptimizer(torch.optim.SGD([bias]))
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            active = [at for at in range(SIZE) if step < 2 + 2 * at]
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == len(active)
+            assert hvd.allreduce(torch.tensor([rank]), op=hvd.Min, name="lowest") == min(active)
+            optimizer.step()
+            second.zero_grad()
+            (bias * rank).sum().backward()
+            second.step()
         assert hvd.join() == SIZE - 1
-        torch.testing.assert_close(weights(net), weights(other), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights(net), weights(reference), rtol=1e-5, atol=1e-6)
         hvd.broadcast_parameters(net.state_dict(), SIZE - 1)
         assert_alike(net, net)
     assert hvd.join() == SIZE - 1
