@@ -287,6 +287,14 @@ def what_is_missing_says_so() -> None:
         _ = hvd.allreduce_sync
 
 
+def leaving_and_coming_back() -> None:
+    for _ in range(2):
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        hvd.init()
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3.0, 3.0]
+
+
 CASES = (
     places,
     every_op_of_every_dtype,
@@ -304,4 +312,5 @@ CASES = (
     objects,
     barrier_and_long_names,
     what_is_missing_says_so,
+    leaving_and_coming_back,
 )

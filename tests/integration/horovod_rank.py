@@ -18,6 +18,7 @@ import worker_client.horovod as hvd
 
 def main(out: str, module: str) -> None:
     hvd.init()
+    rank = hvd.rank()
     went: dict[str, str] = {}
     for case in importlib.import_module(f"tests.integration.{module}").CASES:
         try:
@@ -26,7 +27,7 @@ def main(out: str, module: str) -> None:
             went[case.__name__] = traceback.format_exc()
             break  # the ranks may not be at the same call any more
         went[case.__name__] = ""
-    Path(f"{out}.{hvd.rank()}").write_text(json.dumps(went))
+    Path(f"{out}.{rank}").write_text(json.dumps(went))
     hvd.shutdown()
 
 

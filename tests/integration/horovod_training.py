@@ -21,7 +21,7 @@ STEPS = 6
 
 
 class Net(torch.nn.Module):
-    """Two layers that are trained, one that is frozen, and one that is never used."""
+    """Two layers, one that is frozen, one that is never used, and one that rank 0 alone uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,9 +30,11 @@ class Net(torch.nn.Module):
         self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
         self.last = torch.nn.Linear(16, 1)
         self.unused = torch.nn.Linear(2, 2)
+        self.at_rank_0 = torch.nn.Linear(16, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
+        hidden = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        return self.last(hidden) + (self.at_rank_0(hidden) if hvd.rank() == 0 else 0)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -254,7 +256,7 @@ def misuse() -> None:
     for options, message in (
         ({"named_parameters": [a, b]}, "tuples of a name"),
         ({"named_parameters": [("a", a), ("a", b)]}, "must differ: a"),
-        ({"named_parameters": [("a", a)]}, "lacks 7 of"),
+        ({"named_parameters": [("a", a)]}, "lacks 9 of"),
         ({"backward_passes_per_step": 0}, "1 or more, got 0"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=hvd.Average alone"),
         ({"op": hvd.Adasum}, "Adasum"),
@@ -319,12 +321,13 @@ def what_needs_data_of_a_joined_rank_is_refused() -> None:
     if hvd.rank() == 0:
         with pytest.raises(ConfigError, match=r"ranks \[1, 2\] call broadcast\.weights"):
             hvd.join()
-        hvd.shutdown()
     else:
         with pytest.raises(hvd.HorovodInternalError):
             hvd.broadcast(torch.ones(1), 1, name="weights")
-        hvd.shutdown()
-    hvd.init()
+    hvd.shutdown()
+    hvd.shutdown()  # a second time does nothing
+    with pytest.raises(ConfigError, match=r"call hvd\.init\(\) first"):
+        hvd.rank()
 
 
 CASES = (
