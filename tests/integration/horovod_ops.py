@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,11 @@ def many_at_once() -> None:
     assert all(hvd.poll(handle) for handle in handles)
     assert [result.tolist() for result in results] == [[3.0] * (at + 1) for at in range(30)]
     assert hvd.synchronize(handles[0]) is results[0]
+    polled = hvd.allreduce_async(mine(), name="polled")
+    until = time.monotonic() + 10
+    while not hvd.poll(polled) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert hvd.poll(polled)  # though nobody waited
     with pytest.raises(ConfigError, match="handle"):
         hvd.synchronize(7)
 

@@ -290,6 +290,16 @@ def train_unevenly_by_hand(steps: int) -> Net:
     return net
 
 
+def ranks_begin_a_step_at_different_moments() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    if hvd.rank() > 0:
+        (parameter * 3).sum().backward()
+    assert hvd.allreduce(torch.tensor([1]), op=hvd.Sum).item() == SIZE  # unnamed
+    optimizer.step()
+    assert parameter.tolist() == [-2.0, -2.0]
+
+
 def uneven_batches() -> None:
     rank = hvd.rank()
     for options in ({}, {"groups": 2, "compression": hvd.Compression.none}):
@@ -342,6 +352,7 @@ CASES = (
     optimizer_state,
     misuse,
     an_optimizer_that_is_gone_reduces_nothing,
+    ranks_begin_a_step_at_different_moments,
     uneven_batches,
     what_needs_data_of_a_joined_rank_is_refused,
 )

@@ -9,6 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from reducer.errors import ReductionError as HorovodInternalError
+from worker_client.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
 from worker_client.horovod.broadcasting import (
     barrier,
     broadcast,
@@ -30,16 +40,6 @@ from worker_client.horovod.join import join
 from worker_client.horovod.objects import allgather_object, broadcast_object
 from worker_client.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from worker_client.horovod.optimizer import DistributedOptimizer
-from worker_client.horovod.reduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
 from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
 
 init = CURRENT.init

@@ -70,13 +70,15 @@ class Announcements:
         client: the job's.
 
     Attributes:
-        number: how many were made or heard; the same at every rank between two calls.
+        calls: how many were made or heard that are no steps, which ranks may announce sooner or
+            later than others do; the same at every rank between two calls.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._last: deque[Work] = deque(maxlen=_SLOTS)
-        self.number = 0
+        self._number = 0
+        self.calls = 0
 
     def make(self, call: Call) -> list[Work]:
         """Announce a call of this rank.
@@ -84,6 +86,7 @@ class Announcements:
         Returns:
             What to wait for together with the call: nothing, if there is no other rank.
         """
+        self.calls += call.kind is not Kind.STEP
         description = np.zeros(_BYTES, np.uint8)
         name = call.name.encode()
         head = _HEAD.pack(call.kind, call.op, call.dtype, len(name), call.size)
@@ -120,10 +123,11 @@ class Announcements:
         data = description.tobytes()
         kind, op, dtype, length, size = _HEAD.unpack_from(data)
         name = data[_HEAD.size : _HEAD.size + length].decode()
+        self.calls += kind != Kind.STEP
         return ranks, Call(Kind(kind), name, op, dtype, size)
 
     def _start(self, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[Work]:
-        number, self.number = self.number, self.number + 1
+        number, self._number = self._number, self._number + 1
         if self._client.world_size == 1:
             return []
         if len(self._last) == _SLOTS:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import ConfigError
+from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.announcements import Call, Kind, short
 from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.reduce import allreduce, dense_copy
+from worker_client.horovod.reduction import dense_copy
 
 if TYPE_CHECKING:
     from worker_client.work import Work
@@ -26,7 +27,7 @@ def announce(label: str, name: str | None) -> tuple[str, list[Work]]:
         What it is called between ranks, and what to wait for with it.
     """
     announcements = CURRENT.job.announcements
-    wire = short(f"{label}.{f'noname.{announcements.number}' if name is None else name}")
+    wire = short(f"{label}.{f'noname.{announcements.calls}' if name is None else name}")
     return wire, announcements.make(Call(Kind.OTHER, wire))
 
 

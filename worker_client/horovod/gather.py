@@ -13,12 +13,13 @@ import torch
 
 from reducer.errors import ConfigError
 from worker_client.collectives import all_gather_bytes
+from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.broadcasting import announce, as_bytes
 from worker_client.horovod.compression import Compression
 from worker_client.horovod.handles import Handle, wait_for_all
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import Op, choose
-from worker_client.horovod.reduce import allreduce, dense_copy, start
+from worker_client.horovod.reduction import dense_copy, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,7 +30,7 @@ from worker_client.horovod.broadcasting import announce, as_bytes, start_broadca
 from worker_client.horovod.handles import wait_for_all
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import torch_dtype
-from worker_client.horovod.reduce import dense_copy
+from worker_client.horovod.reduction import dense_copy
 
 _LENGTH = struct.Struct("<Q")  # of the JSON
 _PLAIN = (type(None), bool, int, float, str)
@@ -65,7 +65,7 @@ def decode(data: bytes) -> Any:
         (length,) = _LENGTH.unpack_from(data)
         described = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         value, at = _restore(described, data, _LENGTH.size + length)
-    except (ValueError, TypeError, KeyError, struct.error, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, RuntimeError, struct.error) as error:
         raise ConfigError(f"these bytes are no encoded object: {error}") from error
     if at != len(data):
         raise ConfigError(f"these bytes are no encoded object: {len(data) - at} bytes are left")

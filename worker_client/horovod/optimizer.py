@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import ConfigError, LocalProtocolError
+from worker_client.horovod.bundles import Options
 from worker_client.horovod.compression import Compression
-from worker_client.horovod.gradients import Gradients, Options
+from worker_client.horovod.gradients import Gradients
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import Op, choose
 
