@@ -44,7 +44,6 @@ class Job:
 
     Args:
         client: the job's.
-        owns_group: whether the process group was made for the job, and ends with it.
 
     Attributes:
         place: where this rank is.
@@ -52,12 +51,11 @@ class Job:
         optimizers: by number, the same at every rank; each can stand in for an active rank's step.
     """
 
-    def __init__(self, client: Client, *, owns_group: bool) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
         self.announcements = Announcements(client)
         self.optimizers: list[weakref.ref[Any]] = []
         self.place = _find_place(client)
-        self._owns_group = owns_group
 
     def leave(self) -> None:
         """Leave, after the other ranks have their last result if this one hosts a reducer."""
@@ -65,8 +63,6 @@ class Job:
         if self.client.usable and self.client.settings.hosts and not failing:
             self._say_farewell()
         self.client.shutdown()
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _say_farewell(self) -> None:
         farewell = np.zeros(1, np.uint8)
@@ -83,7 +79,7 @@ class Current:
 
     def __init__(self) -> None:
         self._job: Job | None = None
-        self._registered = False
+        self._made_group = False
 
     @property
     def job(self) -> Job:
@@ -101,7 +97,8 @@ class Current:
 
         Rank and size are those of the process group if there is one, else of torchrun or Open MPI's
         mpirun. Where the launcher gives MASTER_PORT, a process group with Gloo is made, by which
-        ranks can host reducers themselves; without servers and launcher, the job has this rank.
+        ranks can host reducers themselves, and kept until this process ends. Without servers and
+        launcher, this rank is the whole job.
 
         Args:
             comm: must be None: a job has all ranks.
@@ -118,22 +115,23 @@ class Current:
             )
         if self.is_initialized():
             return
-        owns_group = _make_group()
-        try:
-            self._job = Job(worker_client.init(), owns_group=owns_group)
-        except BaseException:
-            if owns_group:
-                dist.destroy_process_group()
-            raise
-        if not self._registered:
-            atexit.register(self.shutdown)
-            self._registered = True
+        self._made_group = _make_group() or self._made_group
+        self._job = Job(worker_client.init())
+        # Last, to be called before the new client's own farewell is.
+        atexit.unregister(self._exit)
+        atexit.register(self._exit)
 
     def shutdown(self) -> None:
         """Leave the job; `init` may be called again. Nothing happens if there is none."""
         job, self._job = self._job, None
         if job is not None:
             job.leave()
+
+    def _exit(self) -> None:
+        self.shutdown()
+        # Not sooner: ranks that make another one at once may meet at what is left of the first.
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
 
     def is_initialized(self) -> bool:
         """Whether `init` was called, and `shutdown` was not since."""
