@@ -124,7 +124,9 @@ class Bundle:
         values = torch.cat(rows)
         if self._options.op is Op.AVERAGE:
             values /= len(rows)
-        total = torch.sparse_coo_tensor(indices.t(), values, grad.shape).coalesce()
+        total = torch.sparse_coo_tensor(
+            indices.t(), values, grad.shape, check_invariants=True
+        ).coalesce()
         return Handle([], lambda: _replace(parameter, total))
 
 
