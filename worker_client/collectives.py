@@ -41,18 +41,23 @@ def broadcast(client: Client, data: Any, root: int = 0) -> None:
         buffer.write_back()
 
 
-def all_gather_bytes(client: Client, payload: bytes) -> list[bytes]:
+def all_gather_bytes(client: Client, payload: bytes, *, name: str | None = None) -> list[bytes]:
     """Return every rank's payload, in rank order; they may differ in length.
+
+    Args:
+        client: the job's.
+        payload: this rank's.
+        name: the same at every rank, as `Client.all_reduce` takes it.
 
     Raises:
         ReductionError: as `Client.all_reduce`.
     """
     lengths = np.zeros(client.world_size, np.int64)
     lengths[client.rank] = len(payload)
-    client.all_reduce(lengths, "sum").wait()
+    client.all_reduce(lengths, "sum", name=name and f"{name}.lengths").wait()
     ends = np.cumsum(lengths)
     everything = np.zeros(int(ends[-1]), np.uint8)
     mine = slice(int(ends[client.rank]) - len(payload), int(ends[client.rank]))
     everything[mine] = np.frombuffer(payload, np.uint8)
-    client.all_reduce(everything, "sum").wait()
+    client.all_reduce(everything, "sum", name=name).wait()
     return [everything[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]

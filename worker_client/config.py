@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AliasChoices,
     BeforeValidator,
     ByteSize,
     Field,
@@ -171,14 +172,21 @@ class WorkerConfig(BaseSettings):
         return value
 
 
+def _told_as(*names: str) -> Any:
+    return Field(default=None, validation_alias=AliasChoices(*names))
+
+
 class Launch(BaseSettings):
-    """What a launcher such as torchrun tells every process."""
+    """What a launcher such as torchrun, or Open MPI's mpirun, tells every process."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore")
 
-    rank: int | None = None
-    world_size: int | None = None
+    rank: int | None = _told_as("RANK", "OMPI_COMM_WORLD_RANK")
+    world_size: int | None = _told_as("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
+    local_rank: int | None = _told_as("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    local_world_size: int | None = _told_as("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     master_addr: str = "127.0.0.1"
+    master_port: int | None = None
     torchelastic_run_id: str | None = None
     torchelastic_restart_count: int = Field(default=0, ge=0)
 

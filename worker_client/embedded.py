@@ -30,7 +30,7 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
     from reducer import config as reducer_config  # noqa: PLC0415
     from reducer.server import Server  # noqa: PLC0415
 
-    several_hosts = len(set(group.gather("host", _host_identity()))) > 1
+    several_hosts = len(set(group.gather("host", host_identity()))) > 1
     bind = None if config.bind_is_set() else f"tcp://{_own_address(several_hosts)}:0"
     try:
         settings = reducer_config.load(bind=bind)
@@ -48,7 +48,8 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
     return server, addresses
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
+    """Return what is the same for all processes of this host, and for no others."""
     # Containers on one machine have network namespaces, and so loopbacks, of their own.
     namespace = Path("/proc/self/ns/net")
     inode = namespace.stat().st_ino if namespace.exists() else 0

@@ -255,6 +255,15 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (launched.master_addr, launched.torchelastic_run_id) == ("node0", "none")
 
 
+def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at, name in enumerate(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(at + 1))
+    told = config.launch()
+    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (1, 2, 3, 4)
+    monkeypatch.setenv("RANK", "7")  # torchrun, started by mpirun on each host
+    assert config.launch().rank == 7
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
 def test_a_mistake_of_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "first")

@@ -1,0 +1,322 @@
+"""Calls of the Horovod interface, as one of three ranks; `horovod_rank.py` runs each function."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import worker_client.horovod as hvd
+from reducer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZE = 3
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.int32, torch.int64, torch.uint8),
+)
+FOLDS: dict[hvd.Op, Callable[[torch.Tensor], torch.Tensor]] = {
+    hvd.Sum: lambda values: values.sum(0),
+    hvd.Min: lambda values: values.amin(0),
+    hvd.Max: lambda values: values.amax(0),
+    hvd.Product: lambda values: values.prod(0),
+    hvd.Average: lambda values: values.sum(0) / SIZE,
+}
+
+
+def mine(dtype: torch.dtype = torch.float32, rank: int | None = None) -> torch.Tensor:
+    """Small whole numbers, others at every rank; no result overflows or is rounded."""
+    at = hvd.rank() if rank is None else rank
+    return torch.tensor([[3, 6], [9, 0]], dtype=dtype) + 3 * (at % 2)
+
+
+def everybodys(dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([mine(dtype, rank) for rank in range(SIZE)]).double()
+
+
+def places() -> None:
+    assert hvd.is_initialized()
+    assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (SIZE, SIZE, 1)
+    assert (hvd.local_rank(), hvd.cross_rank(), hvd.is_homogeneous()) == (hvd.rank(), 0, True)
+    hvd.init()  # a second time changes nothing
+    with pytest.raises(ConfigError, match="without arguments"):
+        hvd.init(comm=[0, 1])
+
+
+def every_op_of_every_dtype() -> None:
+    for dtype in DTYPES:
+        for op, fold in FOLDS.items():
+            given = mine(dtype)
+            reduced = hvd.allreduce(given, op=op, name=f"{op.name}.{dtype}")
+            assert torch.equal(given, mine(dtype))
+            assert reduced.dtype == dtype
+            expected = fold(everybodys(dtype))
+            # A short type wraps around, as it does where Horovod adds.
+            expected = expected.long().to(dtype) if op is not hvd.Average else expected.to(dtype)
+            assert torch.equal(reduced, expected), (op, dtype, reduced, expected)
+
+
+def averages_of_integers_are_cut() -> None:
+    assert hvd.allreduce(torch.tensor([hvd.rank(), -hvd.rank() - 1])).tolist() == [1, -2]
+    assert hvd.allreduce(torch.tensor([hvd.rank() * 2, -2])).tolist() == [2, -2]
+    assert hvd.allreduce(torch.tensor([-hvd.rank() * 2 + 1])).tolist() == [-1]
+    assert hvd.allreduce(torch.tensor([-hvd.rank()]), postscale_factor=0.75).tolist() == [0]
+
+
+def in_place() -> None:
+    tensor = mine().t()  # not contiguous
+    assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
+    assert torch.equal(tensor, everybodys(torch.float32).sum(0).float().t())
+    weight = torch.nn.Parameter(mine())
+    assert hvd.synchronize(hvd.allreduce_async_(weight, op=hvd.Max)) is weight
+    assert torch.equal(weight.detach(), everybodys(torch.float32).amax(0).float())
+
+
+def many_at_once() -> None:
+    handles = [
+        hvd.allreduce_async(torch.full((at + 1,), float(hvd.rank())), op=hvd.Sum)
+        for at in range(30)
+    ]
+    results = [hvd.synchronize(handle) for handle in handles]
+    assert all(hvd.poll(handle) for handle in handles)
+    assert [result.tolist() for result in results] == [[3.0] * (at + 1) for at in range(30)]
+    assert hvd.synchronize(handles[0]) is results[0]
+    polled = hvd.allreduce_async(mine(), name="polled")
+    until = time.monotonic() + 10
+    while not hvd.poll(polled) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert hvd.poll(polled)  # though nobody waited
+    with pytest.raises(ConfigError, match="handle"):
+        hvd.synchronize(7)
+
+
+def factors_and_older_arguments() -> None:
+    scaled = hvd.allreduce(mine(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    assert torch.equal(scaled, 2 * everybodys(torch.float32).sum(0).float())
+    assert torch.equal(hvd.allreduce(mine(), False), everybodys(torch.float32).sum(0).float())
+    assert torch.equal(hvd.allreduce(mine(), average=True), hvd.allreduce(mine()))
+    for arguments, message in (
+        ({"average": True, "op": hvd.Sum}, "leave out average="),
+        ({"op": hvd.Adasum}, "Adasum"),
+        ({"op": 17}, "unknown op 17"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hvd.allreduce(mine(), **arguments)
+    with pytest.raises(ConfigError, match="to_dense"):
+        hvd.allreduce(mine().to_sparse())
+
+
+def compression() -> None:
+    fine = torch.tensor([1.0 + 2.0**-9, 1.0 + 2.0**-12, 1e5, -3.0])
+    for compressor, wire in (
+        (hvd.Compression.fp16, torch.float16),
+        (hvd.Compression.bf16, torch.bfloat16),
+    ):
+        reduced = hvd.allreduce(fine, compression=compressor)
+        assert reduced.dtype == torch.float32
+        assert torch.equal(reduced, fine.to(wire).float())
+        whole = torch.tensor([1 << 20])
+        assert torch.equal(hvd.allreduce(whole, compression=compressor), whole)
+    assert torch.equal(hvd.allreduce(fine, compression=hvd.Compression.none), fine)
+
+
+def groups() -> None:
+    def given() -> list[torch.Tensor]:
+        return [mine(), mine(torch.int32), mine(torch.float32).t() + 1, torch.tensor(1.0)]
+
+    expected = [sum(tensors) for tensors in zip(*[
+        [mine(rank=r), mine(torch.int32, r), mine(rank=r).t() + 1, torch.tensor(1.0)]
+        for r in range(SIZE)
+    ], strict=True)]  # fmt: skip
+    tensors = given()
+    for reduced in (
+        hvd.grouped_allreduce(given(), op=hvd.Sum, name="group"),
+        hvd.synchronize(hvd.grouped_allreduce_async(given(), op=hvd.Sum)),
+        hvd.grouped_allreduce_(tensors, op=hvd.Sum),
+    ):
+        assert [one.dtype for one in reduced] == [one.dtype for one in given()]
+        assert all(torch.equal(one, other) for one, other in zip(reduced, expected, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+    with pytest.raises(ConfigError, match="no tensors"):
+        hvd.grouped_allreduce([])
+
+
+def gradients_pass_through() -> None:
+    rank = hvd.rank()
+
+    def gradient(call: Callable[[torch.Tensor], torch.Tensor], rows: int = 2) -> list[float]:
+        x = torch.ones(rows, requires_grad=True)
+        result = call(x)
+        (result * (torch.arange(float(len(result))) + 1 + rank)).sum().backward()
+        return x.grad.tolist()
+
+    assert gradient(hvd.allreduce) == [2.0, 3.0]
+    assert gradient(lambda x: hvd.allreduce(x, op=hvd.Sum)) == [6.0, 9.0]
+    assert gradient(lambda x: hvd.allreduce(x, postscale_factor=2.0)) == [4.0, 6.0]
+    assert gradient(lambda x: hvd.grouped_allreduce([x, x + 1])[1]) == [2.0, 3.0]
+    # All-gather: this rank's rows of the average of all ranks' gradients.
+    start = rank * (rank + 1) / 2  # rows of the ranks before
+    assert gradient(hvd.allgather, rank + 1) == [2.0 + start + at for at in range(rank + 1)]
+    expected = [2.0, 3.0] if rank == 1 else [0.0, 0.0]
+    assert gradient(lambda x: hvd.broadcast(x, 1)) == expected
+    assert gradient(hvd.reducescatter, 4) == [1.0, 2.0, 2.0, 3.0]
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ConfigError, match="gradient of Max is not defined"):
+        hvd.allreduce(x, op=hvd.Max).sum().backward()
+
+
+def allgather() -> None:
+    rank = hvd.rank()
+    rows = torch.arange(rank * 2.0).reshape(rank, 2) + 10 * rank  # none of rank 0
+    expected = torch.tensor([[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]])
+    assert torch.equal(hvd.allgather(rows), expected)
+    assert torch.equal(hvd.synchronize(hvd.allgather_async(rows, name="rows")), expected)
+    assert hvd.allgather(torch.tensor(rank)).tolist() == [0, 1, 2]
+    assert hvd.allgather(torch.tensor([rank == 1])).tolist() == [False, True, False]
+    assert hvd.allgather(torch.zeros(0, 4)).shape == (0, 4)
+    both = hvd.grouped_allgather([rows, torch.tensor([rank])], name="both")
+    assert torch.equal(both[0], expected)
+    assert both[1].tolist() == [0, 1, 2]
+    for odd in (torch.zeros(2, 2 + rank // 2), torch.zeros(2, dtype=DTYPES[rank // 2])):
+        with pytest.raises(ConfigError, match="only the first dimension may differ"):
+            hvd.allgather(odd)
+
+
+def reducescatter() -> None:
+    rank = hvd.rank()
+    rows = torch.arange(8.0).reshape(4, 2)
+    shares = [rows[:2], rows[2:3], rows[3:]]
+    assert torch.equal(hvd.reducescatter(rows, op=hvd.Sum), 3 * shares[rank])
+    assert torch.equal(hvd.reducescatter(rows, compression=hvd.Compression.fp16), shares[rank])
+    with pytest.raises(ConfigError, match=r"hvd\.Sum"):
+        hvd.reducescatter(rows, op=hvd.Max)
+
+
+def broadcast() -> None:
+    rank = hvd.rank()
+    for dtype in (*DTYPES, torch.bool, torch.complex64, torch.int16):
+        given = torch.tensor([[rank, 1], [0, 7]]).to(dtype)
+        received = hvd.broadcast(given.t(), 2, name=f"{dtype}")
+        assert torch.equal(received, torch.tensor([[2, 0], [1, 7]]).to(dtype))
+        assert torch.equal(given, torch.tensor([[rank, 1], [0, 7]]).to(dtype))
+    odd = torch.tensor([float("nan"), -0.0, float("inf")]) if rank == 1 else torch.ones(3)
+    assert hvd.broadcast_(odd, 1) is odd
+    assert odd.view(torch.int32).tolist() == [0x7FC00000, -(1 << 31), 0x7F800000]
+    turned = torch.full((2, 3), float(rank)).t()
+    assert hvd.synchronize(hvd.broadcast_async_(turned, 1)) is turned
+    assert turned.tolist() == [[1.0, 1.0]] * 3
+    assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
+    with pytest.raises(ConfigError, match="root_rank 3 is not a rank"):
+        hvd.broadcast(odd, 3)
+
+
+def parameters() -> None:
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model(torch.randn(5, 3))
+    torch.manual_seed(1)
+    root = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    root(torch.randn(5, 3))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, root.state_dict()[name]), name
+    for listed in (list(model.parameters()), model.named_parameters()):
+        with torch.no_grad():
+            model[0].weight.fill_(hvd.rank())
+        hvd.broadcast_parameters(listed, root_rank=2)
+        assert (model[0].weight == 2).all()
+    with pytest.raises(ConfigError, match="'epoch' is a int"):
+        hvd.broadcast_parameters({"epoch": 3}, 0)
+
+
+def objects() -> None:
+    rank = hvd.rank()
+    thing: Any = {
+        "epoch": 3,
+        7: (1, 2.5, None, True),
+        "list": [b"\0\xff", bytearray(b"x"), {"a"}, frozenset({1})],
+        "deep": OrderedDict([("z", [[[]]]), ("a", 1 << 70)]),
+        "size": torch.Size([2]),
+    }
+    received = hvd.broadcast_object(thing if rank == 1 else None, root_rank=1)
+    assert received == thing
+    assert [type(one) for one in received["list"]] == [bytes, bytearray, set, frozenset]
+    assert list(received["deep"]) == ["z", "a"]
+    assert isinstance(received["deep"], OrderedDict)
+    arrays = hvd.broadcast_object(
+        [torch.tensor([[1.5]], dtype=torch.bfloat16), torch.tensor(True), torch.zeros(0, 3),
+         np.arange(4).reshape(2, 2), np.float32(0.1), float("nan")], 0, name="arrays"
+    )  # fmt: skip
+    assert arrays[0].dtype == torch.bfloat16
+    assert arrays[0].tolist() == [[1.5]]
+    assert arrays[1].item() is True
+    assert arrays[2].shape == (0, 3)
+    assert arrays[3].tolist() == [[0, 1], [2, 3]]
+    assert arrays[4] == np.float32(0.1)
+    assert type(arrays[4]) is np.float32
+    assert arrays[5] != arrays[5]
+    assert hvd.allgather_object({"rank": rank}) == [{"rank": at} for at in range(SIZE)]
+    assert hvd.allgather_object(["x"] * rank, name="x") == [[], ["x"], ["x", "x"]]
+    circle: list[Any] = []
+    circle.append(circle)
+    for refused, message in ((print, "builtin_function_or_method"), (circle, "contains itself")):
+        with pytest.raises(ConfigError, match=f"rank 1: .*{message}"):
+            hvd.broadcast_object(refused if rank == 1 else 0, root_rank=1)
+    with pytest.raises(ConfigError, match="rank 2: an object of type Generator"):
+        hvd.allgather_object(torch.Generator() if rank == 2 else 0)
+
+
+def barrier_and_long_names() -> None:
+    hvd.barrier()
+    names = ["é" * 200 + str(at) for at in range(2)]
+    handles = [hvd.allreduce_async(torch.tensor([at]), name=names[at], op=hvd.Sum) for at in (0, 1)]
+    assert [hvd.synchronize(handle).item() for handle in handles] == [0, 3]
+
+
+def what_is_missing_says_so() -> None:
+    assert hvd.nccl_built() is False
+    assert issubclass(ConfigError, hvd.HorovodInternalError)
+    for name, hint in (
+        ("alltoall", "all_to_all"),
+        ("ProcessSet", "all ranks"),
+        ("elastic", "torchrun"),
+    ):
+        with pytest.raises(AttributeError, match=f"hvd.{name} is not available: .*{hint}"):
+            getattr(hvd, name)
+    with pytest.raises(AttributeError, match="no attribute 'allreduce_sync'"):
+        _ = hvd.allreduce_sync
+
+
+def leaving_and_coming_back() -> None:
+    for _ in range(2):
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        hvd.init()
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3.0, 3.0]
+
+
+CASES = (
+    places,
+    every_op_of_every_dtype,
+    averages_of_integers_are_cut,
+    in_place,
+    many_at_once,
+    factors_and_older_arguments,
+    compression,
+    groups,
+    gradients_pass_through,
+    allgather,
+    reducescatter,
+    broadcast,
+    parameters,
+    objects,
+    barrier_and_long_names,
+    what_is_missing_says_so,
+    leaving_and_coming_back,
+)

@@ -1,0 +1,358 @@
+"""Optimizers and join() of the Horovod interface, as one of three ranks, beside their like by hand.
+
+What an optimizer comes to is compared to the same training whose gradients Gloo adds up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import worker_client.horovod as hvd
+from reducer.errors import ConfigError, LocalProtocolError
+
+SIZE = 3
+STEPS = 6
+
+
+class Net(torch.nn.Module):
+    """Two layers, one that is frozen, one that is never used, and one that rank 0 alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(8, 16)
+        self.frozen = torch.nn.Linear(16, 16).requires_grad_(False)
+        self.last = torch.nn.Linear(16, 1)
+        self.unused = torch.nn.Linear(2, 2)
+        self.at_rank_0 = torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.frozen(torch.tanh(self.first(x))))
+        return self.last(hidden) + (self.at_rank_0(hidden) if hvd.rank() == 0 else 0)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * hvd.rank() + step))
+
+
+def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
+    x = batch(step)
+    return (net(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def add_up(net: torch.nn.Module, *, average: bool = True, active: bool = True) -> None:
+    """Do by hand, over Gloo, what the optimizer shall do."""
+    for parameter in net.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        total = parameter.grad.clone() if active else torch.zeros_like(parameter)
+        dist.all_reduce(total)
+        if active:
+            parameter.grad.copy_(total / SIZE if average else total)
+
+
+def train_by_hand(*, average: bool = True, passes: int = 1, clip: bool = False) -> Net:
+    net = Net()
+    optimizer = sgd(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for at in range(passes):
+            loss_of(net, step + at).backward()
+        add_up(net, average=average)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    return net
+
+
+def train(net: Net, optimizer: Any, *, passes: int = 1) -> Net:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for at in range(passes):
+            loss_of(net, step + at).backward()
+        optimizer.step()
+    return net
+
+
+def weights(net: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def assert_alike(net: torch.nn.Module, other: torch.nn.Module, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(weights(net), weights(other), rtol=rtol, atol=1e-6)
+    digest = hashlib.sha256(weights(net).numpy().tobytes()).hexdigest()
+    assert len(set(hvd.allgather_object(digest))) == 1
+
+
+def wrapped(net: Net, **options: Any) -> Any:
+    options.setdefault("named_parameters", net.named_parameters())
+    return hvd.DistributedOptimizer(sgd(net), **options)
+
+
+def averages() -> None:
+    reference = train_by_hand()
+    for options in (
+        {},
+        {"named_parameters": None},
+        {"groups": 2},
+        {"groups": 100},
+        {"num_groups": 1},
+        {"gradient_predivide_factor": 4.0},
+        {"sparse_as_dense": True},
+    ):
+        net = Net()
+        assert_alike(train(net, wrapped(net, **options)), reference)
+    net = Net()
+    listed = [[net.first.weight, net.last.weight], [net.unused.bias, net.frozen.bias]]
+    assert_alike(train(net, wrapped(net, groups=listed)), reference)
+
+
+def sums() -> None:
+    net = Net()
+    assert_alike(train(net, wrapped(net, op=hvd.Sum)), train_by_hand(average=False), 1e-4)
+
+
+def compressed() -> None:
+    reference = train_by_hand()
+    for compressor, tolerance in ((hvd.Compression.fp16, 5e-3), (hvd.Compression.bf16, 5e-2)):
+        for groups in (None, 2):
+            net = Net()
+            train(net, wrapped(net, compression=compressor, groups=groups))
+            assert net.first.weight.grad.dtype == torch.float32
+            assert not torch.equal(weights(net), weights(reference))
+            far = (weights(net) - weights(reference)).abs().max()
+            assert far < tolerance, far
+            assert_alike(net, net)
+
+
+def several_backward_passes() -> None:
+    reference = train_by_hand(passes=2)
+    net = Net()
+    assert_alike(train(net, wrapped(net, backward_passes_per_step=2), passes=2), reference)
+    net = Net()
+    optimizer = wrapped(net)
+    optimizer.set_backward_passes_per_step(2)
+    assert_alike(train(net, optimizer, passes=2), reference)
+    # step() before all passes were made reduces what there is.
+    net = Net()
+    assert_alike(train(net, wrapped(net, backward_passes_per_step=3), passes=2), reference)
+
+
+def clipping() -> None:
+    net = Net()
+    optimizer = wrapped(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_alike(net, train_by_hand(clip=True))
+
+
+def schedulers_and_closures() -> None:
+    net, other = Net(), Net()
+    plain = sgd(other)
+    before = torch.optim.lr_scheduler.StepLR(plain, 1)  # made for the optimizer that is given
+    optimizer = hvd.DistributedOptimizer(plain, other.named_parameters())
+    after = torch.optim.lr_scheduler.StepLR(again := wrapped(net), 1)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(other, 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    again.zero_grad()
+    loss_of(net, 0).backward()
+    again.step()
+    assert_alike(net, other)
+    after.step()
+    with warnings.catch_warnings():  # it does not see the other one's steps
+        warnings.simplefilter("ignore")
+        before.step()
+    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def sparse_gradients() -> None:
+    rows = torch.tensor([[0, 1], [1, 2], [3, 1]])[hvd.rank()]
+    for as_dense in (False, True):
+        for op in (hvd.Average, hvd.Sum):
+            table = torch.nn.Embedding(5, 2, sparse=True)
+            torch.nn.init.ones_(table.weight)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(table.parameters(), lr=1.0), op=op, sparse_as_dense=as_dense
+            )
+            table(rows).sum().backward()
+            optimizer.step()
+            assert table.weight.grad.is_sparse
+            share = 1 if op is hvd.Sum else 1 / SIZE
+            expected = torch.tensor([1.0, 3.0, 1.0, 1.0, 0.0]) * share
+            torch.testing.assert_close(1 - table.weight[:, 0], expected)
+
+
+def new_parameters() -> None:
+    net, late = Net(), torch.nn.Parameter(torch.zeros(3))
+    optimizer = wrapped(net)
+    optimizer.add_param_group({"params": [late]})
+    (loss_of(net, 0) + (late * hvd.rank()).sum()).backward()
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), torch.full((3,), -0.05))
+
+
+def optimizer_state() -> None:
+    for make in (
+        lambda net: torch.optim.Adam(net.parameters(), lr=0.1 / (hvd.rank() + 1), amsgrad=True),
+        sgd,
+    ):
+        net = Net()
+        optimizer = make(net)
+        if hvd.rank() == 1:  # as if it had loaded a checkpoint
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of(net, step).backward()
+                optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+        states = hvd.allgather_object(optimizer.state_dict())
+        assert states[0]["state"]
+        assert str(states[0]) == str(states[1]) == str(states[2])
+        optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
+        assert_alike(train(net, optimizer), net)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(Net().parameters()), 0)
+
+
+def misuse() -> None:
+    net = Net()
+    optimizer = wrapped(net)
+    loss_of(net, 0).backward()
+    with pytest.raises(LocalProtocolError, match="between backward"):
+        optimizer.zero_grad()
+    with pytest.raises(LocalProtocolError, match="more often than backward_passes_per_step"):
+        loss_of(net, 0).backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="skip_synchronize"):
+        optimizer.step()
+    assert_alike(train(net, optimizer), net)
+    a, b = net.first.weight, net.first.bias
+    for options, message in (
+        ({"named_parameters": [a, b]}, "tuples of a name"),
+        ({"named_parameters": [("a", a), ("a", b)]}, "must differ: a"),
+        ({"named_parameters": [("a", a)]}, "lacks 9 of"),
+        ({"backward_passes_per_step": 0}, "1 or more, got 0"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=hvd.Average alone"),
+        ({"op": hvd.Adasum}, "Adasum"),
+        ({"groups": 0}, "1 or more"),
+        ({"groups": [["a"]]}, "lists of tensors"),
+        ({"groups": [[a], [a]]}, "one of the groups alone"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            wrapped(net, **options)
+    with pytest.raises(ConfigError, match="wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()))
+
+
+def an_optimizer_that_is_gone_reduces_nothing() -> None:
+    net = Net()
+    wrapped(net)  # and dropped
+    assert_alike(train(net, wrapped(net)), train_by_hand())
+
+
+def train_unevenly_by_hand(steps: int) -> Net:
+    net = Net()
+    optimizer = sgd(net)
+    for step in range(2 * SIZE):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        add_up(net, active=step < steps)
+        if step < steps:
+            optimizer.step()
+    return net
+
+
+def ranks_begin_a_step_at_different_moments() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    if hvd.rank() > 0:
+        (parameter * 3).sum().backward()
+    assert hvd.allreduce(torch.tensor([1]), op=hvd.Sum).item() == SIZE  # unnamed
+    optimizer.step()
+    assert parameter.tolist() == [-2.0, -2.0]
+
+
+def uneven_batches() -> None:
+    rank = hvd.rank()
+    for options in ({}, {"groups": 2, "compression": hvd.Compression.none}):
+        reference = train_unevenly_by_hand(2 + 2 * rank)
+        net, bias = Net(), torch.nn.Parameter(torch.ones(1))
+        optimizer = wrapped(net, **options)
+        second = hvd.DistributedOptimizer(torch.optim.SGD([bias]))
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            active = [at for at in range(SIZE) if step < 2 + 2 * at]
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == len(active)
+            assert hvd.allreduce(torch.tensor([rank]), op=hvd.Min, name="lowest") == min(active)
+            optimizer.step()
+            second.zero_grad()
+            (bias * rank).sum().backward()
+            second.step()
+        assert hvd.join() == SIZE - 1
+        torch.testing.assert_close(weights(net), weights(reference), rtol=1e-5, atol=1e-6)
+        hvd.broadcast_parameters(net.state_dict(), SIZE - 1)
+        assert_alike(net, net)
+    assert hvd.join() == SIZE - 1
+    assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum).item() == 3
+    with pytest.raises(ConfigError, match="device 0"):
+        hvd.join(device=0)
+
+
+def what_needs_data_of_a_joined_rank_is_refused() -> None:
+    if hvd.rank() == 0:
+        with pytest.raises(ConfigError, match=r"ranks \[1, 2\] call broadcast\.weights"):
+            hvd.join()
+    else:
+        with pytest.raises(hvd.HorovodInternalError):
+            hvd.broadcast(torch.ones(1), 1, name="weights")
+    hvd.shutdown()
+    hvd.shutdown()  # a second time does nothing
+    with pytest.raises(ConfigError, match=r"call hvd\.init\(\) first"):
+        hvd.rank()
+
+
+CASES = (
+    averages,
+    sums,
+    compressed,
+    several_backward_passes,
+    clipping,
+    schedulers_and_closures,
+    sparse_gradients,
+    new_parameters,
+    optimizer_state,
+    misuse,
+    an_optimizer_that_is_gone_reduces_nothing,
+    ranks_begin_a_step_at_different_moments,
+    uneven_batches,
+    what_needs_data_of_a_joined_rank_is_refused,
+)

@@ -1,0 +1,16 @@
+"""A Horovod script through reducers, and the same training over Gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integrations.training import assert_alike, train
+
+pytest.importorskip("sklearn", reason="needs scikit-learn")
+pytest.importorskip("torch", reason="needs torch")
+
+
+@pytest.mark.timeout(300)
+def test_a_horovod_script_trains_as_over_gloo(servers: list[str]) -> None:
+    ours = train("horovod_digits.py", servers=servers)
+    assert_alike(ours, train("horovod_digits.py", "--stock"))

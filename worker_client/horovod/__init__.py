@@ -1,0 +1,134 @@
+"""Horovod's PyTorch interface over reducers: ``import worker_client.horovod as hvd``.
+
+A script for Horovod runs unchanged but for that line. What it means, and what is refused, is in
+``docs/frameworks.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reducer.errors import ReductionError as HorovodInternalError
+from worker_client.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from worker_client.horovod.broadcasting import (
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+)
+from worker_client.horovod.compression import Compression
+from worker_client.horovod.gather import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+    reducescatter,
+)
+from worker_client.horovod.handles import Handle, poll, synchronize
+from worker_client.horovod.job import CURRENT
+from worker_client.horovod.join import join
+from worker_client.horovod.objects import allgather_object, broadcast_object
+from worker_client.horovod.ops import Adasum, Average, Max, Min, Product, Sum
+from worker_client.horovod.optimizer import DistributedOptimizer
+from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
+
+init = CURRENT.init
+shutdown = CURRENT.shutdown
+is_initialized = CURRENT.is_initialized
+rank = CURRENT.rank
+size = CURRENT.size
+local_rank = CURRENT.local_rank
+local_size = CURRENT.local_size
+cross_rank = CURRENT.cross_rank
+cross_size = CURRENT.cross_size
+is_homogeneous = CURRENT.is_homogeneous
+
+_PROCESS_SETS = "all ranks take part in every call: remove it"
+_NOT_HERE = {
+    "ProcessSet": _PROCESS_SETS,
+    "global_process_set": _PROCESS_SETS,
+    "add_process_set": _PROCESS_SETS,
+    "remove_process_set": _PROCESS_SETS,
+    "alltoall": "reducers only sum: use torch.distributed.all_to_all",
+    "alltoall_async": "reducers only sum: use torch.distributed.all_to_all",
+    "reducescatter_async": "use hvd.reducescatter",
+    "grouped_reducescatter": "use hvd.reducescatter for each tensor",
+    "grouped_reducescatter_async": "use hvd.reducescatter for each tensor",
+    "sparse_allreduce_async": "use hvd.DistributedOptimizer, or tensor.to_dense()",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm with a process group",
+    "elastic": "start the script with torchrun, which restarts all ranks when one is lost",
+    "run": "start the script with torchrun or mpirun",
+    "start_timeline": "there is no timeline",
+    "stop_timeline": "there is no timeline",
+}
+# What Horovod was built with decides there what is possible; here it is always the same.
+_BUILT_WITHOUT = (
+    *("mpi_built", "mpi_enabled", "mpi_threads_supported", "gloo_built", "gloo_enabled"),
+    *("nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built"),
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "reducescatter",
+    "shutdown",
+    "size",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _BUILT_WITHOUT:
+        return lambda: False
+    if name in _NOT_HERE:
+        raise AttributeError(f"hvd.{name} is not available: {_NOT_HERE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

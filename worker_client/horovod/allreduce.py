@@ -1,0 +1,181 @@
+"""All-reduce, as Horovod has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reducer.errors import ConfigError
+from worker_client.horovod.compression import Compression
+from worker_client.horovod.ops import Op, choose
+from worker_client.horovod.reduction import dense_copy, start
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from worker_client.horovod.compression import Compressor
+    from worker_client.horovod.handles import Handle
+
+
+class _AllReduce(torch.autograd.Function):
+    """All-reduce of several tensors whose gradient is the all-reduce of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, op: Op, scales: tuple[float, float], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.op, ctx.scales = op, scales
+        copies = [dense_copy(tensor) for tensor in tensors]
+        reduced: list[torch.Tensor] = start(copies, copies, name, op, scales).wait()
+        return tuple(reduced)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.op not in {Op.AVERAGE, Op.SUM}:
+            raise ConfigError(
+                f"the gradient of {ctx.op.name.title()} is not defined: reduce a tensor.detach()"
+            )
+        copies = [dense_copy(grad) for grad in grads]
+        return None, None, None, *start(copies, copies, None, ctx.op, ctx.scales).wait()
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start to replace a tensor by its reduction over all ranks; for `synchronize` or `poll`.
+
+    Args:
+        tensor: CPU tensor of any shape, the same at every rank.
+        average: the older way to say `Average` or `Sum`.
+        name: the same at every rank; by default numbered.
+        op: `Average` (the default; of integers rounded towards zero), `Sum`, `Min`, `Max` or
+            `Product`.
+        prescale_factor: what the contributions are multiplied by.
+        postscale_factor: what the result is multiplied by.
+
+    Raises:
+        ConfigError: the tensor or an argument is not supported.
+    """
+    scales = (prescale_factor, postscale_factor)
+    return start([tensor], tensor, name, choose(op, average), scales)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start a reduction over all ranks into a new tensor; arguments as `allreduce_async_`."""
+    copy = dense_copy(tensor)
+    return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Replace a tensor by its reduction over all ranks; arguments as `allreduce_async_`."""
+    reduced: torch.Tensor = allreduce_async_(
+        tensor, average, name, op, prescale_factor, postscale_factor
+    ).wait()
+    return reduced
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return the reduction of a tensor over all ranks, through which gradients pass.
+
+    Args:
+        tensor: CPU tensor of any shape, the same at every rank.
+        average: the older way to say `Average` or `Sum`.
+        name: the same at every rank; by default numbered.
+        compression: how it travels, one of `Compression`.
+        op: as `allreduce_async_`; gradients pass through `Average` and `Sum` alone.
+        prescale_factor: what the contributions are multiplied by.
+        postscale_factor: what the result is multiplied by.
+
+    Raises:
+        ReductionError: the all-reduce failed; the class and its attributes say why.
+    """
+    narrow, ctx = compression.compress(tensor)
+    scales = (prescale_factor, postscale_factor)
+    (reduced,) = _AllReduce.apply(name, choose(op, average), scales, narrow)  # type: ignore[no-untyped-call]
+    return compression.decompress(reduced, ctx)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """As `allreduce_async_`, of a list of tensors, which travel together."""
+    scales = (prescale_factor, postscale_factor)
+    return start(tensors, list(tensors), name, choose(op, average), scales)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """As `allreduce_async`, of a list of tensors, which travel together."""
+    copies = [dense_copy(tensor) for tensor in tensors]
+    return grouped_allreduce_async_(copies, average, name, op, prescale_factor, postscale_factor)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """As `allreduce_`, of a list of tensors, which travel together."""
+    reduced: list[torch.Tensor] = grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor
+    ).wait()
+    return reduced
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """As `allreduce`, of a list of tensors, which travel together."""
+    narrow = [compression.compress(tensor) for tensor in tensors]
+    scales = (prescale_factor, postscale_factor)
+    chosen = choose(op, average)
+    reduced = _AllReduce.apply(name, chosen, scales, *(tensor for tensor, _ in narrow))  # type: ignore[no-untyped-call]
+    return [compression.decompress(one, ctx) for one, (_, ctx) in zip(reduced, narrow, strict=True)]

@@ -1,0 +1,115 @@
+"""Broadcast, as Horovod has it, and a barrier; a rank that has joined cannot take part.
+
+They are made of all-reduces, to which others than the root contribute zeros.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reducer.errors import ConfigError
+from worker_client.horovod.allreduce import allreduce
+from worker_client.horovod.announcements import Call, Kind, short
+from worker_client.horovod.handles import Handle
+from worker_client.horovod.job import CURRENT
+from worker_client.horovod.reduction import dense_copy
+
+if TYPE_CHECKING:
+    from worker_client.work import Work
+
+
+def announce(label: str, name: str | None) -> tuple[str, list[Work]]:
+    """Announce a call in which joined ranks cannot take part.
+
+    Returns:
+        What it is called between ranks, and what to wait for with it.
+    """
+    announcements = CURRENT.job.announcements
+    wire = short(f"{label}.{f'noname.{announcements.calls}' if name is None else name}")
+    return wire, announcements.make(Call(Kind.OTHER, wire))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor of any dtype, sharing its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str, works: list[Work]) -> Handle:
+    """Start a broadcast in place that is announced: others' zeros are added to the root's bytes.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    client = CURRENT.job.client
+    if not 0 <= root_rank < client.world_size:
+        raise ConfigError(
+            f"root_rank {root_rank} is not a rank of a world of size {client.world_size}"
+        )
+    target = tensor.detach()
+    data = target.contiguous()
+    if client.rank != root_rank:
+        as_bytes(data).zero_()
+    work = client.all_reduce(as_bytes(data), "sum", name=wire)
+
+    def finish() -> torch.Tensor:
+        if data.data_ptr() != target.data_ptr():
+            target.copy_(data)
+        return tensor
+
+    return Handle([*works, work], finish)
+
+
+class _Broadcast(torch.autograd.Function):
+    """Broadcast whose gradient is the average of all ranks' at the root, and zero elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+        ctx.root_rank = root_rank
+        received: torch.Tensor = broadcast_async(tensor, root_rank, name).wait()
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        grad = allreduce(grads[0])
+        return grad if CURRENT.rank() == ctx.root_rank else grad.zero_(), None, None
+
+
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """Start to replace a tensor by what it is at rank `root_rank`, bit for bit.
+
+    Args:
+        tensor: CPU tensor of any dtype, of the same shape at every rank.
+        root_rank: the rank whose values it is to be.
+        name: the same at every rank; by default numbered.
+
+    Raises:
+        ConfigError: there is no such rank, or the tensor is not supported.
+    """
+    wire, works = announce("broadcast", name)
+    return start_broadcast(tensor, root_rank, wire, works)
+
+
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """As `broadcast_async_`, into a new tensor."""
+    return broadcast_async_(dense_copy(tensor), root_rank, name)
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """As `broadcast_async_`, and wait for it."""
+    received: torch.Tensor = broadcast_async_(tensor, root_rank, name).wait()
+    return received
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """As `broadcast_`, into a new tensor, through which gradients pass."""
+    received: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)  # type: ignore[no-untyped-call]
+    return received
+
+
+def barrier() -> None:
+    """Wait until every rank has called it."""
+    wire, works = announce("barrier", None)
+    data = torch.zeros(1, dtype=torch.uint8)
+    Handle([*works, CURRENT.job.client.all_reduce(data, "max", name=wire)], lambda: None).wait()

@@ -1,0 +1,141 @@
+"""Gradients that travel together, from their tensors to the wire and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from reducer.errors import ConfigError
+from worker_client.horovod.gather import gather_rows
+from worker_client.horovod.handles import Handle
+from worker_client.horovod.ops import Op, neutral
+from worker_client.horovod.reduction import start
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from worker_client.horovod.compression import Compressor
+
+_GATHERED = (Op.AVERAGE, Op.SUM)
+
+
+class Options(NamedTuple):
+    """How gradients are reduced; `DistributedOptimizer` describes it.
+
+    Attributes:
+        compression: how they travel.
+        op: the reduction.
+        scales: factors before and after it.
+        sparse_as_dense: whether sparse ones travel as dense ones.
+    """
+
+    compression: Compressor
+    op: Op
+    scales: tuple[float, float]
+    sparse_as_dense: bool
+
+
+class Bundle:
+    """Parameters whose gradients travel together.
+
+    Args:
+        name: of the first one, the same at every rank.
+        parameters: at least one.
+        options: how they are reduced.
+        passes: backward passes until they are complete.
+
+    Attributes:
+        handle: the reduction in progress, if it has started.
+        left: backward passes until each is complete.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[torch.Tensor], options: Options, passes: int
+    ) -> None:
+        self.handle: Handle | None = None
+        self.left = [passes] * len(parameters)
+        self._name = name
+        self._parameters = parameters
+        self._options = options
+
+    @property
+    def frozen(self) -> bool:
+        """Whether no parameter takes part in training any more."""
+        return not any(parameter.requires_grad for parameter in self._parameters)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the gradient is sparse and stays so, which needs all ranks' indices."""
+        return not self._options.sparse_as_dense and any(
+            parameter.grad is not None and parameter.grad.is_sparse
+            for parameter in self._parameters
+        )
+
+    def start(self) -> None:
+        """Start the reduction of the gradients; one that was not computed counts as zeros.
+
+        Raises:
+            ConfigError: gradients cannot be reduced like this.
+        """
+        if self.gathers:
+            self.handle = self._gather()
+            return
+        narrowed = []
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            narrowed.append(self._options.compression.compress(grad.detach()))
+        reduction = self._reduce([tensor for tensor, _ in narrowed])
+
+        def finish() -> None:
+            for parameter, (tensor, ctx) in zip(self._parameters, narrowed, strict=True):
+                _replace(parameter, self._options.compression.decompress(tensor, ctx))
+
+        self.handle = Handle([reduction], finish)
+
+    def stand_in(self) -> Handle:
+        """Start the reduction with contributions that change no other rank's."""
+        return self._reduce(
+            [
+                neutral(self._options.op, parameter.numel(), self._dtype_of(parameter))
+                for parameter in self._parameters
+            ]
+        )
+
+    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return self._options.compression.compress(torch.empty(0, dtype=parameter.dtype))[0].dtype
+
+    def _reduce(self, tensors: list[torch.Tensor]) -> Handle:
+        options = self._options
+        return start(tensors, None, self._name, options.op, options.scales, announced=True)
+
+    def _gather(self) -> Handle:
+        parameter, grad = self._parameters[0], self._parameters[0].grad
+        if len(self._parameters) > 1 or grad is None or self._options.op not in _GATHERED:
+            raise ConfigError(
+                f"the sparse gradient of {self._name} can be reduced alone, by Average or Sum: use "
+                "sparse_as_dense=True, or leave it out of groups="
+            )
+        grad = grad.coalesce()
+        indices = torch.cat(gather_rows(grad.indices().t(), f"{self._name}.indices"))
+        rows = gather_rows(grad.values(), f"{self._name}.values")
+        values = torch.cat(rows)
+        if self._options.op is Op.AVERAGE:
+            values /= len(rows)
+        total = torch.sparse_coo_tensor(
+            indices.t(), values, grad.shape, check_invariants=True
+        ).coalesce()
+        return Handle([], lambda: _replace(parameter, total))
+
+
+def _replace(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
+    """Let a gradient be what it was reduced to; nothing is copied if it was reduced in place."""
+    grad = parameter.grad
+    if grad is None or reduced.is_sparse:
+        parameter.grad = reduced
+    elif grad.is_sparse:
+        parameter.grad = reduced.to_sparse(grad.sparse_dim())
+    elif reduced.data_ptr() != grad.data_ptr():
+        grad.copy_(reduced)

@@ -1,0 +1,147 @@
+"""The gradients of an optimizer on their way: which are complete, and which have started."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from reducer.errors import LocalProtocolError
+from worker_client.horovod.announcements import Call, Kind
+from worker_client.horovod.bundles import Bundle
+from worker_client.horovod.handles import wait_for_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from worker_client.horovod.bundles import Options
+    from worker_client.horovod.handles import Handle
+    from worker_client.horovod.job import Job
+    from worker_client.work import Work
+
+
+class Gradients:
+    """All gradients of one optimizer.
+
+    Args:
+        job: whose reducers reduce them.
+        named: parameters with their names, in the same order at every rank.
+        groups: parameters that travel together; others travel alone.
+        options: how they are reduced.
+        passes: backward passes until they are complete.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        named: Sequence[tuple[str, torch.Tensor]],
+        groups: Sequence[Sequence[torch.Tensor]],
+        options: Options,
+        passes: int,
+    ) -> None:
+        self._job = job
+        self._options = options
+        self._passes = passes
+        self._bundles: list[Bundle] = []
+        self._started: list[Bundle] = []
+        self._order: list[Bundle] = []
+        self._announced: list[Work] | None = None
+        self._number = len(job.optimizers)
+        job.optimizers.append(weakref.ref(self))
+        names = {parameter: name for name, parameter in named}
+        grouped = {parameter for group in groups for parameter in group}
+        alone = [[parameter] for _, parameter in named if parameter not in grouped]
+        for members in (*groups, *alone):
+            self.add(names[members[0]], members)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there was a backward pass, and no `synchronize` since."""
+        return any(left < self._passes for bundle in self._bundles for left in bundle.left)
+
+    def add(self, name: str, members: Sequence[torch.Tensor]) -> None:
+        """Take on parameters that travel together; those that need no gradient are left out."""
+        trained = [parameter for parameter in members if parameter.requires_grad]
+        if not trained or self._job.client.world_size == 1:
+            return
+        name = f"optimizer{self._number}.{name}"  # several may be on their way at once
+        bundle = Bundle(name, trained, self._options, self._passes)
+        self._bundles.append(bundle)
+        for at, parameter in enumerate(trained):
+            hook = _hook(weakref.ref(self), bundle, at)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def set_passes(self, passes: int) -> None:
+        """Set after how many backward passes gradients are complete, from now on."""
+        self._passes = passes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has started and which backward passes there were."""
+        self._started, self._announced = [], None
+        for bundle in self._bundles:
+            bundle.handle, bundle.left = None, [self._passes] * len(bundle.left)
+
+    def completed(self, bundle: Bundle, at: int) -> None:
+        """Take note that a backward pass has computed one gradient of a bundle.
+
+        Raises:
+            LocalProtocolError: it was complete before.
+        """
+        if bundle.left[at] == 0:
+            raise LocalProtocolError(
+                "gradients were computed more often than backward_passes_per_step since the last "
+                "step(): raise backward_passes_per_step to accumulate more of them"
+            )
+        bundle.left[at] -= 1
+        if not any(bundle.left) and not bundle.gathers:
+            self._start(bundle)
+
+    def synchronize(self) -> None:
+        """Start what has not started, and wait until all gradients are reduced.
+
+        Raises:
+            ReductionError: an all-reduce failed; nothing is in progress any more.
+        """
+        if self._job.client.world_size == 1:
+            return
+        try:
+            self._announce()
+            for bundle in self._bundles:
+                if bundle not in self._started and not bundle.frozen:
+                    self._start(bundle)
+        finally:
+            started, works = self._started, self._announced or []
+            handles = [bundle.handle for bundle in started if bundle.handle is not None]
+            self._order = started
+            self.reset()
+            wait_for_all([*works, *handles])
+
+    def stand_in(self) -> list[Handle]:
+        """Start what a rank that has joined contributes to a step of others."""
+        # In the order in which hooks start them: that of the last step, or likely that of a first.
+        order = self._order or self._bundles[::-1]
+        return [bundle.stand_in() for bundle in order]
+
+    def _announce(self) -> None:
+        if self._announced is None:
+            self._announced = self._job.announcements.make(
+                Call(Kind.STEP, "step", size=self._number)
+            )
+
+    def _start(self, bundle: Bundle) -> None:
+        self._announce()
+        self._started.append(bundle)
+        bundle.start()
+
+
+def _hook(to: weakref.ref[Gradients], bundle: Bundle, at: int) -> Callable[[torch.Tensor], None]:
+    """Return a parameter's hook, which does nothing once the optimizer is gone."""
+
+    def hook(_: torch.Tensor) -> None:
+        gradients = to()
+        if gradients is not None:
+            gradients.completed(bundle, at)
+
+    return hook

@@ -1,0 +1,204 @@
+"""The job of this process: `init()`, `shutdown()`, and who is where."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # what torch.distributed.HashStore is
+
+import worker_client
+from reducer.errors import ConfigError, ReductionError
+from worker_client import config
+from worker_client.collectives import all_gather_bytes
+from worker_client.embedded import host_identity
+from worker_client.horovod.announcements import Announcements
+
+if TYPE_CHECKING:
+    import weakref
+
+    from worker_client.client import Client
+
+_FAREWELL_S = 5.0  # how long a rank that hosts a reducer waits for the others at the end
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a rank is among the processes of its host, and its host among others."""
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+
+
+class Job:
+    """What calls of this process share.
+
+    Args:
+        client: the job's.
+
+    Attributes:
+        place: where this rank is.
+        announcements: what ranks tell those that have joined.
+        optimizers: by number, the same at every rank; each can stand in for an active rank's step.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.announcements = Announcements(client)
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.place = _find_place(client)
+
+    def leave(self) -> None:
+        """Leave, after the other ranks have their last result if this one hosts a reducer."""
+        failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
+        if self.client.usable and self.client.settings.hosts and not failing:
+            self._say_farewell()
+        self.client.shutdown()
+
+    def _say_farewell(self) -> None:
+        farewell = np.zeros(1, np.uint8)
+        try:
+            self.client.all_reduce(
+                farewell, "max", name="horovod.shutdown", timeout=_FAREWELL_S
+            ).wait()
+        except ReductionError as error:  # every result that a caller waited for is here already
+            log.info("not all ranks have said farewell: %s", error)
+
+
+class Current:
+    """The job that `init` made, for calls that name none."""
+
+    def __init__(self) -> None:
+        self._job: Job | None = None
+        self._made_group = False
+
+    @property
+    def job(self) -> Job:
+        """The job.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._job is None:
+            raise ConfigError("there is no job yet, or no longer: call hvd.init() first")
+        return self._job
+
+    def init(self, comm: object = None, process_sets: object = None) -> None:
+        """Join the job; nothing happens if that was done.
+
+        Rank and size are those of the process group if there is one, else of torchrun or Open MPI's
+        mpirun. Where the launcher gives MASTER_PORT, a process group with Gloo is made, by which
+        ranks can host reducers themselves, and kept until this process ends. Without servers and
+        launcher, this rank is the whole job.
+
+        Args:
+            comm: must be None: a job has all ranks.
+            process_sets: must be None, too.
+
+        Raises:
+            ConfigError: a setting is missing or wrong, or a part of the ranks was asked for.
+            ReductionError: as `worker_client.init`.
+        """
+        if comm is not None or process_sets is not None:
+            raise ConfigError(
+                "jobs and process sets of some of the ranks are not supported: call hvd.init() "
+                "without arguments"
+            )
+        if self.is_initialized():
+            return
+        self._made_group = _make_group() or self._made_group
+        self._job = Job(worker_client.init())
+        # Last, to be called before the new client's own farewell is.
+        atexit.unregister(self._exit)
+        atexit.register(self._exit)
+
+    def shutdown(self) -> None:
+        """Leave the job; `init` may be called again. Nothing happens if there is none."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.leave()
+
+    def _exit(self) -> None:
+        self.shutdown()
+        # Not sooner: ranks that make another one at once may meet at what is left of the first.
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def is_initialized(self) -> bool:
+        """Whether `init` was called, and `shutdown` was not since."""
+        return self._job is not None
+
+    def rank(self) -> int:
+        """Return the number of this worker among all."""
+        return self.job.client.rank
+
+    def size(self) -> int:
+        """Return the number of workers."""
+        return self.job.client.world_size
+
+    def local_rank(self) -> int:
+        """Return the number of this worker among those of its host."""
+        return self.job.place.local_rank
+
+    def local_size(self) -> int:
+        """Return the number of workers on this host."""
+        return self.job.place.local_size
+
+    def cross_rank(self) -> int:
+        """Return the number of this host among those that have this local rank."""
+        return self.job.place.cross_rank
+
+    def cross_size(self) -> int:
+        """Return the number of hosts that have this local rank."""
+        return self.job.place.cross_size
+
+    def is_homogeneous(self) -> bool:
+        """Whether all hosts have as many workers."""
+        return self.job.place.homogeneous
+
+
+def _make_group() -> bool:
+    """Make a process group if it is missing and can be made; return whether it was."""
+    if dist.is_initialized():
+        return False
+    told = config.launch()
+    if told.rank is not None and told.world_size is not None:
+        if told.master_port is None:
+            return False
+        dist.init_process_group("gloo", rank=told.rank, world_size=told.world_size)
+        return True
+    if config.load().servers:
+        return False  # not to be taken for a job of one: who we are is said elsewhere, or missing
+    log.info("no launcher: this is a job of one worker")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _find_place(client: Client) -> Place:
+    told = config.launch()
+    mine = [host_identity(), told.local_rank, told.local_world_size]
+    ranks = [json.loads(said) for said in all_gather_bytes(client, json.dumps(mine).encode())]
+    seen: dict[str, int] = {}
+    places = []
+    for host, local_rank, local_size in ranks:
+        at = seen.get(host, 0)
+        seen[host] = at + 1
+        places.append((host, at if local_rank is None else local_rank, local_size))
+    sizes = [seen[host] if size is None else size for host, _, size in places]
+    mine_at = places[client.rank][1]
+    peers = [rank for rank, (_, local_rank, _) in enumerate(places) if local_rank == mine_at]
+    return Place(
+        mine_at, sizes[client.rank], peers.index(client.rank), len(peers), len(set(sizes)) == 1
+    )
+
+
+CURRENT = Current()

@@ -1,0 +1,226 @@
+"""`DistributedOptimizer`: gradients are reduced while the backward pass goes on.
+
+A hook at each parameter starts its all-reduce when its gradient is complete, and never waits;
+`step()` waits for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reducer.errors import ConfigError, LocalProtocolError
+from worker_client.horovod.bundles import Options
+from worker_client.horovod.compression import Compression
+from worker_client.horovod.gradients import Gradients
+from worker_client.horovod.job import CURRENT
+from worker_client.horovod.ops import Op, choose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from worker_client.horovod.compression import Compressor
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What is put before an optimizer's own class."""
+
+    _gradients: Gradients
+    _synchronized: bool
+    _synchronizes: bool
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set after how many backward passes gradients are reduced, from now on."""
+        self._gradients.set_passes(_check_passes(passes))
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced, for instance to clip them before `step()`.
+
+        Raises:
+            ReductionError: an all-reduce failed; the class and its attributes say why.
+        """
+        self._gradients.synchronize()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` not synchronize: `synchronize()` was called before."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Synchronize, unless that is skipped, and update the parameters.
+
+        Args:
+            closure: computes the loss and its gradients; called once, before.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._synchronizes:
+            if self._synchronized:
+                warnings.warn(
+                    "step() reduces the gradients again after synchronize(): write 'with "
+                    "optimizer.skip_synchronize(): optimizer.step()'",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            LocalProtocolError: they are being reduced or accumulated.
+        """
+        if self._gradients.pending:
+            raise LocalProtocolError(
+                "zero_grad() was called between backward() and step() or synchronize(), while "
+                "gradients are reduced: call it before backward() or after step()"
+            )
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; gradients that are not reduced yet are forgotten."""
+        self._gradients.reset()
+        self._synchronized = False
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, whose gradients are reduced from now on."""
+        super().add_param_group(param_group)
+        at = len(self.param_groups) - 1
+        for number, parameter in enumerate(self.param_groups[at]["params"]):
+            self._gradients.add(f"noname.{at}.{number}", [parameter])
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Op.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+) -> Any:
+    """Return an optimizer like `optimizer`, of a subclass of its class, that reduces gradients.
+
+    It shares parameters, options and state with the given one, which is not to be used any more.
+
+    Args:
+        optimizer: any but L-BFGS, which computes gradients in its step.
+        named_parameters: `model.named_parameters()`; names all-reduces. Numbered if not given.
+        compression: how gradients travel: `Compression.none`, `fp16` or `bf16`.
+        backward_passes_per_step: how many add up before they are reduced; their sum is not divided.
+        op: the reduction, `Average` by default.
+        gradient_predivide_factor: gradients are divided by it before an average is taken, and
+            multiplied afterwards.
+        num_groups: the older name of `groups`.
+        groups: into how many groups to divide the parameters, or lists of them; those of one group
+            travel together.
+        sparse_as_dense: whether sparse gradients travel as dense ones, instead of being gathered.
+
+    Raises:
+        ConfigError: an argument is wrong; the message says what to write. `init()` was not called.
+    """
+    job = CURRENT.job
+    if isinstance(optimizer, _Distributed):
+        raise ConfigError("the optimizer is a DistributedOptimizer already: wrap it once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "torch.optim.LBFGS computes gradients inside its step, where they would not be "
+            "reduced: use another optimizer"
+        )
+    chosen = choose(op)
+    if gradient_predivide_factor != 1.0 and chosen is not Op.AVERAGE:
+        raise ConfigError("gradient_predivide_factor goes with op=hvd.Average alone")
+    named = _name(optimizer, named_parameters)
+    options = Options(
+        compression,
+        chosen,
+        (1.0 / gradient_predivide_factor, gradient_predivide_factor),
+        sparse_as_dense,
+    )
+    bundles = _group(named, num_groups or None if groups is None else groups)
+    gradients = Gradients(job, named, bundles, options, _check_passes(backward_passes_per_step))
+
+    kind = type(optimizer)
+    wrapped: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
+    own = {"_gradients": gradients, "_synchronized": False, "_synchronizes": True}
+    wrapped.__dict__.update(optimizer.__dict__ | own)
+    wrapped.__dict__.pop("step", None)  # a scheduler puts its own there, which steps the given one
+    return wrapped
+
+
+def _check_passes(passes: int) -> int:
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be 1 or more, got {passes}")
+    return passes
+
+
+def _name(
+    optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the optimizer's parameters with their names, in the optimizer's order."""
+    parameters = {
+        parameter: f"noname.{at}.{number}"
+        for at, group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(group["params"])
+    }
+    if given is None:
+        return [(name, parameter) for parameter, name in parameters.items()]
+    named = list(given)
+    if any(not isinstance(one, tuple) for one in named):
+        raise ConfigError(
+            "named_parameters must be tuples of a name and a parameter: pass "
+            "model.named_parameters()"
+        )
+    names = [name for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"names in named_parameters must differ: {', '.join(twice)}")
+    known = {parameter: name for name, parameter in named}
+    if missing := [name for parameter, name in parameters.items() if parameter not in known]:
+        raise ConfigError(
+            f"named_parameters lacks {len(missing)} of the optimizer's parameters (by group and "
+            f"place: {', '.join(missing)}): pass those of the whole model"
+        )
+    return [(known[parameter], parameter) for parameter in parameters]
+
+
+def _group(
+    named: list[tuple[str, torch.Tensor]], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
+    """Return the groups of several parameters that were asked for."""
+    if groups is None:
+        return []
+    known = [parameter for _, parameter in named]
+    if isinstance(groups, int):
+        if groups < 1:
+            raise ConfigError(f"groups must be 1 or more, or lists of tensors, got {groups}")
+        trained = [parameter for parameter in known if parameter.requires_grad]
+        cuts = [len(trained) * at // groups for at in range(groups + 1)]
+        parts = [trained[cut:end] for cut, end in itertools.pairwise(cuts)]
+        return [part for part in parts if part]
+    members = [one for group in groups for one in group]
+    if any(not isinstance(one, torch.Tensor) for one in members):
+        raise ConfigError("groups must be lists of tensors, such as [[model.a, model.b]]")
+    if len({id(one) for one in members}) < len(members):
+        raise ConfigError("a parameter may be in one of the groups alone")
+    ours = {id(parameter) for parameter in known}
+    kept = [[one for one in group if id(one) in ours] for group in groups]
+    return [group for group in kept if group]

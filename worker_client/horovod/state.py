@@ -1,0 +1,73 @@
+"""The same weights and the same optimizer at every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reducer.errors import ConfigError
+from worker_client.horovod.announcements import short
+from worker_client.horovod.broadcasting import announce, start_broadcast
+from worker_client.horovod.handles import wait_for_all
+from worker_client.horovod.objects import broadcast_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
+    root_rank: int,
+) -> None:
+    """Replace tensors by what they are at rank `root_rank`, bit for bit.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`.
+        root_rank: the rank whose values they are to be.
+
+    Raises:
+        ConfigError: one is not a tensor, or there is no such rank.
+        ReductionError: as `Client.all_reduce`.
+    """
+    keys = getattr(params, "items", None)
+    listed: list[Any] = sorted(keys()) if keys is not None else list(params)
+    named = [one if isinstance(one, tuple) else (str(at), one) for at, one in enumerate(listed)]
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"{name!r} is a {type(tensor).__name__}, not a tensor: pass model.state_dict() "
+                "without it, and use hvd.broadcast_object for it"
+            )
+    wire, works = announce("broadcast_parameters", None)
+    handles = [
+        start_broadcast(tensor, root_rank, short(f"{wire}.{at}.{name}"), [])
+        for at, (name, tensor) in enumerate(named)
+    ]
+    wait_for_all(works)
+    for handle in handles:
+        handle.wait()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,  # noqa: ARG001 (Horovod finds sparse parameters by it)
+) -> None:
+    """Give an optimizer the state and the options that it has at rank `root_rank`.
+
+    Args:
+        optimizer: made alike at every rank; at some it may have no state yet.
+        root_rank: the rank whose state it is to be.
+        model: not needed.
+
+    Raises:
+        ConfigError: it is L-BFGS, or its state contains what cannot be sent to other ranks.
+        ReductionError: as `Client.all_reduce`.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: use another one")
+    mine = optimizer.state_dict()
+    received = broadcast_object(mine, root_rank, "optimizer_state")
+    if received is not mine:
+        optimizer.load_state_dict(received)
