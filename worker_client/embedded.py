@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
 from worker_client import config
+from worker_client.nodes import host_identity
 
 if TYPE_CHECKING:
     from reducer.server import Server
@@ -30,7 +30,7 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
     from reducer import config as reducer_config  # noqa: PLC0415
     from reducer.server import Server  # noqa: PLC0415
 
-    several_hosts = len(set(group.gather("host", _host_identity()))) > 1
+    several_hosts = len(set(group.gather("host", host_identity()))) > 1
     bind = None if config.bind_is_set() else f"tcp://{_own_address(several_hosts)}:0"
     try:
         settings = reducer_config.load(bind=bind)
@@ -46,13 +46,6 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
         raise
     log.info("embedded: each of %d ranks hosts a reducer", len(addresses))
     return server, addresses
-
-
-def _host_identity() -> str:
-    # Containers on one machine have network namespaces, and so loopbacks, of their own.
-    namespace = Path("/proc/self/ns/net")
-    inode = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{socket.gethostname()}/{inode}"
 
 
 def _own_address(several_hosts: bool) -> str:

@@ -10,6 +10,8 @@ from reducer.errors import ReductionTimeout
 from worker_client import config
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import Store
 
@@ -18,16 +20,32 @@ _joined = [0]  # calls of `current` so far; the same number at every rank, so it
 
 
 class ProcessGroup:
-    """One meeting of all ranks of the default process group.
+    """One meeting of all ranks of the default process group, or of some of them.
 
     Attributes:
-        rank, world_size: as torch.distributed has them.
+        rank, world_size: as torch.distributed has them, or among those who meet.
+        ranks: what the default process group calls those who meet.
+        suffix: for names of jobs: what tells a part from others; empty for all ranks.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], store: Store, suffix: str = "") -> None:
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = len(ranks)
+        self.ranks = tuple(ranks)
+        self.suffix = suffix
         self._store = store
+
+    def part(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Return the meeting of some, this one among them; each is in one part of a meeting.
+
+        Args:
+            ranks: as the default process group calls them, in the order of the part.
+        """
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 (as below)
+
+        store = PrefixStore(f"part/{ranks[0]}", self._store)
+        rank = list(ranks).index(self.ranks[self.rank])
+        return ProcessGroup(rank, ranks, store, f"-{ranks[0]}")
 
     def share(self, topic: str, value: str) -> None:
         """Publish this rank's value."""
@@ -44,9 +62,9 @@ class ProcessGroup:
             self._store.wait([key], timedelta(seconds=_STORE_TIMEOUT_S))
         except RuntimeError:
             raise ReductionTimeout(
-                f"rank {rank} did not call worker_client.init() within {_STORE_TIMEOUT_S:g} s: "
-                "call it, or attach(), on every rank",
-                missing=(rank,),
+                f"rank {self.ranks[rank]} did not call worker_client.init() within "
+                f"{_STORE_TIMEOUT_S:g} s: call it, or attach(), on every rank",
+                missing=(self.ranks[rank],),
             ) from None
         return bytes(self._store.get(key)).decode()
 
@@ -86,4 +104,4 @@ def current() -> ProcessGroup | None:
     # torchrun keeps one store over all its restarts.
     start = config.launch().torchelastic_restart_count
     store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
-    return ProcessGroup(dist.get_rank(), dist.get_world_size(), store)
+    return ProcessGroup(dist.get_rank(), range(dist.get_world_size()), store)
