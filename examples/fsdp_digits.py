@@ -37,7 +37,7 @@ for module in (model[0], model):
     fully_shard(module, mesh=mesh if stock else mesh["shards"])
 client = None if stock else fsdp.attach(model, mesh["nodes"])  # the one line
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 for step in range(STEPS):
     at = torch.arange(BATCH) + (step * world_size + rank) * BATCH
     chosen = at % len(labels)
