@@ -36,7 +36,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith(("REDUCTION_", "TORCHELASTIC_")):
             monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
 
 

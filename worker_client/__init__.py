@@ -33,6 +33,7 @@ def init(
     fusion_threshold: int | str | None = None,
     cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
+    hierarchy: str | None = None,
 ) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
 
@@ -56,6 +57,8 @@ def init(
         cycle_time: seconds that a tensor waits for others before its fusion buffer is sent.
         on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
             others make them without it and go on, means being over those that are present.
+        hierarchy: ``"auto"``: if several nodes have equally many ranks, those of a node reduce
+            among themselves first, so that its network card carries each buffer once; or ``"off"``.
 
     Raises:
         ConfigError: a setting is wrong or missing; the message says what to write.
@@ -77,6 +80,7 @@ def init(
         fusion_threshold=fusion_threshold,
         cycle_time=cycle_time,
         on_rank_lost=on_rank_lost,
+        hierarchy=hierarchy,
     )
     return client
 

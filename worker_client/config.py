@@ -124,6 +124,12 @@ class WorkerConfig(BaseSettings):
     """What happens to all-reduces when a rank is lost: they fail, or the others make them without
     it, and go on."""
 
+    hierarchy: Literal["off", "auto"] = "off"
+    """Whether the ranks of a node reduce among themselves first, so that its network card carries
+    each buffer once. ``auto``: if there are several nodes, each with the same number of ranks, more
+    than one. Off by default: results may differ in the last place, a failure within a node ends the
+    client, and small buffers take longer."""
+
     impl: Literal["plain", "compiled"] | None = None
     """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was
     built. Both do the same."""
@@ -185,6 +191,7 @@ class Launch(BaseSettings):
     world_size: int | None = _told_as("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
     local_rank: int | None = _told_as("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     local_world_size: int | None = _told_as("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    group_rank: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     torchelastic_run_id: str | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
 from worker_client import config
+from worker_client.nodes import host_identity
 
 if TYPE_CHECKING:
     from reducer.server import Server
@@ -46,14 +46,6 @@ def start(group: ProcessGroup) -> tuple[Server, tuple[str, ...]]:
         raise
     log.info("embedded: each of %d ranks hosts a reducer", len(addresses))
     return server, addresses
-
-
-def host_identity() -> str:
-    """Return what is the same for all processes of this host, and for no others."""
-    # Containers on one machine have network namespaces, and so loopbacks, of their own.
-    namespace = Path("/proc/self/ns/net")
-    inode = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{socket.gethostname()}/{inode}"
 
 
 def _own_address(several_hosts: bool) -> str:

@@ -12,7 +12,7 @@ from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from worker_client import config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
@@ -22,32 +22,36 @@ _joined = [0]  # calls of `current` so far; the same number at every rank, so it
 
 
 class ProcessGroup:
-    """One meeting of all ranks of a process group.
+    """One meeting of all ranks of a process group, or of some of them.
 
     Args:
-        rank, world_size: as torch.distributed has them.
-        store: which all ranks share, and nobody else writes to.
+        rank: among those who meet.
+        ranks: what the process group calls those who meet.
+        store: which they share, and nobody else writes to.
         name: what the job is called in addition, if it is one of several of the same name.
         timeout_s: how long to wait for a rank that has not come yet, seconds.
         make_private: makes a group of the same ranks that nothing else uses, at the same point in
-            every rank; what is done with it takes as many seconds at most as it is given.
+            every rank, if that can be; what is done with it takes as many seconds at most as it is
+            given.
 
     Attributes:
-        rank, world_size, name: as given.
+        rank, ranks, name, make_private: as given.
+        world_size: number of those who meet.
     """
 
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        ranks: Sequence[int],
         store: Store,
         *,
-        make_private: Callable[[float], dist.ProcessGroup],
+        make_private: Callable[[float], dist.ProcessGroup] | None = None,
         name: str = "",
         timeout_s: float = STORE_TIMEOUT_S,
     ) -> None:
         self.rank = rank
-        self.world_size = world_size
+        self.ranks = tuple(ranks)
+        self.world_size = len(self.ranks)
         self.name = name
         self.make_private = make_private
         self._store = store
@@ -59,6 +63,19 @@ class ProcessGroup:
         if len(own.encode()) <= MAX_JOB_NAME_BYTES - len(config.NAMED):
             return own
         return hashlib.sha256(own.encode()).hexdigest()
+
+    def part(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Return the meeting of some, this one among them; each is in one part of a meeting.
+
+        Args:
+            ranks: as the default process group calls them, in the order of the part.
+        """
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 (as below)
+
+        store = PrefixStore(f"part/{ranks[0]}", self._store)
+        rank = list(ranks).index(self.ranks[self.rank])
+        name = f"{self.name}.{ranks[0]}" if self.name else str(ranks[0])
+        return ProcessGroup(rank, ranks, store, name=name, timeout_s=self._timeout_s)
 
     def share(self, topic: str, value: str) -> None:
         """Publish this rank's value."""
@@ -75,9 +92,9 @@ class ProcessGroup:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
         except RuntimeError:
             raise ReductionTimeout(
-                f"rank {rank} did not join the job within {self._timeout_s:g} s: call "
+                f"rank {self.ranks[rank]} did not join the job within {self._timeout_s:g} s: call "
                 "worker_client.init(), or attach(), on every rank",
-                missing=(rank,),
+                missing=(self.ranks[rank],),
             ) from None
         return bytes(self._store.get(key)).decode()
 
@@ -112,5 +129,5 @@ def current() -> ProcessGroup | None:
     # torchrun keeps one store over all its restarts.
     start = config.launch().torchelastic_restart_count
     store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    return ProcessGroup(rank, world_size, store, make_private=_private_group)
+    ranks = range(dist.get_world_size())
+    return ProcessGroup(dist.get_rank(), ranks, store, make_private=_private_group)

@@ -16,6 +16,9 @@ from worker_client import autotune, config, process_group
 from worker_client.client import Client
 from worker_client.config import NAMED
 from worker_client.fusion import Fusion
+from worker_client.hierarchy import HierarchicalClient
+from worker_client.mates import meet
+from worker_client.nodes import arrange, host_identity
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from reducer.server import Server
     from worker_client.config import WorkerConfig
     from worker_client.fallback import Fallback
+    from worker_client.nodes import Place
     from worker_client.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,7 @@ def connect(
     fusion_threshold: int | str | None = None,
     cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
+    hierarchy: str | None = None,
     group: ProcessGroup | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
@@ -62,11 +67,72 @@ def connect(
         fusion_threshold=fusion_threshold,
         cycle_time=cycle_time,
         on_rank_lost=on_rank_lost,
+        hierarchy=hierarchy,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
         group = process_group.current()
     rank, world_size = _identify(rank, world_size, group)
+    who = rank, world_size
+    place = _place(settings, group)
+    if group is None or place is None:
+        return _join(settings, group, who, who, lambda _: Client)
+    between = group.part([group.ranks[at] for at in place.across])
+    create = partial(_through_node, group, place)
+    return _join(settings, between, who, (between.rank, between.world_size), create)
+
+
+def _through_node(group: ProcessGroup, place: Place, topic: str) -> Callable[..., Client]:
+    """Return what makes a client whose all-reduces go through this rank's node first."""
+    introduce = partial(
+        meet,
+        place.mates,
+        place.local_rank,
+        partial(group.share, f"mate/{topic}"),
+        partial(group.read, f"mate/{topic}"),
+    )
+    return partial(HierarchicalClient, place=place, introduce=introduce)
+
+
+def connect_part(ranks: Sequence[int]) -> Client:
+    """Join a job of some ranks of the default process group, this one among them.
+
+    All ranks of the process group call this at the same point, each with those of its own part.
+    What `worker_client.init` takes as arguments comes from the environment.
+
+    Args:
+        ranks: as the process group calls them, in the order that they have in the job.
+
+    Raises:
+        ConfigError: there is no process group; and as `worker_client.init`.
+    """
+    group = process_group.current()
+    if group is None:
+        raise ConfigError(
+            "there is no process group: call torch.distributed.init_process_group() first"
+        )
+    part = group.part(ranks)
+    who = part.rank, part.world_size
+    return _join(config.load(), part, who, who, lambda _: Client)
+
+
+def _join(
+    settings: WorkerConfig,
+    group: ProcessGroup | None,
+    who: tuple[int, int],
+    member: tuple[int, int],
+    create: Callable[[str], Callable[..., Client]],
+) -> Client:
+    """Join a job at the reducers.
+
+    Args:
+        settings: the worker's.
+        group: the job's members, if a process group knows them.
+        who: rank and world size of the client.
+        member: rank and world size in the job at the reducers.
+        create: returns what makes a client, for calls in order or for those with names.
+    """
+    rank, world_size = member
     fallback = _fallback(settings, group)
     named_fallback = _fallback(settings, group)
     addresses, weights = settings.servers, (1,) * len(settings.servers)
@@ -91,28 +157,28 @@ def connect(
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},
         )
-        make = partial(
-            Client,
-            timeout_s=settings.timeout,
-            connect_timeout_s=settings.connect_timeout,
-            impl=settings.impl,
-            io_threads=settings.io_threads,
-            context=hosted.context if hosted else None,
-            failpoints=parse(settings.failpoints),
-        )
+        common: dict[str, Any] = {
+            "timeout_s": settings.timeout,
+            "connect_timeout_s": settings.connect_timeout,
+            "impl": settings.impl,
+            "io_threads": settings.io_threads,
+            "context": hosted.context if hosted else None,
+            "failpoints": parse(settings.failpoints),
+        }
         threshold = int(settings.fusion_threshold)
         if settings.autotune:
-            ours, threshold = _tune(settings, ours, make)
+            ours, threshold = _tune(settings, ours, partial(Client, **common))
         named = replace(ours, job=f"{ours.job}{NAMED}")
         fusion = Fusion(
-            partial(make, named, fallback=named_fallback),
-            rank,
-            world_size,
+            lambda: create("named")(named, fallback=named_fallback, **common),
+            *who,
             threshold=threshold,
             cycle_s=settings.cycle_time,
         )
         on_shutdown = hosted.stop if hosted else None
-        return make(ours, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown)
+        return create("ordered")(
+            ours, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown, **common
+        )
     except BaseException:
         if hosted is not None:
             hosted.stop()
@@ -201,6 +267,28 @@ def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
     return settings.embedded and len(settings.servers) < world_size
 
 
+def _place(settings: WorkerConfig, group: ProcessGroup | None) -> Place | None:
+    """Find this rank's place among nodes, if all-reduces are to go through nodes first."""
+    if settings.hierarchy == "off":
+        return None
+    if settings.fallback != "error" or settings.on_rank_lost != "error" or settings.autotune:
+        raise ConfigError(
+            "REDUCTION_HIERARCHY=auto can neither go on without reducers nor without a rank, and "
+            "has several jobs to tune: leave out REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST and "
+            "REDUCTION_AUTOTUNE, or set REDUCTION_HIERARCHY=off"
+        )
+    place = None
+    if group is not None:
+        launched = config.launch().group_rank
+        key = host_identity() if launched is None else str(launched)
+        place = arrange(group.gather("node", key), group.rank)
+    if place is None:
+        log.info("no hierarchy: it needs a process group, and nodes with equally many ranks")
+    else:
+        log.info("hierarchy: %d nodes of %d ranks", len(place.nodes), len(place.mates))
+    return place
+
+
 def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | None:
     if settings.fallback == "error":
         return None
@@ -209,6 +297,11 @@ def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | 
             "REDUCTION_FALLBACK=process-group needs a process group: call "
             "torch.distributed.init_process_group() before worker_client.init(), and leave out "
             "rank= and world_size="
+        )
+    if group.make_private is None:
+        raise ConfigError(
+            "REDUCTION_FALLBACK=process-group takes all ranks of the process group, and this job "
+            "has some of them: leave it out"
         )
     from worker_client.fallback import Fallback  # noqa: PLC0415 (loads torch)
 

@@ -124,7 +124,7 @@ class ReductionGroup(TorchProcessGroup):
             timeout=self._given_timeout_s(),
             group=ProcessGroup(
                 rank,
-                size,
+                options.global_ranks_in_group or range(size),
                 PrefixStore("reduction", store),
                 make_private=make_private,
                 name=str(options.group_id) if options.global_ranks_in_group else "",

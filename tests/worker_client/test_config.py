@@ -53,6 +53,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("autotune", "1", True),
     ("fallback", "process-group", "process-group"),
     ("on_rank_lost", "continue", "continue"),
+    ("hierarchy", "auto", "auto"),
     ("impl", "plain", "plain"),
     ("impl", "compiled", "compiled"),
     ("io_threads", "2", 2),
@@ -72,6 +73,7 @@ DEFAULTS = {
     "autotune": False,
     "fallback": "error",
     "on_rank_lost": "error",
+    "hierarchy": "off",
     "impl": None,
     "io_threads": 1,
     "failpoints": "",
@@ -248,10 +250,11 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (nothing.master_addr, nothing.torchelastic_restart_count) == ("127.0.0.1", 0)
 
     said = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "TORCHELASTIC_RUN_ID": "none"}
+    said["GROUP_RANK"] = "2"
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     launched = config.launch()
-    assert (launched.rank, launched.world_size) == (1, 4)
+    assert (launched.rank, launched.world_size, launched.group_rank) == (1, 4, 2)
     assert (launched.master_addr, launched.torchelastic_run_id) == ("node0", "none")
 
 
@@ -264,7 +267,7 @@ def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch: pytest.MonkeyPa
     assert config.launch().rank == 7
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"])
 def test_a_mistake_of_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "first")
     with pytest.raises(ConfigError, match=f"^{name}: .*integer.*got 'first'"):

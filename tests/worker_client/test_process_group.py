@@ -14,7 +14,7 @@ def group(name: str) -> ProcessGroup:
     def none(timeout_s: float) -> None:
         raise AssertionError("nobody asked for a group")
 
-    return ProcessGroup(0, 1, torch.distributed.HashStore(), make_private=none, name=name)
+    return ProcessGroup(0, [0], torch.distributed.HashStore(), make_private=none, name=name)
 
 
 def test_a_group_without_a_name_has_its_job_to_itself() -> None:

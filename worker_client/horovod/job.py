@@ -16,8 +16,8 @@ import worker_client
 from reducer.errors import ConfigError, ReductionError
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
-from worker_client.embedded import host_identity
 from worker_client.horovod.announcements import Announcements
+from worker_client.nodes import host_identity
 
 if TYPE_CHECKING:
     import weakref

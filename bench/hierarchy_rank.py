@@ -1,0 +1,65 @@
+"""One rank of `bench.hierarchy`: all-reduces flat and by nodes in turn, and reads its host's card.
+
+``python -m bench.hierarchy_rank NBYTES ROUNDS``, with a launcher's environment. Every rank
+prints a line of JSON for each all-reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from worker_client.startup import connect
+
+MODES = {"flat": "off", "hierarchical": "auto"}
+DEVICE = "eth0"
+_RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
+
+
+def main(nbytes: int, rounds: int) -> None:
+    """Measure, after an all-reduce of each kind that is not counted."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    clients = {name: connect(hierarchy=mode) for name, mode in MODES.items()}
+    data = np.empty(nbytes // 4, np.float32)
+    expected = (world_size - 1) / 2
+    for number in range(-1, rounds):
+        for name, client in clients.items():
+            data[:] = rank
+            dist.barrier()
+            before = counters()
+            dist.barrier()
+            start = time.perf_counter()
+            client.all_reduce(data).wait()
+            dist.barrier()
+            seconds = time.perf_counter() - start
+            sent, received = (now - then for now, then in zip(counters(), before, strict=True))
+            wrong = int(np.count_nonzero(data != expected))
+            figures = {"sent": sent, "received": received, "seconds": seconds, "wrong": wrong}
+            if number >= 0:
+                print(json.dumps({"mode": name, "rank": rank, **figures}), flush=True)
+    for client in clients.values():
+        client.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def counters() -> tuple[int, int]:
+    """Return how many bytes this host's card has sent and received."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, columns = line.partition(":")
+        if name.strip() == DEVICE:
+            values = columns.split()
+            return int(values[_SENT]), int(values[_RECEIVED])
+    raise OSError(f"this host has no network card {DEVICE}: start it in a lab")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,118 @@
+"""One rank of the tests of hierarchical DDP: ``python hierarchy_rank.py CASE OUT.json``.
+
+Started with a launcher's environment, GROUP_RANK included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import worker_client
+from reducer.errors import ConfigError, ReductionError
+from worker_client.collectives import all_gather_bytes
+from worker_client.startup import connect
+
+STEPS = 20
+VICTIM = 3
+
+
+def model_on(client: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=0.002)
+    worker_client.attach(ddp, client)
+    return ddp
+
+
+def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> float:
+    x = torch.randn(16, 20)
+    loss = (ddp(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def train() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mode in ("off", "auto"):
+        client = connect(hierarchy=mode)
+        ddp = model_on(client)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        torch.manual_seed(1 + dist.get_rank())
+        losses = [step(ddp, optimizer) for _ in range(STEPS)]
+        weights = torch.cat([weight.detach().flatten() for weight in ddp.parameters()])
+        found[mode] = {
+            "kind": type(client).__name__,
+            "losses": losses,
+            "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+            "bytes_reduced": client.bytes_reduced,
+        }
+        names = all_gather_bytes(client, f"rank {client.rank}".encode())
+        found[mode]["names"] = [name.decode() for name in names]
+        found[mode]["by_name"] = by_name(client)
+        dist.barrier()
+        client.shutdown()
+    return found
+
+
+def by_name(client: Any) -> list[float]:
+    """Sums of tensors that odd ranks submit in another order than even ones."""
+    tensors = {name: torch.full((100,), float(len(name))) for name in ("a", "bb", "ccc")}
+    order = sorted(tensors, reverse=bool(client.rank % 2))
+    for work in [client.all_reduce(tensors[name], "sum", name=name) for name in order]:
+        work.wait(60)
+    return [tensor[0].item() for tensor in tensors.values()]
+
+
+def lose() -> dict[str, Any]:
+    client = worker_client.init(hierarchy="auto")
+    ddp = model_on(client)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    said = ""
+    for number in range(1000):
+        if number == 5 and dist.get_rank() == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            step(ddp, optimizer)
+        except ReductionError as error:
+            said = f"{type(error).__name__} {getattr(error, 'rank', None)}"
+            break
+    seconds = time.monotonic() - start
+    client.shutdown()
+    return {"said": said, "seconds": seconds}
+
+
+def refuse() -> dict[str, Any]:
+    os.environ["REDUCTION_ON_RANK_LOST"] = "continue"
+    try:
+        worker_client.init(hierarchy="auto")
+    except ConfigError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}
+
+
+def main(case: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {"train": train, "lose": lose, "refuse": refuse}[case]()
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(found))
+    if case != "lose":
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

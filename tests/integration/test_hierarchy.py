@@ -1,0 +1,322 @@
+"""Ranks of a node reduce among themselves first: real sockets, real reducers, several nodes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from reducer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReductionError,
+    ReductionTimeout,
+)
+from worker_client import hierarchy
+from worker_client.hierarchy import HierarchicalClient
+from worker_client.mates import meet
+from worker_client.nodes import arrange
+from worker_client.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.mates import Mates
+
+STEPS = {
+    "sum": np.add,
+    "mean": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "product": np.multiply,
+}
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8"]
+numbers = itertools.count()
+
+
+class Board:
+    """Where ranks publish what others read, as in a process group's store."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, str] = {}
+        self._news = threading.Condition()
+
+    def share(self, rank: int, value: str) -> None:
+        with self._news:
+            self._values[rank] = value
+            self._news.notify_all()
+
+    def read(self, rank: int) -> str:
+        with self._news:
+            assert self._news.wait_for(lambda: rank in self._values, 10.0)
+            return self._values[rank]
+
+
+@contextmanager
+def ranks_on(
+    nodes: int, local: int, servers: list[str], timeout_s: float = 20.0
+) -> Iterator[list[HierarchicalClient]]:
+    """All ranks of a job as clients in this process."""
+    keys = [str(rank // local) for rank in range(nodes * local)]
+    board, number = Board(), next(numbers)
+
+    def join(rank: int) -> HierarchicalClient:
+        place = arrange(keys, rank)
+        assert place is not None
+        return HierarchicalClient(
+            Settings(
+                f"hierarchy-{number}-{place.local_rank}", 0, place.node, nodes, tuple(servers), 0
+            ),
+            place=place,
+            introduce=lambda: meet(
+                place.mates, place.local_rank, lambda name: board.share(rank, name), board.read
+            ),
+            timeout_s=timeout_s,
+            connect_timeout_s=10.0,
+        )
+
+    with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
+        clients = list(pool.map(join, range(nodes * local)))
+        for client in clients:
+            stack.enter_context(client)
+        yield clients
+
+
+@pytest.fixture(scope="module")
+def six(servers: list[str]) -> Iterator[list[HierarchicalClient]]:
+    """Two nodes of three ranks each."""
+    with ranks_on(2, 3, servers) as clients:
+        yield clients
+
+
+def contributions(dtype: str, count: int, ranks: int) -> list[np.ndarray]:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    sources = [np.random.default_rng([count, rank]) for rank in range(ranks)]
+    if "int" in dtype:
+        return [source.integers(0, 100, count).astype(kind) for source in sources]
+    return [(source.standard_normal(count) * 3 + 0.1).astype(kind) for source in sources]
+
+
+def expected(rows: list[np.ndarray], op: str, local: int) -> np.ndarray:
+    """Fold in local-rank order, then in node order; round once."""
+    kind = rows[0].dtype
+    wide = [row.astype(np.float32) if kind.itemsize == 2 else row for row in rows]
+    with np.errstate(all="ignore"):
+        sums = []
+        for first in range(0, len(rows), local):
+            folded = wide[first].copy()
+            for row in wide[first + 1 : first + local]:
+                folded = STEPS[op](folded, row)
+            sums.append(folded)
+        total = sums[0]
+        for one in sums[1:]:
+            total = STEPS[op](total, one)
+        if op == "mean":
+            total = total / total.dtype.type(len(rows))
+        return total.astype(kind)
+
+
+def check(clients: list[HierarchicalClient], dtype: str, op: str, count: int) -> None:
+    rows = contributions(dtype, count, len(clients))
+    want = expected(rows, op, len(clients[0].place.mates))
+    works = [client.all_reduce(row, op) for client, row in zip(clients, rows, strict=True)]
+    for work in works:
+        assert work.wait(20).tobytes() == want.tobytes()
+
+
+def failures(works: list[Any]) -> list[ReductionError]:
+    found = []
+    for work in works:
+        with pytest.raises(ReductionError) as caught:
+            work.wait(20)
+        found.append(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("op", STEPS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_rank_has_the_bits_of_the_stated_order(
+    six: list[HierarchicalClient], dtype: str, op: str
+) -> None:
+    if op == "mean" and "int" in dtype:
+        with pytest.raises(ConfigError, match="the mean of"):
+            six[0].all_reduce(np.zeros(3, dtype), op)
+        return
+    for count in (0, 1, 2, 3, 1000, 10_007):
+        check(six, dtype, op, count)
+
+
+def test_ranks_are_those_of_the_whole_job(six: list[HierarchicalClient]) -> None:
+    assert [client.rank for client in six] == list(range(6))
+    assert {client.world_size for client in six} == {6}
+    assert six[4].present == tuple(range(6))
+    assert six[4].place.across == (1, 4)
+
+
+def test_a_node_sends_each_buffer_once(six: list[HierarchicalClient]) -> None:
+    before = [client.bytes_reduced for client in six]
+    check(six, "float32", "mean", 30_000)
+    sent = [client.bytes_reduced - then for client, then in zip(six, before, strict=True)]
+    assert sum(sent[:3]) == sum(sent[3:]) == 4 * 30_000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_buffers_go_in_pieces(
+    six: list[HierarchicalClient], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(hierarchy, "PIECE_BYTES", 4096)
+    for count in (1023, 1024, 1025, 50_001):
+        check(six, dtype, "mean", count)
+
+
+def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[HierarchicalClient]) -> None:
+    for dtype in ("float32", "float16", ml_dtypes.bfloat16):
+        rows = [np.zeros(4, dtype) for _ in six]
+        rows[1][0], rows[4][1] = np.nan, np.inf
+        for row in rows:
+            row[2] = 3e4 if dtype == "float16" else 3e38
+        works = [client.all_reduce(row, "sum") for client, row in zip(six, rows, strict=True)]
+        results = [work.wait(20) for work in works]
+        assert len({result.tobytes() for result in results}) == 1
+        assert np.isnan(results[0][0])
+        assert np.isposinf(results[0][1:3].astype(np.float32)).all()
+
+
+def test_many_in_flight_of_any_size_and_strided(six: list[HierarchicalClient]) -> None:
+    counts = [1, 100_000, 7, 65_536, 0, 3]
+
+    def go(client: HierarchicalClient) -> list[np.ndarray]:
+        arrays = [np.full((count, 2), client.rank, np.float64)[:, 1] for count in counts]
+        for work in [client.all_reduce(array, "sum", name=f"{len(array)}") for array in arrays]:
+            work.wait(20)
+        return arrays
+
+    with ThreadPoolExecutor(6) as pool:
+        for arrays in pool.map(go, six):
+            assert all((array == 15).all() for array in arrays)
+
+
+def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(
+    six: list[HierarchicalClient],
+) -> None:
+    def each(count: Callable[[int], int]) -> list[Any]:
+        return [client.all_reduce(np.zeros(count(client.rank))) for client in six]
+
+    for error in failures(each(lambda rank: 12 if rank < 3 else 24)):
+        assert isinstance(error, MismatchError)
+        assert (error.rank, error.other_rank) in {(0, 3), (3, 0)}
+        assert "between nodes" in str(error)
+    check(six, "float32", "mean", 100)
+
+
+def test_a_node_that_comes_too_late_is_named(six: list[HierarchicalClient]) -> None:
+    works = [client.all_reduce(np.zeros(6), timeout="500ms") for client in six[:3]]
+    for error in failures(works):
+        assert isinstance(error, ReductionTimeout)
+        assert error.missing == (3,)  # of the first part's job; the other two miss 4 and 5
+    for error in failures([client.all_reduce(np.zeros(6), timeout="500ms") for client in six[3:]]):
+        assert isinstance(error, ReductionTimeout)
+    check(six, "float32", "mean", 100)
+
+
+def test_ranks_of_a_node_that_disagree_are_named_and_nobody_waits(servers: list[str]) -> None:
+    with ranks_on(2, 2, servers) as clients:
+        start = time.monotonic()
+        works = [
+            client.all_reduce(np.zeros(4, np.float64 if client.rank == 3 else np.float32))
+            for client in clients
+        ]
+        near, far = failures(works[2:]), failures(works[:2])
+        assert time.monotonic() - start < 5.0
+        for error in near:
+            assert isinstance(error, MismatchError)
+            assert (error.field, error.rank, error.other_rank) == ("total_bytes", 2, 3)
+        for error in far:
+            assert isinstance(error, RankLostError)
+            assert error.rank in {2, 3}
+        for client in clients:
+            with pytest.raises(ReductionError, match="rank"):
+                client.all_reduce(np.zeros(4))
+
+
+def test_a_rank_that_comes_too_late_is_named_to_its_node(servers: list[str]) -> None:
+    with ranks_on(2, 2, servers, timeout_s=0.5) as clients:
+        works = [client.all_reduce(np.zeros(4)) for client in clients if client.rank != 1]
+        first, *far = failures(works)
+        assert isinstance(first, ReductionTimeout)
+        assert first.missing == (1,)
+        assert all(isinstance(error, ReductionTimeout | RankLostError) for error in far)
+
+
+def test_a_rank_that_leaves_is_named_by_everybody(servers: list[str]) -> None:
+    with ranks_on(2, 3, servers) as clients:
+        works = [client.all_reduce(np.zeros(9)) for client in clients if client.rank != 4]
+        start = time.monotonic()
+        clients[4].shutdown()
+        for error in failures(works):
+            assert isinstance(error, RankLostError)
+            assert error.rank == 4
+        assert time.monotonic() - start < 3.0
+
+
+def test_a_shut_down_client_ends_what_is_open(servers: list[str]) -> None:
+    with ranks_on(2, 2, servers) as clients:
+        works = [client.all_reduce(np.zeros(4)) for client in clients[:2]]
+        clients[0].shutdown()
+        clients[0].shutdown()
+        with pytest.raises(LocalProtocolError, match="was shut down"):
+            works[0].wait(5)
+        with pytest.raises(RankLostError):
+            works[1].wait(5)
+        with pytest.raises(LocalProtocolError, match="was shut down"):
+            clients[0].all_reduce(np.zeros(4))
+
+
+def test_nobody_waits_in_a_callback(six: list[HierarchicalClient]) -> None:
+    said: list[BaseException] = []
+
+    def callback(_: Any) -> None:
+        with pytest.raises(LocalProtocolError, match="for ever") as caught:
+            second.wait(5)
+        said.append(caught.value)
+
+    first, second = (six[0].all_reduce(np.zeros(4)) for _ in range(2))
+    first.future().add_done_callback(callback)
+    works = [client.all_reduce(np.zeros(4)) for client in six[1:]]
+    for work in (first, *works):
+        work.wait(20)
+    # The second one cannot have ended before the callback, as the others come only now.
+    works = [client.all_reduce(np.zeros(4)) for client in six[1:]]
+    for work in (second, *works):
+        work.wait(20)
+    assert len(said) == 1
+
+
+def test_a_stranger_at_the_door_is_sent_away() -> None:
+    """Something else connects first; the mates find each other all the same."""
+    import socket  # noqa: PLC0415
+
+    board = Board()
+
+    def disturb(name: str) -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(f"\0{name}")
+        board.share(0, name)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, (0, 1), 0, disturb, board.read)
+        second = pool.submit(meet, (0, 1), 1, lambda name: board.share(1, name), board.read)
+        mates: list[Mates] = [first.result(10), second.result(10)]
+        both = [pool.submit(one.agree, 0, one.local_rank, time.monotonic() + 5) for one in mates]
+        assert [one.result() for one in both] == [[0, 1]] * 2
+    for one in mates:
+        one.close()

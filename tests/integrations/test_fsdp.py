@@ -1,0 +1,96 @@
+"""FSDP with replicas: the example, other numbers of ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch import rank_environment
+from tests.integrations.training import assert_alike, train
+
+pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("sklearn", reason="needs scikit-learn")
+
+CASES = Path(__file__).with_name("fsdp_cases.py")
+
+
+@pytest.mark.timeout(300)
+def test_two_replicas_train_as_with_fsdps_own_all_reduce(servers: list[str]) -> None:
+    assert_alike(train("fsdp_digits.py", servers=servers), train("fsdp_digits.py", "--stock"))
+
+
+@pytest.mark.timeout(300)
+def test_two_shards_of_two_replicas(servers: list[str]) -> None:
+    ours = train("fsdp_digits.py", servers=servers, workers=4)
+    assert_alike(ours, train("fsdp_digits.py", "--stock", workers=4))
+    # Every rank sends its shard of the gradients, and no more but for what pads it.
+    parameters = 64 * 128 + 128 + 128 * 10 + 10
+    assert sum(end.bytes_reduced for end in ours) == pytest.approx(
+        2 * 4 * parameters * 100, rel=0.02
+    )
+
+
+@pytest.mark.timeout(300)
+def test_without_servers_the_replicas_host_reducers() -> None:
+    assert len({end.weights for end in train("fsdp_digits.py", workers=4)}) == 1
+
+
+@pytest.fixture(scope="module")
+def cases(servers: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    out = tmp_path_factory.mktemp("fsdp") / "cases.json"
+    environment = rank_environment(2, REDUCTION_SERVERS=",".join(servers))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(CASES), str(out)],
+            env={**environment, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.timeout(240)
+def test_no_shard_trains_like_ddp(cases: list[dict]) -> None:
+    assert cases[0]["no_shard"] == cases[1]["no_shard"]
+    for case in cases:
+        assert case["no_shard"]["ours"] == pytest.approx(case["no_shard"]["stock"], rel=1e-5)
+        assert case["no_shard"]["bytes_reduced"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_reduce_dtype_is_what_travels(cases: list[dict]) -> None:
+    assert [case["bfloat16"] for case in cases] == [[129.0, 2]] * 2
+
+
+@pytest.mark.timeout(240)
+def test_an_error_is_raised_by_backward(cases: list[dict]) -> None:
+    assert cases[0]["late"] == "ReductionTimeout (1,)"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("case", "fix"),
+    [
+        ("bare", "fully_shard(model, mesh=mesh['shard'])"),
+        ("sharded", "attach(model, mesh['replicate'])"),
+        ("replicated", "with one dimension of it"),
+        ("other_dimension", "pass the other dimension"),
+        ("full_shard", "or NO_SHARD"),
+        ("second", "once"),
+        ("other_client", "rank 0 of 1"),
+    ],
+)
+def test_attach_refuses_and_names_the_fix(cases: list[dict], case: str, fix: str) -> None:
+    assert all(fix in rank["refusals"][case] for rank in cases), cases[0]["refusals"][case]

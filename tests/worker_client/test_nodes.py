@@ -1,0 +1,30 @@
+"""Which ranks share a node."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker_client.nodes import Place, arrange, host_identity
+
+
+def test_ranks_with_one_key_share_a_node() -> None:
+    for rank in range(6):
+        place = arrange("000111", rank)
+        assert place == Place(((0, 1, 2), (3, 4, 5)), rank // 3, rank % 3)
+        assert place.mates == ((0, 1, 2), (3, 4, 5))[rank // 3]
+        assert place.across == (rank % 3, rank % 3 + 3)
+
+
+def test_launchers_may_deal_ranks_out_in_turn() -> None:
+    place = arrange(["b", "a", "c"] * 2, 4)
+    assert place == Place(((0, 3), (1, 4), (2, 5)), 1, 1)
+    assert place.across == (3, 4, 5)
+
+
+@pytest.mark.parametrize("keys", ["0", "0000", "0123", "00011", "0001"])
+def test_one_node_single_ranks_and_unequal_nodes_have_no_hierarchy(keys: str) -> None:
+    assert arrange(keys, 0) is None
+
+
+def test_a_host_is_itself() -> None:
+    assert host_identity() == host_identity()

@@ -1,0 +1,64 @@
+"""Which ranks share a node, and what every rank is there."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Place(NamedTuple):
+    """Where a rank stands among nodes that have equally many ranks.
+
+    Attributes:
+        nodes: the ranks of every node, in ascending order; nodes are ordered by their first rank.
+        node: index of this rank's node.
+        local_rank: index of this rank among those of its node.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    node: int
+    local_rank: int
+
+    @property
+    def mates(self) -> tuple[int, ...]:
+        """Ranks of this node, this one included."""
+        return self.nodes[self.node]
+
+    @property
+    def across(self) -> tuple[int, ...]:
+        """Ranks that have this one's local rank, one of each node."""
+        return tuple(ranks[self.local_rank] for ranks in self.nodes)
+
+
+def arrange(keys: Sequence[str], rank: int) -> Place | None:
+    """Put ranks whose nodes have the same key together.
+
+    Args:
+        keys: of the nodes, in rank order.
+        rank: whose place is asked for.
+
+    Returns:
+        Its place; None if there are fewer than two nodes, or nodes of one rank, or of different
+        numbers of ranks.
+    """
+    found: dict[str, list[int]] = {}
+    for at, key in enumerate(keys):
+        found.setdefault(key, []).append(at)
+    nodes = tuple(tuple(ranks) for ranks in found.values())
+    sizes = {len(ranks) for ranks in nodes}
+    if len(nodes) < 2 or len(sizes) > 1 or sizes == {1}:
+        return None
+    node = list(found).index(keys[rank])
+    return Place(nodes, node, nodes[node].index(rank))
+
+
+def host_identity() -> str:
+    """Return what tells this host from others of a job."""
+    # Containers on one machine have network namespaces, and so loopbacks, of their own.
+    namespace = Path("/proc/self/ns/net")
+    inode = namespace.stat().st_ino if namespace.exists() else 0
+    return f"{socket.gethostname()}/{inode}"

@@ -1,0 +1,59 @@
+"""Errors that the ranks of a node tell each other, and what they are in the whole job's ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from reducer import errors
+from reducer.errors import ReductionError
+
+_LONGEST_TEXT = 500  # characters; escaped by JSON they are six times as many at most
+_LONGEST_VALUE = 100
+
+
+def describe(error: ReductionError) -> dict[str, Any]:
+    """Return an error as what a message can hold."""
+    facts = {name: _plain(value) for name, value in vars(error).items()}
+    return {"class": type(error).__name__, "text": str(error)[:_LONGEST_TEXT], **facts}
+
+
+def revive(message: dict[str, Any]) -> ReductionError:
+    """Return the error that `describe` was given."""
+    cls = getattr(errors, message.pop("class"), ReductionError)
+    error: ReductionError = cls.__new__(cls)
+    error.args = (message.pop("text"),)
+    for name, value in message.items():
+        setattr(error, name, tuple(value) if isinstance(value, list) else value)
+    return error
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, tuple):
+        return value[:_LONGEST_VALUE]  # ranks
+    return str(value)[:_LONGEST_VALUE]
+
+
+def translate(error: ReductionError, across: tuple[int, ...]) -> ReductionError:
+    """Return an error of the job between nodes in the ranks of the whole job.
+
+    Args:
+        error: its `rank`, `other_rank` and `missing` count nodes.
+        across: rank of the whole job, by node.
+    """
+    error = copy.copy(error)
+    nodes: list[int] = []
+    for field in ("rank", "other_rank", "missing"):
+        match getattr(error, field, None):
+            case int(node):
+                setattr(error, field, across[node])
+                nodes.append(node)
+            case tuple(missing):
+                setattr(error, field, tuple(across[node] for node in missing))
+                nodes += missing
+    if nodes:
+        who = ", ".join(f"rank {node} is rank {across[node]}" for node in dict.fromkeys(nodes))
+        error.args = (f"{error} (between nodes, where {who} of the job)",)
+    return error
