@@ -159,7 +159,11 @@ class Launch(BaseSettings):
 
     rank: int | None = None
     world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    group_rank: int | None = None  # torchrun's number of the machine
     master_addr: str = "127.0.0.1"
+    master_port: int | None = None
     torchelastic_run_id: str | None = None
     torchelastic_restart_count: int = Field(default=0, ge=0)
 
