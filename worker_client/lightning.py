@@ -214,11 +214,12 @@ class ReductionEnvironment(_ClusterEnvironment):  # type: ignore[misc]
             ConfigError: they do not; the message says what to write.
         """
         size, local = self.world_size(), self._per_machine
-        if num_devices * num_nodes != size:
+        known = self._launch.local_world_size is not None
+        if num_devices * num_nodes != size or (known and num_devices != local):
             raise ConfigError(
-                f"devices={num_devices} and num_nodes={num_nodes} make "
-                f"{num_devices * num_nodes} ranks, and the launcher started {size}: write "
-                f"devices={local} and num_nodes={size // local}"
+                f"devices={num_devices} and num_nodes={num_nodes} are not what the launcher "
+                f"started, {size} ranks with {local} on each machine: write devices={local} and "
+                f"num_nodes={size // local}"
             )
 
     @property

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import time
 import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -195,7 +197,41 @@ def refusals() -> dict[str, str]:
         "hook": said(lambda: ours.ReductionStrategy(ddp_comm_hook=hook)),
         "averaging": said(lambda: ours.ReductionStrategy(model_averaging_period=2)),
         "devices": said(lambda: ours.ReductionEnvironment().validate_settings(4, 1)),
+        "launcher": said(lambda: launched(RANK="", MASTER_PORT="")),
+        "machines": said(lambda: launched(**TWO_BY_TWO).validate_settings(1, 4)),
     }
+
+
+TWO_BY_TWO = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def launched(**variables: str) -> Any:
+    """Return the environment of a process that was started with these, or without empty ones."""
+    with patch.dict(os.environ, {name: value for name, value in variables.items() if value}):
+        for name in [name for name, value in variables.items() if not value]:
+            os.environ.pop(name, None)
+        return ours.ReductionEnvironment()
+
+
+def environments() -> dict[str, Any]:
+    """Return what other launchers' processes are told about themselves."""
+
+    def told(environment: Any) -> list[Any]:
+        return [
+            environment.global_rank(),
+            environment.world_size(),
+            environment.local_rank(),
+            environment.node_rank(),
+            environment.main_address,
+            environment.main_port,
+        ]
+
+    named = launched(**TWO_BY_TWO, MASTER_ADDR="first", MASTER_PORT="29500", GROUP_RANK="5")
+    counted = launched(**TWO_BY_TWO, MASTER_ADDR="first", MASTER_PORT="29500")
+    named.set_global_rank(7)
+    named.set_world_size(8)
+    counted.validate_settings(2, 2)
+    return {"named": told(named), "counted": told(counted)}
 
 
 def fabric() -> dict[str, Any]:
@@ -227,7 +263,11 @@ def fabric() -> dict[str, Any]:
 
 
 GROUPS = {
-    "options": lambda: {**options(), "refusals": refusals()},
+    "options": lambda: {
+        **options(),
+        "refusals": refusals(),
+        "environments": environments(),
+    },
     "again": again,
     "failure": failure,
     "fabric": fabric,

@@ -73,12 +73,20 @@ def test_the_environment_is_the_launchers(options: list[dict[str, Any]]) -> None
     assert [rank["environment"] for rank in options] == [[0, 2, 0, 0, True], [1, 2, 0, 1, True]]
 
 
+def test_processes_on_several_machines(options: list[dict[str, Any]]) -> None:
+    for rank in options:
+        assert rank["environments"]["named"] == [3, 4, 1, 5, "first", 29500]
+        assert rank["environments"]["counted"] == [3, 4, 1, 1, "first", 29500]
+
+
 @pytest.mark.parametrize(
     ("case", "fix"),
     [
         ("hook", "Lightning's DDPStrategy without reducers"),
         ("averaging", "leave it out"),
         ("devices", "devices=1 and num_nodes=2"),
+        ("machines", "devices=2 and num_nodes=2"),
+        ("launcher", "did not set RANK and MASTER_PORT: start the script with torchrun"),
     ],
 )
 def test_refuses_and_names_the_fix(options: list[dict[str, Any]], case: str, fix: str) -> None:

@@ -248,6 +248,18 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (launched.master_addr, launched.torchelastic_run_id) == ("node0", "none")
 
 
+def test_what_a_launcher_says_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert [getattr(config.launch(), name.lower()) for name in names] == [None] * 4
+    for at, name in enumerate(names):
+        monkeypatch.setenv(name, str(at))
+    assert [getattr(config.launch(), name.lower()) for name in names] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
 def test_a_mistake_of_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "first")
