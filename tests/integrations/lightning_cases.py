@@ -170,6 +170,22 @@ def again() -> dict[str, Any]:
     }
 
 
+class Late(Net):
+    """Its rank 1 comes late to the end of a fit."""
+
+    def teardown(self, stage: str) -> None:  # noqa: ARG002 (a hook of Lightning)
+        if self.global_rank == 1:
+            time.sleep(4.0)
+        self.seen["woke"] = time.monotonic()
+
+
+def goodbye() -> dict[str, Any]:
+    """Return when this rank's last hook ended, and when its fit did."""
+    model = Late()
+    make_trainer("reduction").fit(model, data())
+    return {"woke": model.seen["woke"], "returned": time.monotonic()}
+
+
 def failure() -> dict[str, Any]:
     """Return how each rank's fit ends when rank 1 raises in its third step."""
     trainer = make_trainer("reduction")
@@ -269,6 +285,7 @@ GROUPS = {
         "environments": environments(),
     },
     "again": again,
+    "goodbye": goodbye,
     "failure": failure,
     "fabric": fabric,
     "default": lambda: {
