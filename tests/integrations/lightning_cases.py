@@ -173,7 +173,7 @@ def again() -> dict[str, Any]:
 class Late(Net):
     """Its rank 1 comes late to the end of a fit."""
 
-    def teardown(self, stage: str) -> None:  # noqa: ARG002 (a hook of Lightning)
+    def on_train_end(self) -> None:
         if self.global_rank == 1:
             time.sleep(4.0)
         self.seen["woke"] = time.monotonic()
