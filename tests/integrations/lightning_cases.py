@@ -30,7 +30,7 @@ pl = import_module(PACKAGE)
 FABRIC = "lightning.fabric" if PACKAGE == "lightning.pytorch" else "lightning_fabric"
 
 import worker_client  # noqa: E402
-from reducer.errors import ConfigError  # noqa: E402
+from reducer.errors import ConfigError, ReductionError  # noqa: E402
 from worker_client import lightning as ours  # noqa: E402
 
 warnings.filterwarnings("ignore")
@@ -193,7 +193,11 @@ def failure() -> dict[str, Any]:
     try:
         trainer.fit(Net(dies_at=2), data())
     except Exception as error:  # noqa: BLE001 (its name is the outcome)
-        seen = {"error": type(error).__name__, "text": str(error)}
+        seen = {
+            "error": type(error).__name__,
+            "text": str(error),
+            "typed": isinstance(error, ReductionError),
+        }
     seen["left"] = not trainer.strategy.client.usable
     seen["took_s"] = time.monotonic() - began
     return seen

@@ -133,7 +133,8 @@ def test_a_rank_that_raises_keeps_nobody_waiting(
 ) -> None:
     first, second = cases(tmp_path / "failure", "failure", [] if embedded else servers)
     assert second["text"] == "this rank gives up"
-    assert first["error"] == "RankLostError"
+    assert first["typed"], first
+    assert embedded or first["error"] == "RankLostError", first
     assert first["left"]
     assert second["left"]
     assert max(first["took_s"], second["took_s"]) < 60
