@@ -191,7 +191,7 @@ class Launch(BaseSettings):
     world_size: int | None = _told_as("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
     local_rank: int | None = _told_as("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     local_world_size: int | None = _told_as("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    group_rank: int | None = None
+    group_rank: int | None = None  # torchrun's number of the machine
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     torchelastic_run_id: str | None = None

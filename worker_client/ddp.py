@@ -20,6 +20,7 @@ from reducer.wire.constants import ReduceOp
 
 if TYPE_CHECKING:
     import concurrent.futures
+    from collections.abc import Callable
 
     from worker_client.client import Client
 
@@ -111,8 +112,19 @@ def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.F
     return state.start(bucket.buffer())
 
 
-def attach(ddp_model: DistributedDataParallel, client: Optional["Client"] = None) -> "Client":
-    """Register `reduction_hook` with a DDP model; `worker_client.attach` describes it."""
+def attach(
+    ddp_model: DistributedDataParallel,
+    client: Optional["Client"] = None,
+    *,
+    wrapper: Optional["Callable[[Any], Any]"] = None,
+) -> "Client":
+    """Register `reduction_hook` with a DDP model; `worker_client.attach` describes it.
+
+    Args:
+        ddp_model: as there.
+        client: as there.
+        wrapper: applied to the hook, such as PyTorch's `fp16_compress_wrapper`.
+    """
     model = getattr(ddp_model, "_orig_mod", ddp_model)  # torch.compile(DDP(...))
     _check(model)
     state = ReductionState(client)
@@ -123,10 +135,17 @@ def attach(ddp_model: DistributedDataParallel, client: Optional["Client"] = None
             f"the model's process group has this process as rank {theirs[0]} of {theirs[1]}, the "
             f"client as rank {mine[0]} of {mine[1]}: both must have the same members"
         )
+    hook = reduction_hook
+    if wrapper is not None:
+        hook = wrapper(reduction_hook)
+        # By its own name torch takes bf16's for NCCL's and refuses it without.
+        hook.__name__ = f"wrapped_{reduction_hook.__name__}"
     try:
-        model.register_comm_hook(state, reduction_hook)
+        model.register_comm_hook(state, hook)
     except RuntimeError as error:  # torch's own answer to a second (built-in) hook
         raise ConfigError(f"{_SECOND_HOOK} ({error})") from None
+    if state.client.rank == 0:  # once a job: all ranks wrap alike
+        _advise(model)
     return state.client
 
 
@@ -172,6 +191,21 @@ def _check(model: Any) -> None:
                 f"{name or type(module).__name__} makes sparse gradients, which cannot be reduced: "
                 "build it with sparse=False"
             )
+
+
+def _advise(model: DistributedDataParallel) -> None:
+    """Log how to get larger buckets, if the model would fill more than one of DDP's own size."""
+    if not getattr(model, "bucket_bytes_cap_default", False):
+        return  # somebody chose the size
+    gradients = sum(p.nbytes for p in model.module.parameters() if p.requires_grad)
+    if gradients > model.bucket_bytes_cap:
+        log.warning(
+            "%d MiB of gradients go in buckets of %d MiB, DDP's default; larger ones keep the "
+            "network busy: wrap the model with DistributedDataParallel(..., bucket_cap_mb=%d)",
+            gradients >> 20,
+            model.bucket_bytes_cap >> 20,
+            DEFAULT_BUCKET_CAP_MB,
+        )
 
 
 def _queue_callback(callback: Any) -> None:

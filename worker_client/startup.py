@@ -192,6 +192,11 @@ class Default:
         self._client: Client | None = None
         self._arguments: dict[str, Any] = {}
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is one already, so that `get` would make none."""
+        return self._client is not None and self._client.usable
+
     def get(self, **arguments: Any) -> Client:
         """Return the client, made with these arguments if there is none.
 

@@ -267,6 +267,18 @@ def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch: pytest.MonkeyPa
     assert config.launch().rank == 7
 
 
+def test_what_a_launcher_says_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert [getattr(config.launch(), name.lower()) for name in names] == [None] * 4
+    for at, name in enumerate(names):
+        monkeypatch.setenv(name, str(at))
+    assert [getattr(config.launch(), name.lower()) for name in names] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"])
 def test_a_mistake_of_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "first")

@@ -1,0 +1,141 @@
+"""Real Accelerate and transformers, real processes: the line that attaches, against Gloo."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.integrations.ranks import run_cases
+from tests.integrations.training import assert_alike, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("torch", reason="needs torch")
+for package in ("accelerate", "sklearn"):
+    pytest.importorskip(package, reason=f"needs {package}")
+
+pytestmark = pytest.mark.timeout(300)
+MIB = 1 << 20
+
+
+def cases(out: Path, group: str, servers: list[str], **environment: str) -> list[dict[str, Any]]:
+    folder = str(out.parent / "checkpoints")
+    script = "accelerate_cases.py"
+    return run_cases(script, out, group, folder, servers=servers, **environment)
+
+
+@pytest.fixture(scope="module")
+def accelerate(
+    tmp_path_factory: pytest.TempPathFactory, servers: list[str]
+) -> list[dict[str, Any]]:
+    return cases(tmp_path_factory.mktemp("accelerate") / "seen", "accelerate", servers)
+
+
+@pytest.fixture(scope="module")
+def transformers(
+    tmp_path_factory: pytest.TempPathFactory, servers: list[str]
+) -> list[dict[str, Any]]:
+    pytest.importorskip("transformers", reason="needs transformers")
+    return cases(tmp_path_factory.mktemp("transformers") / "seen", "transformers", servers)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
+    return cases(tmp_path_factory.mktemp("refusals") / "seen", "refusals", servers)
+
+
+def test_the_example_trains_as_it_does_over_gloo(servers: list[str]) -> None:
+    example = "accelerate_digits.py"
+    assert_alike(train(example, servers=servers), train(example, "--stock"))
+
+
+def test_the_example_of_transformers_trains_as_it_does_over_gloo(servers: list[str]) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    example = "transformers_digits.py"
+    assert_alike(train(example, servers=servers), train(example, "--stock"))
+
+
+def assert_same(ranks: list[dict[str, Any]], case: str) -> None:
+    for rank in ranks:  # a sum of two does not depend on their order
+        assert rank["ours"][case]["digest"] == rank["stock"][case]["digest"]
+        assert rank["ours"][case]["bytes"] > 0
+
+
+@pytest.mark.parametrize("case", ["default", "accumulate", "bf16", "unused", "no_sync"])
+def test_two_ranks_get_the_bits_that_they_get_over_gloo(
+    accelerate: list[dict[str, Any]], case: str
+) -> None:
+    assert_same(accelerate, case)
+
+
+def test_what_was_asked_for_reaches_ddp(accelerate: list[dict[str, Any]]) -> None:
+    for rank in accelerate:
+        seen = rank["ours"]
+        assert seen["default"]["bucket_cap"] == 64 * MIB
+        assert seen["unused"]["bucket_cap"] == MIB
+        assert [seen["default"]["find_unused"], seen["unused"]["find_unused"]] == [False, True]
+
+
+def test_fewer_bytes_without_synchronisation_or_with_compression(
+    accelerate: list[dict[str, Any]],
+) -> None:
+    for rank in accelerate:
+        seen = {case: end["bytes"] for case, end in rank["ours"].items()}
+        assert seen["accumulate"] == seen["default"] / 2
+        assert seen["no_sync"] == seen["default"] / 4  # half of one epoch instead of two
+        assert seen["fp16_wrapper"] == seen["bf16_wrapper"] == seen["default"] / 2
+
+
+def test_all_ranks_have_the_same_bits(accelerate: list[dict[str, Any]]) -> None:
+    first, second = (rank["ours"] for rank in accelerate)
+    assert {case: end["digest"] for case, end in first.items()} == {
+        case: end["digest"] for case, end in second.items()
+    }
+
+
+def test_a_resumed_training_ends_with_the_same_bits(accelerate: list[dict[str, Any]]) -> None:
+    for rank in accelerate:
+        assert rank["ours"]["resumed"]["digest"] == rank["ours"]["straight"]["digest"]
+
+
+@pytest.mark.parametrize("case", ["default", "resumed", "bf16", "chosen"])
+def test_the_trainer_of_transformers_gets_the_bits_that_it_gets_over_gloo(
+    transformers: list[dict[str, Any]], case: str
+) -> None:
+    assert_same(transformers, case)
+
+
+def test_the_trainer_of_transformers_keeps_its_own_choices(
+    transformers: list[dict[str, Any]],
+) -> None:
+    for rank in transformers:
+        seen = rank["ours"]
+        assert seen["default"]["find_unused"]  # its default
+        assert [seen["default"]["bucket_cap"], seen["chosen"]["bucket_cap"]] == [64 * MIB, 8 * MIB]
+        assert seen["resumed"]["steps"] == seen["default"]["steps"] == 8
+        assert seen["resumed"]["bytes"] == seen["default"]["bytes"] / 2
+
+
+def test_an_embedded_job_needs_no_reducers(tmp_path: Path) -> None:
+    for rank in cases(tmp_path / "embedded", "transformers", []):
+        assert rank["ours"]["default"]["digest"] == rank["stock"]["default"]["digest"]
+
+
+@pytest.mark.parametrize(
+    ("case", "fix"),
+    [
+        ("twice", "call it once"),
+        ("late", "call attach() before prepare()"),
+        ("hook", "comm_wrapper=FP16"),
+        ("model", "trainer.accelerator"),
+    ],
+)
+def test_refuses_and_names_the_fix(refusals: list[dict[str, Any]], case: str, fix: str) -> None:
+    assert all(fix in rank[case] for rank in refusals)
+
+
+def test_a_process_alone_is_told_how_to_start(tmp_path: Path, servers: list[str]) -> None:
+    ranks = cases(tmp_path / "alone", "alone", servers, WORLD_SIZE="1")
+    assert all("accelerate launch" in rank["alone"] for rank in ranks)

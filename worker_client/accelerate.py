@@ -1,0 +1,127 @@
+"""Accelerate, and so transformers' Trainer: one line before the model is prepared.
+
+Accelerate wraps models in DDP itself, with the arguments and the communication hook that its
+`ddp_handler` gives. Its own handler knows a closed list of hooks, and it takes no handlers of other
+classes as arguments; but whatever is found in that attribute is asked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import worker_client
+from reducer.errors import ConfigError
+from worker_client import ddp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    from worker_client.client import Client
+
+_DDP_TYPES = ("MULTI_CPU", "MULTI_GPU")  # names in accelerate.DistributedType
+
+
+class ReductionHandler:
+    """What Accelerate asks for DDP's arguments and hook.
+
+    Args:
+        client: the one to use.
+        given: Accelerate's own handler, if the user passed one: its arguments stay in force.
+        wrapper: applied to the hook, if not None.
+    """
+
+    def __init__(self, client: Client, given: Any, wrapper: Callable[[Any], Any] | None) -> None:
+        self._client = client
+        self._given = given
+        self._wrapper = wrapper
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return DDP's arguments: the user's, and large buckets unless they chose a size.
+
+        Accelerate's handler does not tell its default of 25 MB from a user's 25.
+        """
+        given = {} if self._given is None else self._given.to_kwargs()
+        return {"bucket_cap_mb": ddp.DEFAULT_BUCKET_CAP_MB, **given}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Attach to a model that Accelerate has wrapped.
+
+        Raises:
+            ConfigError: as `worker_client.attach`.
+        """
+        ddp.attach(model, self._client, wrapper=self._wrapper)
+
+
+def attach(accelerator: Any, client: Client | None = None) -> Client:
+    """Let reducers average the gradients of all models that `accelerator` will prepare.
+
+    Args:
+        accelerator: an `accelerate.Accelerator` before its `prepare()`; that of a transformers
+            `Trainer` is ``trainer.accelerator``, before its `train()`.
+        client: the one to use; `worker_client.init()`'s by default.
+
+    Returns:
+        The client in use.
+
+    Raises:
+        ConfigError: there is no DDP to attach to, or it has another hook; the message says what to
+            change.
+        ReductionError: as `worker_client.init`.
+    """
+    if not hasattr(accelerator, "ddp_handler"):
+        raise ConfigError(
+            f"attach() takes an Accelerator, got {type(accelerator).__name__}: a transformers "
+            "Trainer has one in trainer.accelerator"
+        )
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind == "NO":
+        raise ConfigError(
+            "this is the only process, so there is nothing to average: start the script with "
+            "torchrun or `accelerate launch`"
+        )
+    if kind not in _DDP_TYPES:
+        raise ConfigError(
+            f"Accelerate wraps models for {kind} here, reducers serve DDP "
+            f"({' and '.join(_DDP_TYPES)}): leave out the other plugin"
+        )
+    if getattr(accelerator, "_models", None):
+        raise ConfigError(
+            "the accelerator has wrapped a model already: call attach() before prepare(), or "
+            "worker_client.attach(model) with what prepare() returned"
+        )
+    given = accelerator.ddp_handler
+    if isinstance(given, ReductionHandler):
+        raise ConfigError("attach() was called before with this accelerator: call it once")
+    wrapper = _wrapper(given)
+    used = worker_client.init() if client is None else client
+    accelerator.ddp_handler = ReductionHandler(used, given, wrapper)
+    return used
+
+
+def _wrapper(given: Any) -> Callable[[Any], Any] | None:
+    """Return what compresses gradients, if the user's handler asks for it.
+
+    Raises:
+        ConfigError: it asks for a hook of its own.
+    """
+    if given is None:
+        return None
+    hook, wrapper = _name(given, "comm_hook"), _name(given, "comm_wrapper")
+    if hook != "no":
+        raise ConfigError(
+            f"comm_hook={hook} is another communication hook, and DDP takes one: leave it out; "
+            "comm_wrapper=FP16 or BF16 makes gradients smaller"
+        )
+    if wrapper == "no":
+        return None
+    found: Callable[[Any], Any] = getattr(default_hooks, f"{wrapper}_compress_wrapper")
+    return found
+
+
+def _name(given: Any, field: str) -> str:
+    value = getattr(given, field, "no")
+    return str(getattr(value, "value", value))

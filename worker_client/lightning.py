@@ -1,0 +1,239 @@
+"""Lightning: `Trainer(strategy="reduction")`, and the same for Fabric.
+
+Importing this module registers the strategies. Lightning itself passes a communication hook on to
+DDP on CUDA devices alone, and says nothing on others; these strategies attach to the wrapped model
+wherever it is.
+
+There are two Lightnings, the package `lightning` and the pair `pytorch_lightning` and
+`lightning_fabric`, whose classes do not mix. The one that the script has imported is served, or
+else the one that is installed, `lightning` first.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import ConfigError
+from worker_client import config, ddp, startup
+
+if TYPE_CHECKING:
+    from worker_client.client import Client
+
+NAME = "reduction"
+NAME_UNUSED = "reduction_find_unused_parameters_true"
+
+
+def _packages() -> tuple[str, str]:
+    """Return where the Trainer's and Fabric's classes are."""
+    both = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+    for pair in both:
+        if pair[1] in sys.modules:
+            return pair
+    return both[0] if find_spec("lightning") is not None else both[1]
+
+
+# By name, because it is known only here which ones; to a type checker they are Any.
+_PYTORCH, _FABRIC = _packages()
+_TrainerStrategy: Any = import_module(f"{_PYTORCH}.strategies").DDPStrategy
+_FabricStrategy: Any = import_module(f"{_FABRIC}.strategies").DDPStrategy
+_ClusterEnvironment: Any = import_module(f"{_FABRIC}.plugins.environments").ClusterEnvironment
+
+
+class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
+    """Lightning's DDP strategy with gradients averaged by the reducers.
+
+    ``Trainer(strategy="reduction")`` makes one with defaults.
+
+    Args:
+        client: the one to use, which the strategy leaves running. By default `worker_client.init()`
+            is called for each `fit`, and what it made is shut down when `fit` ends.
+        bucket_cap_mb: DDP's, 64 by default.
+        ddp_comm_wrapper: applied to the hook, such as PyTorch's `fp16_compress_wrapper`.
+        options: any other arguments of Lightning's `DDPStrategy`, and so of DDP.
+
+    Raises:
+        ConfigError: another communication hook is asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: Client | None = None,
+        bucket_cap_mb: float = ddp.DEFAULT_BUCKET_CAP_MB,
+        ddp_comm_wrapper: Any = None,
+        **options: Any,
+    ) -> None:
+        for name in ("ddp_comm_hook", "ddp_comm_state", "model_averaging_period"):
+            if options.get(name) is not None:
+                raise ConfigError(
+                    f"{name}= asks for another communication hook, and DDP takes one: leave it "
+                    "out, or use Lightning's DDPStrategy without reducers"
+                )
+        super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
+        self.client = client
+        self._given = client
+        self._wrapper = ddp_comm_wrapper
+        self._ours = False
+        self._failed = False
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, and attach to it; Lightning calls this when a fit begins."""
+        super().configure_ddp()
+        self._failed = False
+        self._ours = self._given is None and not startup.DEFAULT.exists
+        self.client = ddp.attach(self.model, self._given, wrapper=self._wrapper)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that this rank may be the only one to tear down; Lightning calls this first."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Leave the job, and free what Lightning holds."""
+        try:
+            if self._ours and self.client is not None:
+                self._leave(self.client)
+        finally:
+            self._ours = False
+            super().teardown()
+
+    def _leave(self, client: Client) -> None:
+        everyone = not self._failed and len(client.present) == client.world_size
+        if client.settings.hosts and everyone:
+            self.barrier()  # others may still wait for results of the reducer that ends here
+        client.shutdown()
+
+
+class ReductionFabricStrategy(_FabricStrategy):  # type: ignore[misc]
+    """Fabric's DDP strategy with gradients averaged by the reducers.
+
+    ``Fabric(strategy="reduction")`` makes one with defaults. Fabric never ends a strategy: the
+    client leaves with the process. End a script with ``fabric.barrier()`` if ranks host reducers.
+
+    Args:
+        client: the one to use, by default `worker_client.init()`'s.
+        bucket_cap_mb: DDP's, 64 by default.
+        options: any other arguments of Fabric's `DDPStrategy`, and so of DDP.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: Client | None = None,
+        bucket_cap_mb: float = ddp.DEFAULT_BUCKET_CAP_MB,
+        **options: Any,
+    ) -> None:
+        super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
+        self.client = client
+
+    def setup_module(self, module: Any) -> Any:
+        """Wrap a module in DDP and attach to it; `Fabric.setup` calls this."""
+        wrapped = super().setup_module(module)
+        self.client = ddp.attach(wrapped, self.client)
+        return wrapped
+
+
+class ReductionEnvironment(_ClusterEnvironment):  # type: ignore[misc]
+    """Who this process is, taken from the launcher: ``plugins=[ReductionEnvironment()]``.
+
+    For launchers that set RANK and WORLD_SIZE and that Lightning does not know: it would count
+    ranks by ``devices`` and ``num_nodes`` instead, and start processes of its own. LOCAL_RANK,
+    LOCAL_WORLD_SIZE and MASTER_PORT are used too; without the first two there is one process on
+    each machine.
+
+    Raises:
+        ConfigError: RANK, WORLD_SIZE or MASTER_PORT is missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launch = launch = config.launch()
+        missing = [
+            name.upper()
+            for name in ("rank", "world_size", "master_port")
+            if getattr(launch, name) is None
+        ]
+        if missing:
+            raise ConfigError(
+                f"the launcher did not set {' and '.join(missing)}: start the script with "
+                "torchrun, or leave out ReductionEnvironment() and let Lightning start the ranks"
+            )
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether a launcher has said who this process is."""
+        launch = config.launch()
+        return launch.rank is not None and launch.world_size is not None
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """That the launcher, not Lightning, starts the processes."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Host of rank 0."""
+        return self._launch.master_addr
+
+    @property
+    def main_port(self) -> int:
+        """Port on which rank 0 lets the others meet."""
+        return int(self._launch.master_port or 0)
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return int(self._launch.world_size or 0)
+
+    def set_world_size(self, size: int) -> None:
+        """Ignore what Lightning makes of ``devices`` and ``num_nodes``."""
+
+    def global_rank(self) -> int:
+        """Return this process's rank."""
+        return int(self._launch.rank or 0)
+
+    def set_global_rank(self, rank: int) -> None:
+        """Ignore what Lightning makes of ``devices`` and ``num_nodes``."""
+
+    def local_rank(self) -> int:
+        """Return this process's number on its machine."""
+        return self._launch.local_rank or 0
+
+    def node_rank(self) -> int:
+        """Return this machine's number."""
+        if self._launch.group_rank is not None:
+            return self._launch.group_rank
+        return self.global_rank() // self._per_machine
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Check that the Trainer's arguments make as many ranks as the launcher started.
+
+        Raises:
+            ConfigError: they do not; the message says what to write.
+        """
+        size, local = self.world_size(), self._per_machine
+        known = self._launch.local_world_size is not None
+        if num_devices * num_nodes != size or (known and num_devices != local):
+            raise ConfigError(
+                f"devices={num_devices} and num_nodes={num_nodes} are not what the launcher "
+                f"started, {size} ranks with {local} on each machine: write devices={local} and "
+                f"num_nodes={size // local}"
+            )
+
+    @property
+    def _per_machine(self) -> int:
+        return self._launch.local_world_size or 1
+
+
+def _register(registry: Any, strategy: Any) -> None:
+    description = "DDP whose gradients are averaged by reducers"
+    registry.register(NAME, strategy, description=description, override=True)
+    registry.register(
+        NAME_UNUSED, strategy, description=description, override=True, find_unused_parameters=True
+    )
+
+
+_register(import_module(f"{_PYTORCH}.strategies").StrategyRegistry, ReductionStrategy)
+_register(import_module(f"{_FABRIC}.strategies").STRATEGY_REGISTRY, ReductionFabricStrategy)
