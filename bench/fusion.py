@@ -20,6 +20,7 @@ from bench.lab import LabUnavailable
 from bench.ranks import Ranks
 
 PATIENCE_S = 600.0
+NAMES = {"one": "all bytes as one tensor", "waits": "one after the other"}
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
@@ -34,12 +35,21 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     thresholds: Annotated[
         str, typer.Option(help="Of fusion, in bytes; 0 packs nothing.")
     ] = "0,16KiB,256KiB,64MiB",
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="Every rank submits in an order of its own.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
 ) -> None:
     """Compare thresholds of fusion in one run, alternating, and print medians."""
     (nbytes,) = options.sizes(size)
     each = [int(one) for one in TypeAdapter(list[ByteSize]).validate_python(thresholds.split(","))]
-    arguments = {"tensors": tensors, "nbytes": nbytes, "thresholds": each, "rounds": rounds}
+    arguments = {
+        "tensors": tensors,
+        "nbytes": nbytes,
+        "thresholds": each,
+        "shuffle": shuffle,
+        "rounds": rounds,
+    }
     try:
         with options.lab(workers + reducers, None if unshaped else mbit) as lab:
             running = pool.start(lab.hosts[workers:])
@@ -57,12 +67,12 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         way: [max(one["seconds"][way][at] for one in said) for at in range(rounds)]
         for way in said[0]["seconds"]
     }
-    one, without = median(seconds["one"]), median(seconds.get("0", [float("nan")]))
+    one, waits = median(seconds["one"]), median(seconds["waits"])
     print(f"{'way':>24} {'median ms':>10} {'of one':>8} {'gain':>7}")
     for way, times in seconds.items():
-        name = "all bytes as one tensor" if way == "one" else f"threshold {int(way)}"
         taken = median(times)
-        print(f"{name:>24} {1e3 * taken:>10.1f} {taken / one:>8.2f} {without / taken:>7.2f}")
+        name = NAMES.get(way) or f"threshold {int(way)}"
+        print(f"{name:>24} {1e3 * taken:>10.1f} {taken / one:>8.2f} {waits / taken:>7.2f}")
 
 
 def _result(ranks: Ranks) -> dict[str, dict[str, list[float]]]:

@@ -18,20 +18,22 @@ from worker_client import config
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from worker_client.client import Client
 
 TIMEOUT_S = 120.0
 
 
-def main(tensors: int, nbytes: int, thresholds: list[int], rounds: int) -> None:
+def main(tensors: int, nbytes: int, thresholds: list[int], shuffle: bool, rounds: int) -> None:
     """Time every way in every round, and print the seconds of each as JSON.
 
     Args:
         tensors: how many.
         nbytes: of each, fp32.
-        thresholds: of fusion; each is a way, and all of the bytes as one tensor another.
+        thresholds: of fusion; each is a way. Others are all of the bytes as one tensor, and each
+            tensor by itself, without a name, with a wait for each.
+        shuffle: whether every rank submits in an order of its own.
         rounds: how often each way has its turn.
     """
     launch = config.launch()
@@ -42,9 +44,14 @@ def main(tensors: int, nbytes: int, thresholds: list[int], rounds: int) -> None:
         for threshold in thresholds
     }
     meeting = clients[f"{thresholds[0]}"]
-    order = random.Random(launch.rank)  # noqa: S311 (no secret): every rank has its own
+    dice = random.Random(launch.rank)  # noqa: S311 (no secret): every rank has its own
+
+    def order() -> Iterable[int]:
+        return dice.sample(range(tensors), tensors) if shuffle else range(tensors)
+
     ways: dict[str, Callable[[], object]] = {
         "one": lambda: meeting.all_reduce(whole, "sum").wait(TIMEOUT_S),
+        "waits": lambda: [meeting.all_reduce(part, "sum").wait(TIMEOUT_S) for part in parts],
         **{name: partial(_each, client, parts, order) for name, client in clients.items()},
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -61,11 +68,8 @@ def main(tensors: int, nbytes: int, thresholds: list[int], rounds: int) -> None:
         client.shutdown()
 
 
-def _each(client: Client, parts: list[np.ndarray], order: random.Random) -> None:
-    works = [
-        client.all_reduce(parts[at], "sum", name=f"tensor {at}")
-        for at in order.sample(range(len(parts)), len(parts))
-    ]
+def _each(client: Client, parts: list[np.ndarray], order: Callable[[], Iterable[int]]) -> None:
+    works = [client.all_reduce(parts[at], "sum", name=f"tensor {at}") for at in order()]
     for work in works:
         work.wait(TIMEOUT_S)
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from reducer.wire.constants import ReduceOp
     from worker_client.negotiation import Decision
 
+RESTS = 2.0  # times the processor time of a round pass before the next, if nobody waits
+LATE_S = 0.1  # of what waits for longer it is looked up which ranks lack it
 AGAIN_S = 0.001  # rest after a round that was for nothing; then twice as long each time, ...
 AGAIN_MOST_S = 0.05  # ... up to this: all ranks have something, but nothing in common
 LOOK_S = 0.2  # how often to look at deadlines while a round waits for other ranks
@@ -98,7 +100,7 @@ class Fusion(Generic[C]):
         self._news_bytes = 0
         self._news_since: float | None = None  # when the oldest came that no round knows of
         self._urgent = False
-        self._again_at = 0.0
+        self._again_at = self._busy_until = 0.0
         self._again_s = AGAIN_S
         self._closing = False
         self.bytes_reduced = 0
@@ -171,7 +173,10 @@ class Fusion(Generic[C]):
                     mine = self._waiting.all()
                     self._news_bytes, self._news_since, self._urgent = 0, None, False
                 if mine:
+                    began = time.thread_time()
                     self._round(mine)
+                    took_s = time.thread_time() - began  # without the time that it waited
+                    self._busy_until = time.monotonic() + RESTS * took_s
             why = "this client was shut down"
         except Exception as error:
             log.exception("fusion failed")
@@ -204,7 +209,7 @@ class Fusion(Generic[C]):
             return self._again_at  # others may have what is here
         if self._urgent or self._news_bytes >= self._threshold:
             return 0.0
-        return self._news_since + self._cycle_s
+        return max(self._news_since + self._cycle_s, self._busy_until)
 
     def _round(self, mine: list[Request]) -> None:
         """Find out which tensors all ranks have, and reduce them."""
@@ -222,11 +227,12 @@ class Fusion(Generic[C]):
             elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
                 _fail(self._waiting.withdraw(request.key.name for request in mine), error)
             return
-        mine_keys = {request.key for request in mine}
+        early = time.monotonic() - LATE_S
         for request in mine:
-            request.missing = decision.waiting.get(request.key, ())
+            if request.begun < early:
+                request.missing = self._negotiation.lacking(request.key)
         for key, mismatch in decision.mismatched.items():
-            if key in mine_keys:
+            if any(request.key == key for request in mine):
                 _fail(self._waiting.withdraw([key.name]), mismatch)
         for keys in group(decision.ready, self._threshold):
             self._reduce(self._channel, self._waiting.withdraw(key.name for key in keys))

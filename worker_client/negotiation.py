@@ -52,19 +52,17 @@ class Key(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a round has shown; the same at every rank but for `waiting`'s keys.
+    """What a round has shown; the same at every rank.
 
     Attributes:
         ready: tensors that every rank has, in the order in which to reduce them.
         mismatched: what ranks have under one name with different properties, and why; of different
             calls only the earlier one, which has failed or was forgotten elsewhere.
-        waiting: ranks that a tensor of this rank waits for.
         bases: calls of names so far that all ranks are to count from 0 again, by name; else empty.
     """
 
     ready: list[Key]
     mismatched: dict[Key, MismatchError]
-    waiting: dict[Key, tuple[int, ...]]
     bases: dict[str, int]
 
 
@@ -142,8 +140,7 @@ class Negotiation:
         for row, rank in enumerate(self._present):
             has[row, [self._indices[key] for key in announced[rank]]] = True
         complete = np.logical_and.reduce(has, axis=0)
-        late = [key for key in self._mine if not complete[self._indices[key]]]
-        waiting = {key: self._without(has[:, self._indices[key]]) for key in late}
+        self._has = has
         mismatched = dict(self._mismatches(has, complete))
         ready = [self._go_on(index) for index in np.flatnonzero(complete).tolist()]
         for key in mismatched:
@@ -153,7 +150,15 @@ class Negotiation:
             for known_key in self._indices:
                 bases[known_key.name] = max(known_key.call, bases.get(known_key.name, 0))
             self.reset()
-        return Decision(ready, mismatched, waiting, bases)
+        return Decision(ready, mismatched, bases)
+
+    def lacking(self, key: Key) -> tuple[int, ...]:
+        """Return the ranks that did not have a tensor of this rank in the latest round."""
+        index = self._indices.get(key)
+        if index is None:
+            return ()
+        has = self._has[:, index].tolist()
+        return tuple(rank for rank, it_has in zip(self._present, has, strict=True) if not it_has)
 
     def _announcements(self, rank: int) -> Iterator[Key]:
         end, length = self._ends[rank], self._lengths[rank]
@@ -161,9 +166,6 @@ class Negotiation:
             said = self._announced[end - length : end].tobytes()
             for name, dtype, op, nbytes, call in json.loads(said):
                 yield Key(name, DType(dtype), ReduceOp(op), nbytes, call)
-
-    def _without(self, has: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, ...]:
-        return tuple(rank for rank, it_has in zip(self._present, has, strict=True) if not it_has)
 
     def _learn(self, key: Key) -> None:
         if key in self._indices:
@@ -199,8 +201,7 @@ class Negotiation:
         for index in np.flatnonzero(np.logical_or.reduce(has, axis=0) & ~complete).tolist():
             by_name.setdefault(self._key(index).name, []).append(index)
         for indices in by_name.values():
-            columns = has[:, indices]
-            if not columns.any(axis=1).all():
+            if len(indices) == 1 or not (columns := has[:, indices]).any(axis=1).all():
                 continue  # it may be a matter of time
             keys = [self._key(indices[which]) for which in columns.argmax(axis=1).tolist()]
             other = next(row for row, key in enumerate(keys) if key != keys[0])

@@ -55,10 +55,10 @@ class Ranks:
 def test_what_all_have_is_ready_in_one_order() -> None:
     ranks = Ranks(3)
     a, b, c = key("a"), key("b"), key("c")
-    one, other, third = ranks.round([a, b], [b, c, a], [c, b])
-    assert one.ready == [b]
-    assert (one.waiting, other.waiting) == ({a: (2,)}, {c: (0,), a: (2,)})
-    assert third.waiting == {c: (0,)}
+    decisions = ranks.round([a, b], [b, c, a], [c, b])
+    assert [decision.ready for decision in decisions] == [[b]] * 3
+    assert [rank.lacking(a) for rank in ranks.all] == [(2,)] * 3
+    assert [rank.lacking(c) for rank in ranks.all] == [(0,)] * 3
 
 
 def test_a_tensor_is_announced_once() -> None:
@@ -74,8 +74,9 @@ def test_a_tensor_is_announced_once() -> None:
 
 def test_nothing_at_some_rank_is_no_agreement() -> None:
     ranks = Ranks(2)
-    assert ranks.round([], [key("a")])[1] == Decision([], {}, {key("a"): (0,)}, {})
-    assert ranks.round([], [])[0] == Decision([], {}, {}, {})
+    assert ranks.round([], [key("a")])[1] == Decision([], {}, {})
+    assert ranks.all[1].lacking(key("a")) == (0,)
+    assert ranks.round([], [])[0] == Decision([], {}, {})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) ->
         often = key("often", call=before)
         decision, other = ranks.round([late, often, *keys], [often, *keys])
         assert set(decision.ready) == {often, *keys}
-        assert decision.waiting == {late: (1,)}
+        assert ranks.all[0].lacking(late) == (() if decision.bases else (1,))
         assert decision.bases == other.bases
         before += 1 - decision.bases.get("often", 0)
         if decision.bases:
