@@ -4,7 +4,7 @@ Calls with a name have a channel of their own: a second membership of the same r
 reducers, over which this module's thread makes the same all-reduces in the same order at every
 rank, whatever order the callers have. What is the same is found out in rounds (`negotiation`); a
 round begins when there is something new and somebody waits for it, or a fusion buffer is full, or
-`cycle_s` has passed. Nothing happens while nothing is asked for.
+nothing more has come for `cycle_s`. Nothing happens while nothing is asked for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reducer.wire.constants import ReduceOp
     from worker_client.negotiation import Decision
 
-RESTS = 2.0  # times the processor time of a round pass before the next, if nobody waits
+BURST = 20  # cycles that a tensor waits at most while others keep coming
 LATE_S = 0.1  # of what waits for longer it is looked up which ranks lack it
 AGAIN_S = 0.001  # rest after a round that was for nothing; then twice as long each time, ...
 AGAIN_MOST_S = 0.05  # ... up to this: all ranks have something, but nothing in common
@@ -75,7 +75,7 @@ class Fusion(Generic[C]):
         channel: makes the client for it; called once, by a thread of its own.
         rank, world_size: who we are.
         threshold: most bytes of a fusion buffer; 0 to pack nothing.
-        cycle_s: how long a tensor waits for others at most, seconds.
+        cycle_s: how long a tensor waits for the next one, seconds.
 
     Attributes:
         bytes_reduced: of all tensors so far.
@@ -98,9 +98,10 @@ class Fusion(Generic[C]):
         self._waiting = Waiting()
         self._changed = self._waiting.changed  # guards what follows
         self._news_bytes = 0
-        self._news_since: float | None = None  # when the oldest came that no round knows of
+        self._news_since: float | None = None  # when the oldest came that no round knows of, ...
+        self._news_until = 0.0  # ... and when the latest
         self._urgent = False
-        self._again_at = self._busy_until = 0.0
+        self._again_at = 0.0
         self._again_s = AGAIN_S
         self._closing = False
         self.bytes_reduced = 0
@@ -145,6 +146,7 @@ class Fusion(Generic[C]):
                 self._changed.notify_all()
             if self._news_since is None:
                 self._news_since = now
+            self._news_until = now
         return work
 
     def stop(self) -> None:
@@ -173,10 +175,7 @@ class Fusion(Generic[C]):
                     mine = self._waiting.all()
                     self._news_bytes, self._news_since, self._urgent = 0, None, False
                 if mine:
-                    began = time.thread_time()
                     self._round(mine)
-                    took_s = time.thread_time() - began  # without the time that it waited
-                    self._busy_until = time.monotonic() + RESTS * took_s
             why = "this client was shut down"
         except Exception as error:
             log.exception("fusion failed")
@@ -209,7 +208,7 @@ class Fusion(Generic[C]):
             return self._again_at  # others may have what is here
         if self._urgent or self._news_bytes >= self._threshold:
             return 0.0
-        return max(self._news_since + self._cycle_s, self._busy_until)
+        return min(self._news_until, self._news_since + BURST * self._cycle_s) + self._cycle_s
 
     def _round(self, mine: list[Request]) -> None:
         """Find out which tensors all ranks have, and reduce them."""

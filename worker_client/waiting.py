@@ -82,24 +82,22 @@ class Waiting:
         return len(self._requests)
 
     def count(self, name: str) -> int:
-        """Count a call, and return how many of its name there were before.
+        """Count a call, and return how many of its name there were before; hold `changed`.
 
         Raises:
             ConfigError: another one of this name waits.
         """
-        with self.changed:
-            if name in self._requests:
-                raise ConfigError(
-                    f"all-reduce {name!r} is in progress: wait for it, or give another name"
-                )
-            before = self._calls.get(name, 0)
-            self._calls[name] = before + 1
-            return before
+        if name in self._requests:
+            raise ConfigError(
+                f"all-reduce {name!r} is in progress: wait for it, or give another name"
+            )
+        before = self._calls.get(name, 0)
+        self._calls[name] = before + 1
+        return before
 
     def add(self, request: Request) -> None:
-        """Take note of a request."""
-        with self.changed:
-            self._requests[request.key.name] = request
+        """Take note of a request; hold `changed`."""
+        self._requests[request.key.name] = request
 
     def rebase(self, bases: Mapping[str, int]) -> None:
         """Count calls of some names from 0 again: so many of each count as none from now on."""
