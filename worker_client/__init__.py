@@ -31,6 +31,7 @@ def init(
     timeout: float | str | None = None,
     connect_timeout: float | str | None = None,
     on_rank_lost: str | None = None,
+    wire_dtype: str | None = None,
 ) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
 
@@ -52,6 +53,7 @@ def init(
         connect_timeout: seconds for all reducers to answer now.
         on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
             others make them without it and go on, means being over those that are present.
+        wire_dtype: ``"bf16"`` or ``"fp16"``: float32 buffers travel in 16 bits; ``"none"``.
 
     Raises:
         ConfigError: a setting is wrong or missing; the message says what to write.
@@ -71,6 +73,7 @@ def init(
         timeout=timeout,
         connect_timeout=connect_timeout,
         on_rank_lost=on_rank_lost,
+        wire_dtype=wire_dtype,
     )
     return client
 

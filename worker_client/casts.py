@@ -15,7 +15,10 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Bytes: TypeAlias = memoryview
 
 _BLOCK = 1 << 15  # elements at a time: all intermediate steps stay in the L2 cache
-_TYPES = {DType.FLOAT32: np.dtype("<f4"), DType.FLOAT64: np.dtype("<f8")}
+FLOATS: dict[DType, np.dtype[Any]] = {
+    DType.FLOAT32: np.dtype("<f4"),
+    DType.FLOAT64: np.dtype("<f8"),
+}
 
 
 class Casts(Protocol):
@@ -72,7 +75,7 @@ class PlainCasts:
 
     def divide(self, values: Bytes, by: float, dtype: DType) -> None:
         """As `Casts.divide`."""
-        numbers = np.frombuffer(values, _TYPES[dtype])
+        numbers = np.frombuffer(values, FLOATS[dtype])
         with np.errstate(all="ignore"):
             for block in _blocks(numbers.size):
                 numbers[block] = _one_nan(numbers[block] / numbers.dtype.type(by))
@@ -123,5 +126,7 @@ def _round(floats: Array, dtype: DType) -> Array:
 
 def _float(halves: Array, dtype: DType) -> Array:
     if dtype is DType.FLOAT16:
-        return halves.view("<f2").astype("<f4")
-    return (halves.astype("<u4") << np.uint32(16)).view("<f4")
+        floats: Array = halves.view("<f2").astype("<f4")
+    else:
+        floats = (halves.astype("<u4") << np.uint32(16)).view("<f4")
+    return floats

@@ -12,19 +12,22 @@ from reducer.errors import (
 )
 from reducer.wire.constants import ReduceOp
 from worker_client import config, faults, implementation
-from worker_client.host_buffer import HostBuffer, host_buffer
+from worker_client.host_buffer import host_buffer
 from worker_client.names import own
-from worker_client.operation import Operation
 from worker_client.part import Part
 from worker_client.survivors import Survivors
+from worker_client.wire_cast import WireCast
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reducer.failpoints import Failpoint
+    from reducer.wire.constants import DType
+    from worker_client.call import Call
     from worker_client.fallback import Fallback
     from worker_client.handover import Unfinished
+    from worker_client.operation import Operation
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
 
@@ -62,6 +65,10 @@ class Client:
         on_shutdown: called once, after the farewell (embedded reducers stop there).
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
+        wire_dtype: what float32 buffers travel as, FLOAT16 or BFLOAT16; None for what they are.
+
+    Attributes:
+        bytes_reduced: of callers' buffers, in calls that have ended well.
 
     Raises:
         ConfigError: an address cannot be resolved, or `impl` cannot be had.
@@ -81,6 +88,7 @@ class Client:
         fallback: Fallback | None = None,
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
+        wire_dtype: DType | None = None,
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
@@ -90,7 +98,8 @@ class Client:
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
-        self._works: dict[Operation, tuple[Work, Any, HostBuffer]] = {}
+        self._works: dict[Operation, Call] = {}
+        self._wire = WireCast(wire_dtype, whole=settings.outlive)
         self._pid = os.getpid()
 
         def enter(settings: Settings, ended: Ended, left: Left) -> Part:
@@ -181,6 +190,8 @@ class Client:
         *,
         name: str | None = None,
         timeout: float | str | None = None,
+        weight: float | None = None,
+        residual: Any = None,
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -194,6 +205,13 @@ class Client:
             name: compared between ranks, so that a different order of calls shows as an error.
             timeout: seconds (or ``"300s"``, ``"5ms"``) until it fails, this client's default if
                 None. Failing may take longer: what is on its way has to leave `data` first.
+            weight: of this rank in a weighted mean, ``sum(weight * data) / sum(weight)``, such as
+                its number of samples; 0 or more, and given by all ranks or none. For float32 and
+                float64. `data` times the weight is rounded, then the mean of these, and last that
+                mean over the mean of all weights, which float64 adds up.
+            residual: contiguous float32 array or tensor like `data`, zeros at first: what the cast
+                to the wire's type takes away is kept there and added to the next call that is given
+                it (error feedback). Owned by the call until it has returned.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
@@ -213,15 +231,19 @@ class Client:
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"name must be a string, got {name!r}")
         timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
-        operation = Operation(buffer.view, buffer.dtype, reduction, name, timeout_s)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
         work = Work(what, self._wait)
-        self._works[operation] = (work, data, buffer)
-        try:
-            self._driver.submit(operation)
-        except LocalProtocolError:
-            self._works.pop(operation, None)
-            raise
+        call = self._wire.call(
+            work,
+            data,
+            buffer,
+            reduction,
+            name=name,
+            timeout_s=timeout_s,
+            weight=weight,
+            residual=residual,
+        )
+        self._submit(call)
         return work
 
     def shutdown(self) -> None:
@@ -238,21 +260,32 @@ class Client:
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
 
-    # -- the end of an all-reduce -------------------------------------------------------------
+    # -- the start and the end of a call ------------------------------------------------------
+
+    def _submit(self, call: Call) -> None:
+        begun = False
+        refused: LocalProtocolError | None = None
+        for operation in call.prepared():
+            self._works[operation] = call
+            if refused is None:
+                try:
+                    self._driver.submit(operation)
+                except LocalProtocolError as error:
+                    if not begun:
+                        self._works.pop(operation, None)
+                        raise
+                    refused = error
+            if refused is not None:  # pieces before it are on their way: the work tells of the end
+                self._end(operation, refused)
+            begun = True
 
     def _end(self, operation: Operation, error: ReductionError | None) -> None:
-        if (found := self._works.get(operation)) is None:
+        if (call := self._works.get(operation)) is None:
             return  # the call that made it has taken it back
-        work, data, buffer = found
-        failure: Exception | None = error
-        if error is None:
-            self.bytes_reduced += buffer.view.nbytes
-            try:
-                if buffer.write_back is not None:
-                    buffer.write_back()
-            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
-                failure = refused
-        work.finish(data, failure)
+        if call.ended(operation, error):
+            if call.error is None:
+                self.bytes_reduced += call.nbytes
+            call.finish()
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:

@@ -13,6 +13,7 @@ from reducer.wire.layout import mixed_weights
 from worker_client import config, process_group
 from worker_client.client import Client
 from worker_client.settings import Settings
+from worker_client.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +39,7 @@ def connect(
     timeout: float | str | None = None,
     connect_timeout: float | str | None = None,
     on_rank_lost: str | None = None,
+    wire_dtype: str | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments."""
     settings = config.load(
@@ -50,6 +52,7 @@ def connect(
         timeout=timeout,
         connect_timeout=connect_timeout,
         on_rank_lost=on_rank_lost,
+        wire_dtype=wire_dtype,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     group = process_group.current() if rank is None and world_size is None else None
@@ -86,6 +89,7 @@ def connect(
             fallback=fallback,
             on_shutdown=hosted.stop if hosted else None,
             failpoints=parse(settings.failpoints),
+            wire_dtype=WIRE_DTYPES[settings.wire_dtype],
         )
     except BaseException:
         if hosted is not None:
