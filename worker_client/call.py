@@ -22,13 +22,11 @@ class Piece(NamedTuple):
         operation: over the memory that travels.
         prepare: fills that memory; called right before the operation is submitted.
         finish: takes the result out of it; called when the operation has ended well.
-        release: called when nothing reads or writes that memory any more, however it ended.
     """
 
     operation: Operation
     prepare: Callable[[], object] | None = None
     finish: Callable[[], object] | None = None
-    release: Callable[[], object] | None = None
 
 
 class Call:
@@ -40,6 +38,8 @@ class Call:
         buffer: its memory; `write_back` is called when all pieces have ended well.
         pieces: at least one, in the order in which all ranks submit them.
         name: the caller's for it.
+        release: called when all pieces have ended, however they did: nothing reads or writes what
+            they travel in any more.
 
     Attributes:
         nbytes: size of the caller's buffer.
@@ -52,7 +52,9 @@ class Call:
         data: Any,
         buffer: HostBuffer,
         pieces: Sequence[Piece],
+        *,
         name: str | None,
+        release: Callable[[], object] | None,
     ) -> None:
         self.nbytes = buffer.view.nbytes
         self.error: Exception | None = None
@@ -61,6 +63,7 @@ class Call:
         self._write_back = buffer.write_back
         self._pieces = {piece.operation: piece for piece in pieces}
         self._name = name
+        self._release = release
         self._open = set(self._pieces)
         # Whoever gets the first number from it writes back. Not a lock: a signal handler may come
         # at any instant, and shut the client down.
@@ -80,8 +83,6 @@ class Call:
             self._fail(error)
         elif self.error is None and piece.finish is not None:
             piece.finish()
-        if piece.release is not None and operation in self._open:
-            piece.release()
         self._open.discard(operation)
         return not self._open
 
@@ -90,6 +91,8 @@ class Call:
         first = next(self._claims) == 0
         if self.error is None and not first:
             return  # another thread writes back just now
+        if first and self._release is not None:
+            self._release()
         try:
             if self.error is None and self._write_back is not None:
                 self._write_back()

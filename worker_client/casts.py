@@ -118,7 +118,8 @@ def _round(floats: Array, dtype: DType) -> Array:
     floats = _one_nan(floats.copy())
     if dtype is DType.FLOAT16:
         with np.errstate(all="ignore"):
-            return floats.astype("<f2").view("<u2")
+            halves: Array = floats.astype("<f2").view("<u2")
+        return halves
     bits = floats.view("<u4")
     last = (bits >> np.uint32(16)) & np.uint32(1)
     return ((bits + (np.uint32(0x7FFF) + last)) >> np.uint32(16)).astype("<u2")

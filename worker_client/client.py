@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import (
@@ -98,6 +99,8 @@ class Client:
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
+        # Pieces of one call follow each other, whatever other threads call meanwhile.
+        self._order = threading.RLock()
         self._works: dict[Operation, Call] = {}
         self._wire = WireCast(wire_dtype, whole=settings.outlive)
         self._pid = os.getpid()
@@ -233,17 +236,18 @@ class Client:
         timeout_s = self.timeout_s if timeout is None else config.seconds("timeout", timeout)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
         work = Work(what, self._wait)
-        call = self._wire.call(
-            work,
-            data,
-            buffer,
-            reduction,
-            name=name,
-            timeout_s=timeout_s,
-            weight=weight,
-            residual=residual,
-        )
-        self._submit(call)
+        with self._order:
+            call = self._wire.call(
+                work,
+                data,
+                buffer,
+                reduction,
+                name=name,
+                timeout_s=timeout_s,
+                weight=weight,
+                residual=residual,
+            )
+            self._submit(call)
         return work
 
     def shutdown(self) -> None:

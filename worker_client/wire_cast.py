@@ -2,16 +2,16 @@
 
 A float32 buffer is rounded to the wire's type, reducers sum in float32 and round once more, and the
 result is cast back. A large buffer is cut into pieces, each an all-reduce of its own, so that the
-first ones travel while others are cast. How it is cut follows from its size alone, which ranks
-compare: every operation's name says which part of which call it is.
+first ones travel while others are cast. They are equally many for all large buffers: ranks that
+disagree on a size still count all-reduces alike, and their next calls work.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from functools import partial
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from worker_client.host_buffer import HostBuffer
     from worker_client.work import Work
 
-PIECE_BYTES = 4 << 20  # of the caller's float32: casting takes a fraction of a millisecond
 SMALLEST_BYTES = 16 << 10  # smaller ones gain nothing, and often are losses, norms or counts
+LARGE_BYTES = 8 << 20  # to be cut: casting it takes as long as a small all-reduce
+PIECES = 8  # the network waits for the cast of the first, and the caller for that of the last
 WIRE_DTYPES = {"none": None, "bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
 _CAST_OPS = {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX}  # factors' errors would grow
-_KEPT = 32  # buffers of pieces that have ended, for those to come
+_KEPT = 4  # memory of calls that have ended, for those to come
 
 
 class WireCast:
@@ -49,7 +50,7 @@ class WireCast:
         self.wire_dtype = wire_dtype
         self._whole = whole
         self._casts = casts.select()
-        self._calls = itertools.count()
+        self._calls = count()
         self._free: deque[memoryview] = deque(maxlen=_KEPT)
 
     def call(
@@ -75,8 +76,8 @@ class WireCast:
         number = next(self._calls)  # when nothing can be refused: the same at every rank
         own = name
         if self.wire_dtype is not None or weight is not None:
-            # Ranks that cut buffers of different sizes no longer agree on which operation belongs
-            # to which call: none of theirs may then be taken for another.
+            # Ranks that disagree on whether a buffer is large, or weighted, no longer agree on
+            # which operation belongs to which call: none may be taken for another's.
             own = f"{name or 'all-reduce'} (call {number})"
         pieces: list[Piece] = []
         scale = None if weight in {None, 1.0} else weight
@@ -88,13 +89,18 @@ class WireCast:
             pieces.append(Piece(operation))
             buffer = self._divided(buffer, total)
             own = f"{own}: weighted"
+        release = None
         if self._is_cast(buffer, op):
-            pieces += self._cast(buffer, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept)
+            wire = self._take(buffer.view.nbytes // 2)
+            release = partial(self._free.append, wire)
+            pieces += self._cast(
+                buffer, wire, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept
+            )
         else:
             prepare = None if scale is None else partial(_scale, buffer.view, buffer.dtype, scale)
             operation = Operation(buffer.view, buffer.dtype, op, own, timeout_s)
             pieces.append(Piece(operation, prepare))
-        return Call(work, data, buffer, pieces, name)
+        return Call(work, data, buffer, pieces, name=name, release=release)
 
     # -- casts --------------------------------------------------------------------------------
 
@@ -109,6 +115,7 @@ class WireCast:
     def _cast(
         self,
         buffer: HostBuffer,
+        wire: memoryview,
         op: ReduceOp,
         *,
         name: str | None,
@@ -118,19 +125,18 @@ class WireCast:
     ) -> Iterator[Piece]:
         dtype = self.wire_dtype
         assert dtype is not None
-        nbytes = buffer.view.nbytes
-        step = nbytes if self._whole else PIECE_BYTES
-        for start in range(0, nbytes, step):
-            end = min(start + step, nbytes)
-            values = buffer.view[start:end]
-            wire = self._take(len(values) // 2)
-            rest = None if kept is None else kept[start:end]
-            part = "" if step >= nbytes else f", bytes {start} to {end} of {nbytes}"
+        size = len(wire) // 2
+        large = buffer.view.nbytes >= LARGE_BYTES and not self._whole
+        pieces = PIECES if large else 1
+        bounds = [size * at // pieces for at in range(pieces + 1)]
+        for at, (start, end) in enumerate(pairwise(bounds), 1):
+            values, part = buffer.view[4 * start : 4 * end], wire[2 * start : 2 * end]
+            rest = None if kept is None else kept[4 * start : 4 * end]
+            what = f"{name}, piece {at} of {pieces}"
             yield Piece(
-                Operation(wire, dtype, op, f"{name}{part}", timeout_s),
-                prepare=partial(self._narrow, values, wire, scale, rest),
-                finish=partial(self._casts.widen, wire, values, dtype),
-                release=partial(self._give, wire),
+                Operation(part, dtype, op, what, timeout_s),
+                prepare=partial(self._narrow, values, part, scale, rest),
+                finish=partial(self._casts.widen, part, values, dtype),
             )
 
     def _narrow(
@@ -145,14 +151,13 @@ class WireCast:
             self._casts.narrow_keeping(values, kept, wire, self.wire_dtype)
 
     def _take(self, nbytes: int) -> memoryview:
-        # Fresh memory costs more than the cast, so that of full pieces is used again.
-        if nbytes == PIECE_BYTES // 2 and self._free:
-            return self._free.pop()
-        return np.empty(nbytes, np.uint8).data
-
-    def _give(self, wire: memoryview) -> None:
-        if len(wire) == PIECE_BYTES // 2:
+        # Fresh memory costs more than the cast. Only callers take some, one at a time.
+        for _ in range(len(self._free)):
+            wire = self._free.popleft()
+            if len(wire) == nbytes:
+                return wire
             self._free.append(wire)
+        return np.empty(nbytes, np.uint8).data
 
     # -- what is refused ----------------------------------------------------------------------
 
