@@ -115,14 +115,16 @@ def _one_nan(numbers: Array) -> Array:
 
 
 def _round(floats: Array, dtype: DType) -> Array:
+    halves: Array
     floats = _one_nan(floats.copy())
     if dtype is DType.FLOAT16:
         with np.errstate(all="ignore"):
-            halves: Array = floats.astype("<f2").view("<u2")
+            halves = floats.astype("<f2").view("<u2")
         return halves
     bits = floats.view("<u4")
     last = (bits >> np.uint32(16)) & np.uint32(1)
-    return ((bits + (np.uint32(0x7FFF) + last)) >> np.uint32(16)).astype("<u2")
+    halves = ((bits + (np.uint32(0x7FFF) + last)) >> np.uint32(16)).astype("<u2")
+    return halves
 
 
 def _float(halves: Array, dtype: DType) -> Array:

@@ -35,7 +35,8 @@ LARGE_BYTES = 8 << 20  # to be cut: casting it takes as long as a small all-redu
 PIECES = 8  # the network waits for the cast of the first, and the caller for that of the last
 WIRE_DTYPES = {"none": None, "bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
 _CAST_OPS = {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX}  # factors' errors would grow
-_KEPT = 4  # memory of calls that have ended, for those to come
+_KEPT = 4  # memory of calls that have ended, for those to come ...
+_KEPT_CALLS = 64  # ... unless that many have had no use for it
 
 
 class WireCast:
@@ -51,7 +52,7 @@ class WireCast:
         self._whole = whole
         self._casts = casts.select()
         self._calls = count()
-        self._free: deque[memoryview] = deque(maxlen=_KEPT)
+        self._free: deque[tuple[int, memoryview]] = deque(maxlen=_KEPT)
 
     def call(
         self,
@@ -91,8 +92,8 @@ class WireCast:
             own = f"{own}: weighted"
         release = None
         if self._is_cast(buffer, op):
-            wire = self._take(buffer.view.nbytes // 2)
-            release = partial(self._free.append, wire)
+            wire = self._take(buffer.view.nbytes // 2, number)
+            release = partial(self._free.append, (number, wire))
             pieces += self._cast(
                 buffer, wire, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept
             )
@@ -150,13 +151,14 @@ class WireCast:
         else:
             self._casts.narrow_keeping(values, kept, wire, self.wire_dtype)
 
-    def _take(self, nbytes: int) -> memoryview:
+    def _take(self, nbytes: int, number: int) -> memoryview:
         # Fresh memory costs more than the cast. Only callers take some, one at a time.
         for _ in range(len(self._free)):
-            wire = self._free.popleft()
+            used, wire = self._free.popleft()
             if len(wire) == nbytes:
                 return wire
-            self._free.append(wire)
+            if number - used < _KEPT_CALLS:
+                self._free.append((used, wire))
         return np.empty(nbytes, np.uint8).data
 
     # -- what is refused ----------------------------------------------------------------------
