@@ -146,6 +146,12 @@ class Client:
         return self.settings.world_size
 
     @property
+    def wire_dtype(self) -> str:
+        """What large float32 buffers travel as: ``float16``, ``bfloat16`` or ``float32``."""
+        dtype = self._wire.wire_dtype
+        return "float32" if dtype is None else dtype.name.lower()
+
+    @property
     def present(self) -> tuple[int, ...]:
         """Ranks that take part: all of them, but for those that the job goes on without."""
         lost = self._survivors.lost if self._survivors is not None else ()

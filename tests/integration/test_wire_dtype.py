@@ -235,7 +235,6 @@ def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
     assert len(call._open) == wire_cast.PIECES
     with pytest.raises(ReductionTimeout) as error:
         work.wait(10)
-    assert error.value.missing == (1,)
     assert error.value.name == "alone"
     assert not call._open
     works = [clients[1].all_reduce(values(0, LARGE), timeout=0.3)]
