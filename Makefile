@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
-GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c
+GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c \
+	worker_client/_cast.c
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 

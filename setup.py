@@ -16,6 +16,10 @@ LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
 WORKER = "worker_client"
+VECTOR_HEADERS = [
+    f"{KERNELS}/halves.h",
+    *(f"{KERNELS}/isa_{variant}.h" for variant in ("generic", "avx2", "avx512")),
+]
 LOOP_HEADERS = [
     "reducer/failpoints.h",
     "reducer/libzmq.h",
@@ -38,7 +42,7 @@ extensions = cythonize(
                 f"{KERNELS}/fold_avx2.c",
                 f"{KERNELS}/fold_avx512.c",
             ],
-            depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h"],
+            depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h", *VECTOR_HEADERS],
             libraries=["m"],
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
@@ -69,6 +73,21 @@ extensions = cythonize(
             ],
             depends=[f"{WORKER}/chunks.h", f"{WORKER}/flight.h", f"{WORKER}/loop.h", *LOOP_HEADERS],
             include_dirs=["reducer"],
+            extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
+        ),
+        Extension(
+            "worker_client._cast",
+            sources=[
+                f"{WORKER}/_cast.pyx",
+                f"{WORKER}/cast_dispatch.c",
+                f"{WORKER}/cast_generic.c",
+                f"{WORKER}/cast_avx2.c",
+                f"{WORKER}/cast_avx512.c",
+            ],
+            depends=[f"{WORKER}/cast.h", f"{WORKER}/cast_template.h", *VECTOR_HEADERS],
+            include_dirs=["reducer"],
+            libraries=["m"],
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         ),

@@ -31,15 +31,18 @@ class Contender:
     Attributes:
         kind: which implementation, and for ours which topology.
         reducers: those on hosts of their own.
+        wire_dtype: what ours sends float32 as, such as ``bf16``; empty for itself.
     """
 
     kind: Kind
     reducers: int = 0
+    wire_dtype: str = ""
 
     @property
     def name(self) -> str:
-        """A short name, such as ``pool-8``, ``embedded`` or ``gloo``."""
-        return f"{self.kind}-{self.reducers}" if self.reducers else self.kind
+        """A short name, such as ``pool-8``, ``pool-8-bf16``, ``embedded`` or ``gloo``."""
+        parts = (self.kind, str(self.reducers or ""), self.wire_dtype)
+        return "-".join(part for part in parts if part)
 
     @property
     def ours(self) -> bool:
@@ -57,6 +60,7 @@ class Place:
         address: of this rank's host.
         leader: address of rank 0's host.
         servers: the reducers as ``host:port``, in the same order at every rank.
+        wire_dtype: as of `Contender`.
     """
 
     rank: int
@@ -64,6 +68,7 @@ class Place:
     address: str
     leader: str
     servers: tuple[str, ...] = ()
+    wire_dtype: str = ""
 
 
 class AllReduce(Protocol):
@@ -103,7 +108,8 @@ class Pool:
             servers=place.servers,
             rank=place.rank,
             world_size=place.world_size,
-            job=f"bench-{len(place.servers)}",
+            job=f"bench-{len(place.servers)}-{place.wire_dtype}",
+            wire_dtype=place.wire_dtype or None,
         )
 
     def bind(self, array: Array) -> Callable[[], object]:

@@ -140,7 +140,14 @@ class Crew:
         python += [self.name, self.contender.kind]
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         places = [
-            Place(host.index, self._size, host.address, hosts[0].address, self._servers)
+            Place(
+                host.index,
+                self._size,
+                host.address,
+                hosts[0].address,
+                self._servers,
+                self.contender.wire_dtype,
+            )
             for host in hosts
         ]
         if self.contender.kind == "mpi":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -46,12 +47,23 @@ def iterations(text: str) -> int | None:
     return None if text == "auto" else counts(text)[0]
 
 
-def ours(workers: int, reducers: str, embedded: bool, mixed: int) -> list[Contender]:
-    """List the topologies that were asked for; a pool of as many reducers as workers if none."""
+def ours(
+    workers: int, reducers: str, embedded: bool, mixed: int, wire_dtypes: str = ""
+) -> list[Contender]:
+    """List the topologies that were asked for; a pool of as many reducers as workers if none.
+
+    Of each pool there is a further one for each wire dtype.
+    """
     found = [Contender("pool", count) for count in counts(reducers)]
     found += [Contender("embedded")] if embedded else []
     found += [Contender("mixed", mixed)] if mixed else []
-    return found or [Contender("pool", workers)]
+    found = found or [Contender("pool", workers)]
+    pools = [contender for contender in found if contender.kind == "pool"]
+    for wire_dtype in _words(wire_dtypes):
+        if wire_dtype not in {"bf16", "fp16"}:
+            raise typer.BadParameter(f"{wire_dtype!r} is none of bf16, fp16")
+        found += [replace(pool, wire_dtype=wire_dtype) for pool in pools]
+    return found
 
 
 def baselines(text: str) -> list[Contender]:

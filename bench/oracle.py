@@ -25,7 +25,7 @@ def contribution(rank: int, count: int) -> Array:
     return np.resize(_tile(rank), count)
 
 
-def wrong(result: Array, world_size: int, *, exact: bool) -> int:
+def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") -> int:
     """Count the elements of a sum over all ranks that are not what they must be.
 
     Args:
@@ -34,14 +34,16 @@ def wrong(result: Array, world_size: int, *, exact: bool) -> int:
         exact: whether every bit counts: the sum is then the left fold in rank order, in fp32.
             Otherwise an element may be off by ``world_size * eps * sum(|contributions|)`` (eps =
             2^-23), which covers every order of additions.
+        wire_dtype: ``bf16`` or ``fp16`` if contributions and the exact sum are rounded to that.
     """
-    count = wrong_bits if exact else wrong_values
-    return count(result, world_size)
+    if exact:
+        return wrong_bits(result, world_size, wire_dtype)
+    return wrong_values(result, world_size)
 
 
-def wrong_bits(result: Array, world_size: int) -> int:
+def wrong_bits(result: Array, world_size: int, wire_dtype: str = "") -> int:
     """Count the elements that differ in any bit from the left fold in rank order."""
-    expected = _left_fold(world_size).view(np.uint32)
+    expected = _left_fold(world_size, wire_dtype).view(np.uint32)
     return sum(
         int(np.count_nonzero(part.view(np.uint32) != expected[: part.size]))
         for part in _parts(result)
@@ -67,11 +69,24 @@ def _tile(rank: int) -> Array:
 
 
 @lru_cache(maxsize=1)
-def _left_fold(world_size: int) -> Array:
-    total = _tile(0)
+def _left_fold(world_size: int, wire_dtype: str) -> Array:
+    total = _rounded(_tile(0), wire_dtype)
     for rank in range(1, world_size):
-        total += _tile(rank)
-    return total
+        total += _rounded(_tile(rank), wire_dtype)
+    return _rounded(total, wire_dtype)
+
+
+def _rounded(finite: Array, wire_dtype: str) -> Array:
+    """Round to the nearest value of the type on the wire, of two the one with an even last bit."""
+    if not wire_dtype:
+        return finite
+    if wire_dtype == "fp16":
+        return finite.astype(np.float16).astype(np.float32)
+    bits = finite.view(np.uint32)
+    bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
+        0xFFFF0000
+    )
+    return bits.view(np.float32)
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ ENDS = (min, max)
 
 # Title and width; README.md defines the columns.
 COLUMNS = (
-    ("contender", 10),
+    ("contender", 12),
     ("n", 3),
     ("k", 3),
     ("size", 8),

@@ -14,9 +14,10 @@ def limit(contender: Contender, workers: int, rate: float) -> float:
     A pool of k reducers takes ``max(S/B, n S/(k B))``. A ring, an MPI of unknown algorithm (which
     no algorithm without further machines can beat) and embedded reducers take ``2(n-1)/n S/B``. k
     reducers beside the workers' own take ``2n(n-1)/(n^2+kn-2k) S/B`` with the best split of the
-    bytes (BytePS, OSDI 2020); with k >= n that is a pool.
+    bytes (BytePS, OSDI 2020); with k >= n that is a pool. With 16 bits on the wire S is half.
     """
     k = contender.reducers
+    rate *= 2 if contender.wire_dtype else 1
     if contender.kind == "pool" or k >= workers:
         return rate * min(1.0, k / workers)
     if workers == 1:

@@ -34,6 +34,7 @@ def init(
     cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
     hierarchy: str | None = None,
+    wire_dtype: str | None = None,
 ) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
 
@@ -59,6 +60,7 @@ def init(
             others make them without it and go on, means being over those that are present.
         hierarchy: ``"auto"``: if several nodes have equally many ranks, those of a node reduce
             among themselves first, so that its network card carries each buffer once; or ``"off"``.
+        wire_dtype: ``"bf16"`` or ``"fp16"``: float32 buffers travel in 16 bits; ``"none"``.
 
     Raises:
         ConfigError: a setting is wrong or missing; the message says what to write.
@@ -81,6 +83,7 @@ def init(
         cycle_time=cycle_time,
         on_rank_lost=on_rank_lost,
         hierarchy=hierarchy,
+        wire_dtype=wire_dtype,
     )
     return client
 

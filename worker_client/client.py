@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import (
@@ -15,9 +17,9 @@ from worker_client import config, device, faults, implementation
 from worker_client.device_staging import DeviceStaging
 from worker_client.host_buffer import host_buffer
 from worker_client.names import own
-from worker_client.operation import Operation
 from worker_client.part import Part
 from worker_client.survivors import Survivors
+from worker_client.wire_cast import WireCast
 from worker_client.work import Work
 
 if TYPE_CHECKING:
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
 
     from reducer.failpoints import Failpoint
     from reducer.wire.constants import DType
+    from worker_client.call import Call
     from worker_client.fallback import Fallback
     from worker_client.fusion import Fusion
     from worker_client.handover import Unfinished
     from worker_client.host_buffer import HostBuffer
+    from worker_client.operation import Operation
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
 
@@ -67,6 +71,10 @@ class Client:
         on_shutdown: called once, after the farewell (embedded reducers stop there).
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
+        wire_dtype: what float32 buffers travel as, FLOAT16 or BFLOAT16; None for what they are.
+
+    Attributes:
+        bytes_reduced: of callers' buffers, in calls that have ended well.
 
     Raises:
         ConfigError: an address cannot be resolved, or `impl` cannot be had.
@@ -87,6 +95,7 @@ class Client:
         fallback: Fallback | None = None,
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
+        wire_dtype: DType | None = None,
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
@@ -97,7 +106,10 @@ class Client:
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
+        # Pieces of one call follow each other, whatever other threads call meanwhile.
+        self._order = threading.RLock()
         self._works: dict[Operation, Callable[[Exception | None], None]] = {}  # whom to tell
+        self._wire = WireCast(wire_dtype, whole=settings.outlive)
         self._staging = DeviceStaging(self._submit)
         self._pid = os.getpid()
 
@@ -140,6 +152,12 @@ class Client:
     def world_size(self) -> int:
         """Number of workers that the job began with."""
         return self.settings.world_size
+
+    @property
+    def wire_dtype(self) -> str:
+        """What large float32 buffers travel as: ``float16``, ``bfloat16`` or ``float32``."""
+        dtype = self._wire.wire_dtype
+        return "float32" if dtype is None else dtype.name.lower()
 
     @property
     def present(self) -> tuple[int, ...]:
@@ -202,6 +220,8 @@ class Client:
         *,
         name: str | None = None,
         timeout: float | str | None = None,
+        weight: float | None = None,
+        residual: Any = None,
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -223,6 +243,15 @@ class Client:
             timeout: seconds (or ``"300s"``, ``"5ms"``) until it fails, this client's default if
                 None. Failing may take longer: what is on its way has to leave `data` first. For a
                 tensor on a device it counts from when a part of it is in host memory.
+            weight: of this rank in a weighted mean, ``sum(weight * data) / sum(weight)``, such as
+                its number of samples; 0 or more, and given by all ranks or none. For float32 and
+                float64 in host memory, without a name. `data` times the weight is rounded, then
+                the mean of these, and last that mean over the mean of all weights, which float64
+                adds up.
+            residual: contiguous float32 array or tensor like `data`, zeros at first: what the cast
+                to the wire's type takes away is kept there and added to the next call that is given
+                it (error feedback). Owned by the call until it has returned. As `weight`, without
+                a name and in host memory.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
@@ -233,17 +262,24 @@ class Client:
             DeviceError: a device failed, now or in an earlier call.
         """
         self._check_usable()
-        if device.is_on_device(data) and (name is None or self._fusion is None):
+        if self._is_staged(data, name):
+            _check_plain(weight, residual, "tensors on a device")
             flat = device.flatten(data)
             reduction, timeout_s = self._parse(flat.dtype, op, name, timeout)
             work = Work(_describe(name, flat.data.nbytes), self._wait_for_device)
-            self._staging.all_reduce(work, data, flat, op=reduction, name=name, timeout_s=timeout_s)
+            with self._order:
+                self._staging.all_reduce(
+                    work, data, flat, op=reduction, name=name, timeout_s=timeout_s
+                )
             return work
         buffer = host_buffer(data)
         reduction, timeout_s = self._parse(buffer.dtype, op, name, timeout)
         if name is not None and self._fusion is not None:
+            _check_plain(weight, residual, "calls that have names")
             return self._fusion.submit(buffer, data, reduction, name, timeout_s)
-        return self.submit(buffer, reduction, name, timeout_s, data)
+        return self.submit(
+            buffer, reduction, name, timeout_s, data=data, weight=weight, residual=residual
+        )
 
     def submit(
         self,
@@ -251,7 +287,10 @@ class Client:
         op: ReduceOp,
         name: str | None,
         timeout_s: float,
+        *,
         data: Any = None,
+        weight: float | None = None,
+        residual: Any = None,
     ) -> Work:
         """Start an all-reduce of host memory, in the same order at every rank.
 
@@ -261,26 +300,28 @@ class Client:
             name: compared between ranks, so that a different order of calls shows as an error.
             timeout_s: seconds until it fails.
             data: what the handle returns in the end.
+            weight: as of `all_reduce`.
+            residual: as of `all_reduce`.
 
         Raises:
+            ConfigError: `weight` or `residual` does not go with the others.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
         self._check_usable()
-        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
-        work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
-
-        def ended(error: Exception | None) -> None:
-            if error is None and buffer.write_back is not None:
-                try:
-                    buffer.write_back()
-                except Exception as refused:  # noqa: BLE001 (the array's own; who waits gets it)
-                    error = refused
-            work.finish(data, error)
-
-        if self._staging.in_order:
-            self._submit(operation, ended)
-        else:
-            self._staging.follow(operation, ended)
+        call: Call
+        work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
+        with self._order:
+            call = self._wire.call(
+                work,
+                data,
+                buffer,
+                op,
+                name=name,
+                timeout_s=timeout_s,
+                weight=weight,
+                residual=residual,
+            )
+            self._begin(call)
         return work
 
     def shutdown(self) -> None:
@@ -317,6 +358,25 @@ class Client:
             raise ConfigError(f"name must be a string, got {name!r}")
         return reduction, self.timeout_s if timeout is None else config.seconds("timeout", timeout)
 
+    def _is_staged(self, data: Any, name: str | None) -> bool:
+        """Whether data goes through page-locked memory, piece by piece."""
+        return device.is_on_device(data) and (name is None or self._fusion is None)
+
+    def _begin(self, call: Call) -> None:
+        submit = self._submit if self._staging.in_order else self._staging.follow
+        refused: LocalProtocolError | None = None
+        for number, operation in enumerate(call.prepared()):
+            end = partial(call.end, operation)
+            if refused is None:
+                try:
+                    submit(operation, end)
+                except LocalProtocolError as error:
+                    if number == 0:
+                        raise
+                    refused = error
+            if refused is not None:  # pieces before it are on their way: the work tells of the end
+                end(refused)
+
     def _submit(self, operation: Operation, ended: Callable[[Exception | None], None]) -> None:
         self._works[operation] = ended
         try:
@@ -329,7 +389,7 @@ class Client:
         if (ended := self._works.get(operation)) is None:
             return  # the call that made it has taken it back
         if error is None:
-            self._bytes_reduced += operation.view.nbytes
+            self._bytes_reduced += operation.data_bytes
         ended(error)
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
 
@@ -380,6 +440,11 @@ class Client:
 
 def _describe(name: str | None, nbytes: int) -> str:
     return f"all-reduce{f' {name!r}' if name else ''} of {nbytes} bytes"
+
+
+def _check_plain(weight: float | None, residual: Any, what: str) -> None:
+    if weight is not None or residual is not None:
+        raise ConfigError(f"weight= and residual= do not go with {what}")
 
 
 def _parse_op(op: str | ReduceOp) -> ReduceOp:

@@ -130,6 +130,10 @@ class WorkerConfig(BaseSettings):
     than one. Off by default: results may differ in the last place, a failure within a node ends the
     client, and small buffers take longer."""
 
+    wire_dtype: Literal["none", "bf16", "fp16"] = "none"
+    """What float32 buffers from 16 KiB on travel as, the same at every rank: ``bf16`` and ``fp16``
+    halve the bytes, and round what is sent and the result."""
+
     impl: Literal["plain", "compiled"] | None = None
     """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was
     built. Both do the same."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
+from worker_client.wire_cast import check_weight
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -36,16 +37,67 @@ class ReductionState:
 
     Args:
         client: the one to use; `worker_client.init()`'s by default.
+        weight: of this rank's gradients in their mean; see the property.
+        error_feedback: keep, for each bucket, what the cast to the wire's 16 bits takes away, and
+            add it to the next step's gradients: a further float32 buffer for each.
+
+    Raises:
+        ConfigError: `error_feedback` without a wire dtype, or `weight` is none.
     """
 
-    __slots__ = ("_error", "_task", "client")
+    __slots__ = ("_error", "_residuals", "_task", "_weight", "client", "error_feedback")
 
-    def __init__(self, client: Optional["Client"] = None) -> None:
+    def __init__(
+        self,
+        client: Optional["Client"] = None,
+        *,
+        weight: float | None = None,
+        error_feedback: bool = False,
+    ) -> None:
         self.client: Client = worker_client.init() if client is None else client
+        if error_feedback and self.client.wire_dtype == "float32":
+            raise ConfigError(
+                "error_feedback=True keeps what the cast to 16 bits takes away, and nothing is "
+                "cast: set REDUCTION_WIRE_DTYPE=bf16, or leave it out"
+            )
+        self.error_feedback = error_feedback
+        self.weight = weight
+        # By a bucket's index: the parameters in it, and what casts have taken away from their
+        # gradients. DDP makes other buckets after the first step.
+        self._residuals: dict[int, tuple[list[int], torch.Tensor]] = {}
         self._error: ReductionError | None = None
         self._task = _OUTSIDE_BACKWARD  # the backward pass that was last prepared to raise
 
-    def start(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    @property
+    def weight(self) -> float | None:
+        """Weight of this rank's gradients in their mean, such as the samples in its batch.
+
+        Set it at every rank before each backward pass whose batches are unequal; None everywhere is
+        the plain mean. A rank that has joined early (`Join`) counts with weight 0.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        if weight is not None:
+            check_weight(weight)
+        self._weight = weight
+
+    def residual(self, bucket: GradBucket) -> torch.Tensor | None:
+        """Return what casts have taken away from a bucket's gradients, to be updated in place."""
+        buffer = bucket.buffer()
+        if not self.error_feedback or buffer.dtype != torch.float32:
+            return None
+        parameters = [id(parameter) for parameter in bucket.parameters()]
+        known, residual = self._residuals.get(bucket.index(), (None, None))
+        if residual is None or known != parameters:
+            residual = torch.zeros_like(buffer)
+            self._residuals[bucket.index()] = parameters, residual
+        return residual
+
+    def start(
+        self, buffer: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.futures.Future[torch.Tensor]:
         """Start averaging `buffer` over all ranks, in place, and return a future of it."""
         # Whoever waits for a future that knows the device has its stream wait for the result.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
@@ -68,7 +120,8 @@ class ReductionState:
             finish(done.exception())
 
         try:
-            work = self.client.all_reduce(buffer, ReduceOp.MEAN)
+            weight = 0.0 if self._weight is not None and not in_backward else self._weight
+            work = self.client.all_reduce(buffer, ReduceOp.MEAN, weight=weight, residual=residual)
         except ReductionError as error:
             finish(error)
         else:
@@ -109,7 +162,7 @@ def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.F
     """
     if isinstance(bucket, tuple):
         raise ConfigError(_PYTHON_REDUCER)
-    return state.start(bucket.buffer())
+    return state.start(bucket.buffer(), state.residual(bucket))
 
 
 def attach(

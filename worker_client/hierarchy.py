@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from reducer.errors import (
+    ConfigError,
     LocalProtocolError,
     MismatchError,
     RankLostError,
@@ -156,9 +157,18 @@ class HierarchicalClient(Client):
         op: ReduceOp,
         name: str | None,
         timeout_s: float,
+        *,
         data: Any = None,
+        weight: float | None = None,
+        residual: Any = None,
     ) -> Work:
-        """As `Client.submit`, but that what ended this client is raised by the next call."""
+        """As `Client.submit`, but that what ended this client is raised by the next call.
+
+        Raises:
+            ConfigError: there is a weight or a residual.
+        """
+        if weight is not None or residual is not None:
+            raise ConfigError("weight= and residual= need REDUCTION_HIERARCHY=off")
         call = _Call(data, buffer, op, name, time.monotonic() + timeout_s)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
         call.work = Work(what, self.lead, lambda: call.missing)
@@ -167,6 +177,10 @@ class HierarchicalClient(Client):
             self._open[call] = None
             self._asked.put(call)
         return call.work
+
+    def _is_staged(self, data: Any, name: str | None) -> bool:
+        del data, name
+        return False  # the parts of a node are in host memory
 
     def lead(self, done: Callable[[], bool], until: float) -> None:
         """As `Client.lead`: two threads of this client do everything.

@@ -21,6 +21,7 @@ class Operation:
         timeout_s: seconds from submission to the deadline.
 
     Attributes:
+        data_bytes: of the caller's data that it reduces; `view` may hold less, or something else.
         sequence: its number within the job, given at submission.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
         begun: when it was submitted, by the same clock.
@@ -32,6 +33,7 @@ class Operation:
     __slots__ = (
         "ask_at",
         "begun",
+        "data_bytes",
         "deadline",
         "dtype",
         "missing",
@@ -48,6 +50,7 @@ class Operation:
         self, view: memoryview, dtype: DType, op: ReduceOp, name: str | None, timeout_s: float
     ) -> None:
         self.view = view
+        self.data_bytes = view.nbytes
         self.dtype = dtype
         self.op = op
         self.name = name

@@ -20,6 +20,7 @@ from worker_client.hierarchy import HierarchicalClient
 from worker_client.mates import meet
 from worker_client.nodes import arrange, host_identity
 from worker_client.settings import Settings
+from worker_client.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ def connect(
     cycle_time: float | str | None = None,
     on_rank_lost: str | None = None,
     hierarchy: str | None = None,
+    wire_dtype: str | None = None,
     group: ProcessGroup | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
@@ -68,6 +70,7 @@ def connect(
         cycle_time=cycle_time,
         on_rank_lost=on_rank_lost,
         hierarchy=hierarchy,
+        wire_dtype=wire_dtype,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
@@ -164,6 +167,7 @@ def _join(
             "io_threads": settings.io_threads,
             "context": hosted.context if hosted else None,
             "failpoints": parse(settings.failpoints),
+            "wire_dtype": WIRE_DTYPES[settings.wire_dtype],
         }
         threshold = int(settings.fusion_threshold)
         if settings.autotune:

@@ -2,20 +2,10 @@
 #include "fold.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
+#include "isa_avx2.h"
 
-#define FOLD_TARGET __attribute__((target("avx2,f16c")))
-#define FOLD_VECTOR_BYTES 32
 #define FOLD_HALF_BLOCK 8
 #define FOLD_TABLE fold_avx2
-#define FOLD_NAME "avx2"
-#define FOLD_HAS_F16C
-#define widen_half(x) ((v_f32)_mm256_cvtph_ps((__m128i)(x)))
-#define narrow_half(x) ((v_half)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT))
-#define widen_u16(x) ((v_u32)_mm256_cvtepu16_epi32((__m128i)(x)))
-#define narrow_u32(x) \
-    ((v_half)_mm256_castsi256_si128(_mm256_permute4x64_epi64( \
-        _mm256_packus_epi32((__m256i)(x), _mm256_setzero_si256()), 0x08)))
 #include "fold_template.h"
 #else
 typedef int fold_avx2_is_for_x86_only; /* C wants a declaration in every file */

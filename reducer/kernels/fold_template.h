@@ -1,12 +1,8 @@
 /* All kernels of one instruction set, as a table; the semantics are in fold.h.
  *
- * Each fold_<variant>.c includes this file once, after defining
- *     FOLD_TARGET         attribute that lets the compiler use the instruction set
- *     FOLD_VECTOR_BYTES   width of its vectors
- *     FOLD_TABLE, FOLD_NAME  the table's symbol, and its name
+ * Each fold_<variant>.c includes this file once, after isa_<variant>.h and after defining
+ *     FOLD_TABLE          the table's symbol
  *     FOLD_HALF_BLOCK     accumulators at a time of 16-bit types (FOLD_BLOCK of the others)
- *     widen_u16, narrow_u32  16-bit lanes to 32-bit ones and back, in which they fit
- *     FOLD_HAS_F16C       where the CPU converts float16; then widen_half and narrow_half as well
  *
  * A fold advances through all inputs together, FOLD_BLOCK vectors at a time, with the accumulators
  * in registers: every input is read once and the output is written once. Vectors are GCC's, so the
@@ -18,22 +14,14 @@
  * 4 MiB (it loses a fifth from 16 MiB on, which no chunk is); the others gain nothing by it. Stores
  * past the cache lose a quarter where the output fits in it, as a chunk does that is sent next.
  */
-#include <string.h>
-
-#define INLINE FOLD_TARGET static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 enum { FOLD_BLOCK = 8, CACHE_LINE = 64, PREFETCH_AHEAD = 1024 };
 
-#define VECTOR(bytes) __attribute__((vector_size(bytes)))
-typedef float v_f32 VECTOR(FOLD_VECTOR_BYTES);
-typedef double v_f64 VECTOR(FOLD_VECTOR_BYTES);
-typedef int8_t v_i8 VECTOR(FOLD_VECTOR_BYTES);
-typedef int32_t v_i32 VECTOR(FOLD_VECTOR_BYTES);
-typedef int64_t v_i64 VECTOR(FOLD_VECTOR_BYTES);
-typedef uint8_t v_u8 VECTOR(FOLD_VECTOR_BYTES);
-typedef uint32_t v_u32 VECTOR(FOLD_VECTOR_BYTES);
-typedef uint64_t v_u64 VECTOR(FOLD_VECTOR_BYTES);
-typedef uint16_t v_half VECTOR(FOLD_VECTOR_BYTES / 2); /* as many 16-bit lanes as a v_f32 has */
+typedef double v_f64 VECTOR(ISA_VECTOR_BYTES);
+typedef int8_t v_i8 VECTOR(ISA_VECTOR_BYTES);
+typedef int64_t v_i64 VECTOR(ISA_VECTOR_BYTES);
+typedef uint8_t v_u8 VECTOR(ISA_VECTOR_BYTES);
+typedef uint64_t v_u64 VECTOR(ISA_VECTOR_BYTES);
 
 /* Per element type: the vector it accumulates in, the bytes of an element, and those that a vector
  * takes up in memory, and the vectors in a block. */
@@ -54,14 +42,14 @@ enum {
     SIZE_u8 = 1
 };
 enum {
-    BYTES_f32 = FOLD_VECTOR_BYTES,
-    BYTES_f64 = FOLD_VECTOR_BYTES,
-    BYTES_f16 = FOLD_VECTOR_BYTES / 2,
-    BYTES_bf16 = FOLD_VECTOR_BYTES / 2,
-    BYTES_i8 = FOLD_VECTOR_BYTES,
-    BYTES_i32 = FOLD_VECTOR_BYTES,
-    BYTES_i64 = FOLD_VECTOR_BYTES,
-    BYTES_u8 = FOLD_VECTOR_BYTES
+    BYTES_f32 = ISA_VECTOR_BYTES,
+    BYTES_f64 = ISA_VECTOR_BYTES,
+    BYTES_f16 = ISA_VECTOR_BYTES / 2,
+    BYTES_bf16 = ISA_VECTOR_BYTES / 2,
+    BYTES_i8 = ISA_VECTOR_BYTES,
+    BYTES_i32 = ISA_VECTOR_BYTES,
+    BYTES_i64 = ISA_VECTOR_BYTES,
+    BYTES_u8 = ISA_VECTOR_BYTES
 };
 
 enum {
@@ -91,61 +79,6 @@ DEFINE_LOAD_STORE(i8)
 DEFINE_LOAD_STORE(i32)
 DEFINE_LOAD_STORE(i64)
 DEFINE_LOAD_STORE(u8)
-
-INLINE v_u32 select_u32(v_u32 mask, v_u32 yes, v_u32 no) { return (yes & mask) | (no & ~mask); }
-
-INLINE v_f32 load_bf16(const unsigned char *from, size_t bytes) {
-    v_half x = {0};
-    memcpy(&x, from, bytes);
-    return (v_f32)(widen_u16(x) << 16);
-}
-
-/* A NaN arrives here as 0x7fc00000 only, which the rounding leaves a NaN. */
-INLINE void store_bf16(unsigned char *to, v_f32 x, size_t bytes) {
-    v_u32 bits = (v_u32)x;
-    bits += 0x7fff + ((bits >> 16) & 1);
-    v_half rounded = narrow_u32(bits >> 16);
-    memcpy(to, &rounded, bytes);
-}
-
-#ifndef FOLD_HAS_F16C
-INLINE v_f32 widen_half(v_half half) {
-    v_u32 x = widen_u16(half);
-    v_u32 sign = (x & 0x8000) << 16;
-    v_u32 magnitude = x & 0x7fff;
-    v_u32 bits = (magnitude << 13) + (112u << 23);            /* from exponent bias 15 to 127 */
-    v_u32 is_special = (v_u32)(magnitude >= 0x7c00);          /* infinity and NaN: exponent 255 */
-    bits += is_special & (112u << 23);
-    v_u32 is_subnormal = (v_u32)(magnitude < 0x0400);         /* a multiple of 2^-24, zero too */
-    v_f32 scaled = __builtin_convertvector((v_i32)magnitude, v_f32) * 0x1p-24f;
-    return (v_f32)(select_u32(is_subnormal, (v_u32)scaled, bits) | sign);
-}
-
-/* Nearest, ties to even. A NaN arrives here as 0x7fc00000 only. */
-INLINE v_half narrow_half(v_f32 x) {
-    v_u32 sign = ((v_u32)x >> 16) & 0x8000;
-    v_u32 magnitude = (v_u32)x & 0x7fffffff;
-    /* Normal: a carry out of the mantissa rightly increments the exponent, up to infinity. */
-    v_u32 half = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-    /* Below 2^-14: the mantissa's last bit in 0.5 + x is worth 2^-24, as a subnormal half's. */
-    v_u32 subnormal = (v_u32)((v_f32)magnitude + 0.5f) - 0x3f000000;
-    half = select_u32((v_u32)(magnitude < 0x38800000), subnormal, half);
-    half = select_u32((v_u32)(magnitude >= 0x47800000), 0x7c00 + (v_u32){0}, half); /* >= 2^16 */
-    half = select_u32((v_u32)(magnitude > 0x7f800000), 0x7e00 + (v_u32){0}, half);
-    return narrow_u32(half | sign);
-}
-#endif
-
-INLINE v_f32 load_f16(const unsigned char *from, size_t bytes) {
-    v_half x = {0};
-    memcpy(&x, from, bytes);
-    return widen_half(x);
-}
-
-INLINE void store_f16(unsigned char *to, v_f32 x, size_t bytes) {
-    v_half rounded = narrow_half(x);
-    memcpy(to, &rounded, bytes);
-}
 
 /* ---- steps: acc = acc (op) x; finals: from the accumulator to the value that is rounded ---- */
 
@@ -203,7 +136,7 @@ INLINE void prefetch(const unsigned char *from, size_t bytes) {
 #define DEFINE_FOLD(name, T, A, step, final)                                                    \
     INLINE void name##_piece(unsigned char *out, const void *const *in, size_t n, size_t at,    \
                              size_t vectors, size_t bytes) {                                    \
-        const int is_widened = BYTES_##T < FOLD_VECTOR_BYTES;                                   \
+        const int is_widened = BYTES_##T < ISA_VECTOR_BYTES;                                   \
         const size_t ahead = is_widened && vectors > 1 ? vectors * BYTES_##T : 0;               \
         acc_##T acc[BLOCK_##T];                                                                 \
         const unsigned char *first = (const unsigned char *)in[0] + at;                         \
@@ -222,7 +155,7 @@ INLINE void prefetch(const unsigned char *from, size_t bytes) {
             store_##T(out + at + v * BYTES_##T, final##_##A(acc[v], n), bytes);                 \
         }                                                                                       \
     }                                                                                           \
-    FOLD_TARGET static void name(void *out, const void *const *in, size_t n, size_t count) {    \
+    ISA_TARGET static void name(void *out, const void *const *in, size_t n, size_t count) {    \
         const size_t block = (size_t)BLOCK_##T * BYTES_##T;                                     \
         const size_t end = count * SIZE_##T;                                                    \
         size_t at = 0;                                                                          \
@@ -255,7 +188,7 @@ DEFINE_COMMON_FOLDS(i32, i32)
 DEFINE_COMMON_FOLDS(i64, i64)
 DEFINE_COMMON_FOLDS(u8, u8)
 
-FOLD_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nbytes) {
+ISA_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nbytes) {
     v_u64 acc[FOLD_BLOCK] = {{0}};
     const size_t block = sizeof(acc);
     size_t at = 0;
@@ -291,7 +224,7 @@ FOLD_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nby
     [FOLD_SUM] = T##_sum, [FOLD_MIN] = T##_min, [FOLD_MAX] = T##_max, [FOLD_PRODUCT] = T##_product
 
 const struct fold_table FOLD_TABLE = {
-    .name = FOLD_NAME,
+    .name = ISA_NAME,
     .read = read_all,
     .fold = {
         [FOLD_FLOAT32] = {COMMON_ENTRIES(f32), [FOLD_MEAN] = f32_mean},

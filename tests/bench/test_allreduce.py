@@ -59,6 +59,17 @@ def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "report-pictures" / "1.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_16_bits_on_the_wire_are_a_contender(tmp_path: Path) -> None:
+    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--wire", "bf16,fp16"]
+    given += ["--sizes", "4KiB,64KiB,8MiB", "--baselines", "", "--rounds", "1"]
+    file = tmp_path / "found.json"
+    bench("allreduce", *given, "--json", file)
+    rows = Results.read(file).rows
+    assert {row.contender for row in rows} == {"pool-1", "pool-1-bf16", "pool-1-fp16"}
+    assert len(rows) == 9
+    assert all(row.wrong == 0 and row.exact for row in rows)
+
+
 def test_embedded_and_mixed_pools_take_part(tmp_path: Path) -> None:
     given = ["--unshaped", "--workers", "2", "--embedded", "--mixed", "1", "--baselines", ""]
     file = tmp_path / "found.json"
@@ -149,6 +160,8 @@ def test_every_wrong_element_counts(exact: bool) -> None:
     for rank in (1, 2):
         total += oracle.contribution(rank, count)
     assert oracle.wrong(total, 3, exact=exact) == 0
+    rounded = oracle.wrong(total, 3, exact=exact, wire_dtype="bf16")
+    assert rounded == (0 if not exact else pytest.approx(total.size, rel=0.1))
     total[[5, -1]] += 1
     total[7] = np.nan
     assert oracle.wrong(total, 3, exact=exact) == 3
@@ -168,6 +181,7 @@ def test_limits_are_those_of_the_formulas() -> None:
     assert theory.limit(embedded, 2, 100.0) == 100
     assert theory.limit(Contender("pool", 8), 8, 100.0) == 100
     assert theory.limit(Contender("pool", 2), 8, 100.0) == 25
+    assert theory.limit(Contender("pool", 8, "bf16"), 8, 100.0) == 200
     assert theory.limit(Contender("mixed", 8), 8, 100.0) == 100
     between = theory.limit(Contender("mixed", 4), 8, 100.0)
     assert theory.limit(ring, 8, 100.0) < between < 100

@@ -28,12 +28,21 @@ OPTIONS = (
 )
 
 
-def run_ranks(world_size: int, group: str, out: Path, servers: list[str]) -> list[dict]:
-    """Run `ddp_cases.py` at every rank and return what each wrote."""
-    environment = rank_environment(world_size, REDUCTION_SERVERS=",".join(servers))
+def run_ranks(
+    world_size: int,
+    group: str,
+    out: Path,
+    servers: list[str],
+    *,
+    script: Path = CASES,
+    **settings: str,
+) -> list[dict]:
+    """Run `ddp_cases.py`, or another script, at every rank and return what each wrote."""
+    settings = {"REDUCTION_SERVERS": ",".join(servers), **settings}
+    environment = rank_environment(world_size, **settings)
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(CASES), str(out), group],
+            [sys.executable, str(script), str(out), group],
             env={**environment, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,

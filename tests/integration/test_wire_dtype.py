@@ -1,0 +1,377 @@
+"""float32 buffers that travel in 16 bits, and weighted means: bits, bounds, errors."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from reducer import kernels, local_pool
+from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
+from reducer.wire.constants import ReduceOp
+from tests.conftest import joined
+from tests.integration.calls import errors_of
+from worker_client import casts, wire_cast
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+
+    Job = Callable[..., list[Client]]
+
+pytestmark = [
+    pytest.mark.usefixtures("impl"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+SMALL = wire_cast.SMALLEST_BYTES // 4
+LARGE = wire_cast.LARGE_BYTES // 4
+COUNTS = (SMALL, SMALL + 1, LARGE - 1, LARGE, LARGE + 13)  # elements
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one value, relative
+
+
+def view(array: np.ndarray) -> memoryview:
+    return array.view(np.uint8).data
+
+
+def values(rank: int, count: int) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
+
+
+def sent(array: np.ndarray, wire: str) -> np.ndarray:
+    """What travels, as bits of 16-bit values."""
+    out = np.empty(array.size, np.uint16)
+    casts.PlainCasts().narrow(view(array), view(out), wire_cast.WIRE_DTYPES[wire])
+    return out
+
+
+def received(halves: np.ndarray, wire: str) -> np.ndarray:
+    out = np.empty(halves.size, np.float32)
+    casts.PlainCasts().widen(view(halves), view(out), wire_cast.WIRE_DTYPES[wire])
+    return out
+
+
+def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
+    inputs = [sent(array, wire) for array in given]
+    out = np.empty_like(inputs[0])
+    plain = kernels.select("numpy")
+    plain.reduce([view(i) for i in inputs], view(out), wire_cast.WIRE_DTYPES[wire], op)
+    return received(out, wire)
+
+
+def reduced(clients: list[Client], given: list[Any], op: str = "mean", **how: Any) -> list[Any]:
+    """All ranks' results; a list among the arguments has one for each rank."""
+    works = [
+        client.all_reduce(
+            array, op, **{k: v[rank] if isinstance(v, list) else v for k, v in how.items()}
+        )
+        for rank, (client, array) in enumerate(zip(clients, given, strict=True))
+    ]
+    return [work.wait(20) for work in works]
+
+
+# -- bits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
+    clients = job(3, wire_dtype=wire)
+    for count in COUNTS:
+        for op in ("sum", "mean", "min", "max") if count < LARGE else ("mean",):
+            given = [values(rank, count) for rank in range(3)]
+            expected = oracle(given, wire, ReduceOp[op.upper()]).tobytes()
+            before = clients[0].bytes_reduced
+            assert [a.tobytes() for a in reduced(clients, given, op)] == [expected] * 3
+            assert clients[0].bytes_reduced - before == 4 * count
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_the_error_is_that_of_one_rounding(job: Job, wire: str) -> None:
+    clients = job(3, wire_dtype=wire)
+    given = [values(rank, 100_000) for rank in range(3)]
+    travels = np.mean([received(sent(a, wire), wire).astype(np.float64) for a in given], axis=0)
+    original = np.mean([a.astype(np.float64) for a in given], axis=0)
+    sizes = np.mean([np.abs(a.astype(np.float64)) for a in given], axis=0)
+    (got, *_) = reduced(clients, given)
+    tiny = 2.0**-24  # half of fp16's smallest step
+    in_float32 = 2.0**-22 * sizes  # of three additions and a division
+    assert (np.abs(got - travels) <= ROUNDING[wire] * np.abs(travels) + in_float32 + tiny).all()
+    bound = ROUNDING[wire] * (np.abs(original) + 1.01 * sizes) + in_float32 + 2 * tiny
+    assert (np.abs(got - original) <= bound).all()
+
+
+def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job) -> None:
+    plain, cast = job(2, job="plain"), job(2, wire_dtype="bf16")
+    for count, dtype, op in (
+        (SMALL - 1, np.float32, "mean"),
+        (SMALL, np.float64, "mean"),
+        (SMALL, np.float32, "product"),
+        (SMALL, np.float16, "sum"),
+        (SMALL, np.int32, "sum"),
+    ):
+        ends = [
+            reduced(clients, [(100 * values(rank, count)).astype(dtype) for rank in range(2)], op)
+            for clients in (plain, cast)
+        ]
+        assert [a.tobytes() for a in ends[0]] == [a.tobytes() for a in ends[1]]
+
+
+def test_tensors_and_strided_memory(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16")
+    given = [values(rank, 2 * SMALL).reshape(2, SMALL) for rank in range(2)]
+    expected = oracle([a.T.ravel() for a in given], "bf16", ReduceOp.MEAN).reshape(SMALL, 2)
+    tensors = [torch.from_numpy(a.copy()).t() for a in given]
+    for tensor in reduced(clients, tensors):
+        np.testing.assert_array_equal(tensor.numpy(), expected)
+    for array in reduced(clients, [a.T for a in given]):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_special_values_arrive(job: Job) -> None:
+    clients = job(2, wire_dtype="fp16")
+    given = [np.resize(np.float32([np.nan, np.inf, -np.inf, 1e6, -0.0, 1.0]), SMALL), None]
+    given[1] = np.zeros(SMALL, np.float32)
+    for array in reduced(clients, given, "sum"):
+        np.testing.assert_array_equal(array[:6], [np.nan, np.inf, -np.inf, np.inf, 0.0, 1.0])
+
+
+def test_threads_may_call_at_once(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16")
+    expected = oracle([values(r, LARGE) for r in range(2)], "bf16", ReduceOp.MEAN).tobytes()
+    ends: list[bytes] = []
+
+    def call(client: Client) -> None:
+        for _ in range(3):
+            work = client.all_reduce(values(client.rank, LARGE))
+            ends.append(work.wait(20).tobytes())
+
+    threads = [threading.Thread(target=call, args=(c,)) for c in clients for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert ends == [expected] * 12
+
+
+def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16", on_rank_lost="continue")
+    given = [values(rank, LARGE) for rank in range(2)]
+    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
+    works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
+    assert len({id(end.func.__self__) for end in clients[0]._works.values()}) == len(
+        clients[0]._works
+    )
+    assert [work.wait(20).tobytes() for work in works] == [expected] * 2
+    with pytest.raises(ConfigError, match="on_rank_lost='continue'"):
+        clients[0].all_reduce(given[0], weight=2.0)
+
+
+def test_a_reducer_may_die_between_the_pieces(impl: str) -> None:
+    del impl
+    given = [values(rank, 4 * LARGE) for rank in range(2)]
+    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
+    with local_pool(2) as servers:
+        host = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
+        with joined(2, servers=servers, job="dies", wire_dtype="bf16") as clients:
+            works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
+            host[-1].kill()
+            assert [work.wait(30).tobytes() for work in works] == [expected] * 2
+            assert clients[0].counters.losses == 1
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(LARGE, LARGE + 16), (LARGE, 3 * LARGE), (SMALL, SMALL + 1)])
+def test_other_sizes_are_named_and_the_next_call_works(job: Job, counts: tuple[int, int]) -> None:
+    clients = job(2, wire_dtype="bf16")
+    works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
+    for error in errors_of(works, within_s=10):
+        assert isinstance(error, MismatchError)
+        assert error.field == "total_bytes"
+        assert error.name == "x"
+    given = [values(rank, LARGE) for rank in range(2)]
+    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
+    assert [a.tobytes() for a in reduced(clients, given)] == [expected] * 2
+
+
+def test_a_large_and_a_small_buffer_never_meet_silently(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16", timeout=3)
+    works = [c.all_reduce(values(0, n)) for c, n in zip(clients, (LARGE, SMALL), strict=True)]
+    # From here on rank 0 has made seven all-reduces more: its are those of other calls.
+    works += [client.all_reduce(values(0, SMALL)) for _ in range(12) for client in clients]
+    for error in errors_of(works, within_s=20):
+        assert isinstance(error, (MismatchError, ReductionTimeout))
+
+
+@pytest.mark.parametrize("settings", [("bf16", "none"), ("bf16", "fp16")])
+@pytest.mark.parametrize("count", [100, SMALL])
+def test_other_settings_are_a_mismatch(
+    servers: list[str], settings: tuple[str, str], count: int
+) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        clients = pool.map(
+            lambda rank: connect(
+                servers=servers, rank=rank, world_size=2, job="s", wire_dtype=settings[rank]
+            ),
+            range(2),
+        )
+        members = [stack.enter_context(client) for client in clients]
+        works = [client.all_reduce(values(0, count)) for client in members]
+        if count == 100 and "none" not in settings:
+            assert all(work.wait(10) is not None for work in works)  # neither casts it
+        else:
+            assert all(isinstance(e, MismatchError) for e in errors_of(works, within_s=10))
+
+
+def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16")
+    work = clients[0].all_reduce(values(0, LARGE), timeout=0.3)
+    (call,) = {end.func.__self__ for end in clients[0]._works.values()}
+    assert len(call._open) == wire_cast.PIECES
+    with pytest.raises(ReductionTimeout) as error:
+        work.wait(10)
+    assert error.value.name is None, "the caller gave none"
+    assert not call._open
+    works = [clients[1].all_reduce(values(0, LARGE), timeout=0.3)]
+    errors_of(works, within_s=10)  # catches up: its rank 0 has failed
+    given = [values(rank, SMALL) for rank in range(2)]
+    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
+    assert [a.tobytes() for a in reduced(clients, given)] == [expected] * 2
+
+
+def test_shutdown_ends_all_pieces(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16")
+    work = clients[0].all_reduce(values(0, LARGE))
+    clients[0].shutdown()
+    with pytest.raises(LocalProtocolError):
+        work.wait(5)
+    assert not clients[0]._works
+
+
+def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
+    (client,) = job(1, wire_dtype="bf16")
+    submit, count = client._driver.submit, []
+
+    def stop_after_three(operation: Any) -> None:
+        count.append(operation)
+        if len(count) == 4:
+            client.shutdown()
+        submit(operation)
+
+    client._driver.submit = stop_after_three
+    work = client.all_reduce(values(0, LARGE))
+    with pytest.raises(LocalProtocolError):
+        work.wait(5)
+    assert len(count) == 4
+    assert not client._works
+
+
+# -- weights ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", ["none", "bf16"])
+def test_a_weighted_mean(job: Job, wire: str) -> None:
+    clients = job(3, wire_dtype=wire)
+    weights = [32.0, 7, np.float32(0.5)]
+    for count in (1, SMALL, LARGE):
+        given = [values(rank, count) for rank in range(3)]
+        exact = np.average(np.float64(given), axis=0, weights=np.float64(weights))
+        size = np.average(np.abs(np.float64(given)), axis=0, weights=np.float64(weights))
+        ends = reduced(clients, given, weight=weights)
+        assert len({end.tobytes() for end in ends}) == 1
+        rounding = 2.0**-21 if wire == "none" or count < SMALL else 2.0**-7
+        assert (np.abs(ends[0] - exact) <= rounding * size).all()
+
+
+def test_equal_weights_are_no_weights(job: Job) -> None:
+    clients = job(3)
+    plain = reduced(clients, [values(rank, 1000) for rank in range(3)])[0].tobytes()
+    for weight in (1, 4.0):
+        ends = reduced(clients, [values(rank, 1000) for rank in range(3)], weight=weight)
+        assert [end.tobytes() for end in ends] == [plain] * 3
+
+
+def test_float64_and_strided_data_may_be_weighted(job: Job) -> None:
+    clients = job(2)
+    given = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
+    expected = (given[0] + 3 * given[1]) / 4
+    for end in reduced(clients, given, weight=[1, 3]):
+        np.testing.assert_allclose(end, expected, rtol=1e-15)
+
+
+def test_a_rank_of_weight_0_has_nothing_to_say(job: Job) -> None:
+    clients = job(2)
+    given = [np.float32([1.5, 2.5]), np.float32([np.nan, np.inf])]
+    for end in reduced(clients, given, weight=[8, 0]):
+        assert end.tolist() == [1.5, 2.5]
+    works = [client.all_reduce(np.ones(2, np.float32), weight=0) for client in clients]
+    for error in errors_of(works):
+        assert isinstance(error, ConfigError)
+        assert "weights are 0" in str(error)
+
+
+def test_a_weight_at_one_rank_only_never_meets_silently(job: Job) -> None:
+    clients = job(2, timeout=3)
+    works = []
+    for _ in range(6):
+        works.append(clients[0].all_reduce(values(0, 10), weight=2.0))
+        works.append(clients[1].all_reduce(values(0, 10)))
+    for error in errors_of(works, within_s=20):
+        assert isinstance(error, (MismatchError, ReductionTimeout))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "2", True, 1j])
+def test_what_is_no_weight(job: Job, weight: Any) -> None:
+    (client,) = job(1)
+    with pytest.raises(ConfigError, match="finite number of at least 0"):
+        client.all_reduce(values(0, 10), weight=weight)
+
+
+def test_weights_go_with_means_of_floats(job: Job) -> None:
+    (client,) = job(1)
+    with pytest.raises(ConfigError, match="use op='mean'"):
+        client.all_reduce(values(0, 10), op="sum", weight=2)
+    with pytest.raises(ConfigError, match="convert the data to float32"):
+        client.all_reduce(np.ones(10, np.float16), weight=2)
+
+
+# -- residuals ----------------------------------------------------------------------------------
+
+
+def test_error_feedback_makes_up_for_rounding(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16")
+    residuals = [np.zeros(SMALL, np.float32) for _ in clients]
+    exact = np.mean(np.float64([values(rank, SMALL) for rank in range(2)]), axis=0)
+    with_it, without = np.zeros(SMALL), np.zeros(SMALL)
+    for _ in range(50):
+        with_it += reduced(clients, [values(r, SMALL) for r in range(2)], residual=residuals)[0]
+        without += reduced(clients, [values(r, SMALL) for r in range(2)])[0]
+    error, plain = (np.abs(total / 50 - exact).mean() for total in (with_it, without))
+    assert error < plain / 1.5  # what is left is the rounding of results, which nobody keeps
+
+
+def test_residuals_that_do_not_fit(job: Job) -> None:
+    (client,) = job(1, wire_dtype="bf16")
+    data = values(0, SMALL)
+    for wrong in (np.zeros(SMALL), np.zeros(2 * SMALL, np.float32)[::2]):
+        with pytest.raises(ConfigError, match="contiguous float32"):
+            client.all_reduce(data, residual=wrong)
+    with pytest.raises(ConfigError, match="its own size"):
+        client.all_reduce(data, residual=np.zeros(5, np.float32))
+    (plain,) = job(1, job="plain")
+    with pytest.raises(ConfigError, match="set REDUCTION_WIRE_DTYPE=bf16"):
+        plain.all_reduce(data, residual=np.zeros(SMALL, np.float32))
+
+
+def test_int8_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="REDUCTION_WIRE_DTYPE: Input should be 'none', 'bf16' or"
+    ):
+        connect(rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int8")

@@ -1,0 +1,119 @@
+"""One rank of test_wire_ddp: DDP trainings with 16 bits on the wire and with unequal batches.
+
+Started as `python wire_ddp.py OUT.json CASES` with torchrun's environment; writes JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import worker_client
+from reducer.errors import ConfigError
+from tests.integration.ddp_cases import digest
+from worker_client.ddp import ReductionState, reduction_hook
+
+STEPS = 40
+BATCHES = (5, 24, 11)  # samples of each rank in a step
+EARLY = 8  # steps that rank 0 leaves out in the case "join"
+
+
+def make(bucket_cap_mb: float = 0.1) -> DistributedDataParallel:
+    """Two buckets and more, smooth layers, float64 where nothing shall be rounded."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(20, 200), torch.nn.Tanh(), torch.nn.Linear(200, 200)]
+    layers += [torch.nn.Tanh(), torch.nn.Linear(200, 1)]
+    return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)
+
+
+def samples(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(BATCHES[rank], 20, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
+
+
+def train(case: str) -> dict[str, object]:
+    ddp = make()
+    state = None
+    if case != "stock":
+        state = ReductionState(error_feedback=case == "feedback")
+        hook = reduction_hook
+        if case == "wrapper":
+            hook = default_hooks.fp16_compress_wrapper(reduction_hook)
+        ddp.register_comm_hook(state, hook)
+    rank = dist.get_rank()
+    weighted = case in {"weighted", "join"}
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    steps = STEPS - EARLY if case == "join" and rank == 0 else STEPS
+    with Join([ddp], enable=case == "join"):
+        for step in range(steps):
+            if weighted:
+                state.weight = BATCHES[rank]
+            loss = loss_of(ddp, samples(step, rank))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return {"loss": total_loss(ddp), "digest": digest(ddp), "residuals": residuals(state)}
+
+
+def residuals(state: ReductionState | None) -> list[float]:
+    """Largest residual of each bucket."""
+    return [r.abs().max().item() for _, r in state._residuals.values()] if state else []
+
+
+def alone(early: int) -> dict[str, object]:
+    """One process with everybody's samples: what a weighted mean has to come to."""
+    model = make().module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        ranks = range(dist.get_world_size())
+        there = [rank for rank in ranks if rank or step < STEPS - early]
+        loss = loss_of(model, torch.cat([samples(step, rank) for rank in there]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {"loss": total_loss(model)}
+
+
+def total_loss(model: torch.nn.Module) -> float:
+    with torch.no_grad():
+        x = torch.cat([samples(step, rank) for step in range(20) for rank in range(3)])
+        return loss_of(getattr(model, "module", model), x).item()
+
+
+def refused() -> str:
+    try:
+        ReductionState(error_feedback=True)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+def main(out: str, cases: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results: dict[str, object] = {}
+    for case in cases.split(","):
+        if case.startswith("alone"):
+            results[case] = alone(EARLY if case == "alone-join" else 0)
+        else:
+            results[case] = refused() if case == "refused" else train(case)
+    client = worker_client.init()
+    results["bytes_reduced"], results["wire_dtype"] = client.bytes_reduced, client.wire_dtype
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""Casts to the wire's types and back: every variant gives the bits of the NumPy twin and of others.
+
+PyTorch's and NumPy's own casts are the independent witnesses.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from reducer.wire.constants import DType
+from worker_client import casts
+
+COMPILED = [name for name in casts.variants() if name != "numpy"]
+ALL = list(casts.variants())
+TYPES = [DType.BFLOAT16, DType.FLOAT16]
+COUNTS = [*range(35), 63, 64, 65, 127, 129, 4099]
+NUMPY = {DType.BFLOAT16: ml_dtypes.bfloat16, DType.FLOAT16: np.float16}
+
+
+def view(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
+    """The same bytes, `offset` bytes into a 64-byte line."""
+    nbytes = data.nbytes
+    room = np.empty(nbytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    room[start : start + nbytes] = data.view(np.uint8)
+    return room[start : start + nbytes]
+
+
+def floats(count: int, seed: int = 0) -> np.ndarray:
+    """Any bits, values of usual size, ties, and what is special or at the ends of ranges."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 1 << 32, count, np.uint32, endpoint=False)
+    usual = rng.standard_normal(count).astype(np.float32).view(np.uint32)
+    ties = (usual & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    half_ties = (usual & np.uint32(0xFFFFE000)) | np.uint32(0x1000)
+    ends = np.array(
+        [0, 0x80000000, 1, 0x80000001, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000,
+         0xFF800000, 0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFFA00000, 0x477FEFFF, 0x477FF000,
+         0x477FE000, 0x33000000, 0x33000001, 0x33800000, 0x387FC000, 0x38800000, 0x00008000],
+        np.uint32,
+    )  # fmt: skip
+    special = rng.choice(ends, count)
+    return np.choose(rng.integers(0, 5, count), [bits, usual, ties, half_ties, special]).view(
+        np.float32
+    )
+
+
+def narrow(name: str, values: np.ndarray, dtype: DType) -> np.ndarray:
+    out = np.empty(values.size, np.uint16)
+    casts.select(name).narrow(view(values), view(out), dtype)
+    return out
+
+
+def test_the_extension_is_built() -> None:
+    assert "generic" in COMPILED
+    assert casts.select().name == ALL[0]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_rounding_is_that_of_others(name: str, dtype: DType) -> None:
+    values = floats(1 << 16)
+    got = narrow(name, values, dtype)
+    nan = np.isnan(values)
+    with np.errstate(all="ignore"):
+        assert (got == values.astype(NUMPY[dtype]).view(np.uint16))[~nan].all()
+    torch_type = getattr(torch, dtype.name.lower())
+    theirs = torch.from_numpy(values).to(torch_type).view(torch.int16).numpy().view(np.uint16)
+    assert (got == theirs)[~nan].all()
+    assert set(got[nan]) == {0x7FC0 if dtype is DType.BFLOAT16 else 0x7E00}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_every_16_bit_value_comes_back_exactly(name: str, dtype: DType) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    out = np.empty(halves.size, np.float32)
+    casts.select(name).widen(view(halves), view(out), dtype)
+    expected = halves.view(NUMPY[dtype]).astype(np.float32)
+    nan = np.isnan(expected)
+    assert (out.view(np.uint32) == expected.view(np.uint32))[~nan].all()
+    assert set(out.view(np.uint32)[nan]) == {0x7FC00000}
+    assert (narrow(name, out, dtype) == halves)[~nan].all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", COMPILED)
+def test_same_bits_as_numpy_at_any_length_and_alignment(
+    name: str, dtype: DType, offset: int
+) -> None:
+    compiled, plain = casts.select(name), casts.select("numpy")
+    for count in COUNTS:
+        values, kept = floats(count, seed=count), floats(count, seed=count + 1)
+        halves = values.view(np.uint16)[:count].copy()
+        results = []
+        for which in (compiled, plain):
+            given, rest = misaligned(values, offset), misaligned(kept, offset)
+            out = misaligned(np.full(count, 0xA5A5, np.uint16), offset)
+            whole = misaligned(np.full(count, 0.5, np.float32), offset)
+            which.narrow(given.data, out.data, dtype)
+            ends = [out.tobytes()]
+            which.narrow_keeping(given.data, rest.data, out.data, dtype)
+            ends += [out.tobytes(), rest.tobytes()]
+            which.widen(misaligned(halves, offset).data, whole.data, dtype)
+            ends.append(whole.tobytes())
+            which.divide(given.data, 3.0, DType.FLOAT32)
+            ends.append(given.tobytes())
+            double = misaligned(values[: count // 2 * 2].view(np.float64), offset)
+            which.divide(double.data, -7.0, DType.FLOAT64)
+            results.append([*ends, double.tobytes()])
+        assert results[0] == results[1], count
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_is_written_beyond_the_end(name: str) -> None:
+    chosen = casts.select(name)
+    for count in COUNTS:
+        out = np.full(count + 40, 0xA5A5, np.uint16)
+        whole = np.full(count + 40, 0.5, np.float32)
+        chosen.narrow(view(floats(count)), view(out[:count]), DType.BFLOAT16)
+        chosen.widen(view(out[:count]), view(whole[:count]), DType.BFLOAT16)
+        chosen.divide(view(whole[:count]), 2.0, DType.FLOAT32)
+        assert (out[count:] == 0xA5A5).all()
+        assert (whole[count:] == 0.5).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", ALL)
+def test_what_rounding_takes_away_is_kept(name: str, dtype: DType) -> None:
+    rng = np.random.default_rng(3)
+    values = rng.standard_normal(1000).astype(np.float32)
+    residual = np.zeros(1000, np.float32)
+    out, total = np.empty(1000, np.uint16), np.zeros(1000)
+    for _ in range(64):
+        casts.select(name).narrow_keeping(view(values), view(residual), view(out), dtype)
+        total += out.view(NUMPY[dtype]).astype(np.float64)
+    # All that was ever rounded away is in the residual, which is less than one rounding.
+    assert np.abs(total + residual - 64 * values.astype(np.float64)).max() < 1e-4
+    assert (np.abs(residual) <= np.abs(values) * 2.0**-7).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_overflow_leaves_no_residual(name: str) -> None:
+    values = np.array([1e6, -1e6, np.inf, np.nan], np.float32)
+    residual = np.ones(4, np.float32)
+    out = np.empty(4, np.uint16)
+    casts.select(name).narrow_keeping(view(values), view(residual), view(out), DType.FLOAT16)
+    assert out.tolist() == [0x7C00, 0xFC00, 0x7C00, 0x7E00]
+    assert residual.tolist() == [0.0] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="flushing is set per thread here")
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_thread_that_flushes_subnormals_gets_the_same_bits(name: str) -> None:
+    values = floats(4096)
+    before = narrow(name, values, DType.FLOAT16).tobytes()
+    divided = np.full(100, 2e-38, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush")
+    try:
+        assert narrow(name, values, DType.FLOAT16).tobytes() == before
+        casts.select(name).divide(view(divided), 1000.0, DType.FLOAT32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (divided == np.float32(2e-38) / np.float32(1000)).all()
+    assert divided[0] != 0
