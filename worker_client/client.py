@@ -17,6 +17,7 @@ from worker_client import config, device, faults, implementation
 from worker_client.device_staging import DeviceStaging
 from worker_client.host_buffer import host_buffer
 from worker_client.names import own
+from worker_client.operation import Operation
 from worker_client.part import Part
 from worker_client.survivors import Survivors
 from worker_client.wire_cast import WireCast
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from worker_client.fusion import Fusion
     from worker_client.handover import Unfinished
     from worker_client.host_buffer import HostBuffer
-    from worker_client.operation import Operation
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
 
@@ -308,6 +308,8 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
         self._check_usable()
+        if self._wire.wire_dtype is None and weight is None and residual is None:
+            return self._submit_plain(buffer, op, name, timeout_s, data)
         call: Call
         work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
         with self._order:
@@ -361,6 +363,27 @@ class Client:
     def _is_staged(self, data: Any, name: str | None) -> bool:
         """Whether data goes through page-locked memory, piece by piece."""
         return device.is_on_device(data) and (name is None or self._fusion is None)
+
+    def _submit_plain(
+        self, buffer: HostBuffer, op: ReduceOp, name: str | None, timeout_s: float, data: Any
+    ) -> Work:
+        """Start a call that is one all-reduce of its memory: small ones should take little time."""
+        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
+        work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
+
+        def ended(error: Exception | None) -> None:
+            if error is None and buffer.write_back is not None:
+                try:
+                    buffer.write_back()
+                except Exception as refused:  # noqa: BLE001 (the array's own; who waits gets it)
+                    error = refused
+            work.finish(data, error)
+
+        if self._staging.in_order:
+            self._submit(operation, ended)
+        else:
+            self._staging.follow(operation, ended)
+        return work
 
     def _begin(self, call: Call) -> None:
         submit = self._submit if self._staging.in_order else self._staging.follow
