@@ -50,7 +50,7 @@ def init(
         world_size: by default the process group's, or the launcher's WORLD_SIZE.
         job: name of the job on the reducers.
         generation: membership version; a later one ends an earlier one of the same job.
-        chunk_bytes: size of a chunk, such as ``"256KiB"``; ``"auto"`` chooses by size.
+        chunk_bytes: size of a chunk, such as ``"256KiB"``; ``"auto"`` follows what links carry.
         window_bytes: bytes in flight over all reducers, such as ``"16MiB"``, or ``"auto"``.
         timeout: seconds (or ``"300s"``, ``"5ms"``) after which an all-reduce fails.
         connect_timeout: seconds for all reducers to answer now.
@@ -59,8 +59,10 @@ def init(
         on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
             others make them without it and go on, means being over those that are present.
         hierarchy: ``"auto"``: if several nodes have equally many ranks, those of a node reduce
-            among themselves first, so that its network card carries each buffer once; or ``"off"``.
-        wire_dtype: ``"bf16"`` or ``"fp16"``: float32 buffers travel in 16 bits; ``"none"``.
+            among themselves first, so that its network card carries each buffer once, and results
+            may differ in the last place; or ``"off"``.
+        wire_dtype: ``"bf16"`` or ``"fp16"``: float32 buffers from 16 KiB on travel in 16 bits, the
+            same at every rank; or ``"none"``.
 
     Raises:
         ConfigError: a setting is wrong or missing; the message says what to write.

@@ -1,4 +1,4 @@
-"""All-reduces of jobs that have several ranks on each node: less on the network, the same bits.
+"""All-reduces of jobs that have several ranks on each node: less on the network.
 
 The ranks of a node share one network card. Were each to send its whole buffer to the reducers, the
 card would carry the buffer as often as there are ranks. Instead, of each buffer
