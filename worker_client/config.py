@@ -91,7 +91,7 @@ class WorkerConfig(BaseSettings):
     by default."""
 
     chunk_bytes: AutoBytes = Field(default=ByteSize(0), ge=0, le=MAX_CHUNK_BYTES)
-    """Size of a chunk, a multiple of 64, at most 4 MiB; ``auto`` (0) follows what the links carry."""
+    """Size of a chunk, a multiple of 64, at most 4 MiB; ``auto`` (0) follows what links carry."""
 
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
     """Bytes in flight over all reducers; ``auto`` (0) follows the measured rate and round trip, up
