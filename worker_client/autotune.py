@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from worker_client.client import Client
 
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
     fusion_threshold: int
 
 
-def sweep(make: Callable[[str, int, int], Client]) -> Choice:
+def sweep(make: Callable[[str, int, int], Client], given: Mapping[str, int]) -> Choice:
     """Try sizes of chunks and windows, then of fusion buffers; every rank calls this.
 
     It takes about as long as 600 MB take on the links.
@@ -50,6 +50,7 @@ def sweep(make: Callable[[str, int, int], Client]) -> Choice:
     Args:
         make: makes a client of a job of its own, given what to call it, and the sizes of chunks and
             windows in bytes.
+        given: fields of the choice that are not to be found.
 
     Raises:
         ReductionError: as `Client.all_reduce`.
@@ -64,8 +65,11 @@ def sweep(make: Callable[[str, int, int], Client]) -> Choice:
             log.info("chunks %s, window %s: %.1f MB/s", *map(_size, key), rates[key] / 1e6)
         return rates[key]
 
-    chunk = max(CHUNKS, key=lambda chunk: rate(chunk, 0))
-    window = max(WINDOWS, key=lambda window: rate(chunk, window))
+    first, *_ = windows = _candidates(given, "window_bytes", WINDOWS)
+    chunk = max(_candidates(given, "chunk_bytes", CHUNKS), key=lambda chunk: rate(chunk, first))
+    window = max(windows, key=lambda window: rate(chunk, window))
+    if "fusion_threshold" in given:
+        return Choice(chunk, window, given["fusion_threshold"])
     with make(f"tune{len(rates)}", chunk, window) as client:
         by_size = {size: _rate(client, size) for size in SIZES}
     for size, found in by_size.items():
@@ -77,6 +81,10 @@ def sweep(make: Callable[[str, int, int], Client]) -> Choice:
         *map(_size, (chunk, window, threshold)),
     )
     return Choice(chunk, window, threshold)
+
+
+def _candidates(given: Mapping[str, int], name: str, others: tuple[int, ...]) -> tuple[int, ...]:
+    return (given[name],) if name in given else others
 
 
 def _rate(client: Client, nbytes: int) -> float:

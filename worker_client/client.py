@@ -209,6 +209,11 @@ class Client:
         return self._whole if self._survivors is None else self._survivors.part
 
     @property
+    def in_callback(self) -> bool:
+        """Whether this thread is in a callback of an all-reduce, which may wait for none."""
+        return self._driver.in_callback
+
+    @property
     def usable(self) -> bool:
         """Whether this process may call `all_reduce`."""
         return not self._driver.closing and os.getpid() == self._pid
@@ -379,21 +384,22 @@ class Client:
                     error = refused
             work.finish(data, error)
 
-        if self._staging.in_order:
-            self._submit(operation, ended)
-        else:
-            self._staging.follow(operation, ended)
+        with self._order:
+            if self._staging.in_order:
+                self._submit(operation, ended)
+            else:
+                self._staging.follow(operation, ended)
         return work
 
     def _begin(self, call: Call) -> None:
         submit = self._submit if self._staging.in_order else self._staging.follow
-        refused: LocalProtocolError | None = None
+        refused: ReductionError | None = None
         for number, operation in enumerate(call.prepared()):
             end = partial(call.end, operation)
             if refused is None:
                 try:
                     submit(operation, end)
-                except LocalProtocolError as error:
+                except ReductionError as error:
                     if number == 0:
                         raise
                     refused = error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, RankLostError
 from worker_client.host_buffer import host_buffer
 
 if TYPE_CHECKING:
@@ -28,15 +28,20 @@ def broadcast(client: Client, data: Any, root: int = 0) -> None:
 
     Raises:
         ConfigError: there is no such rank, or `data` is not supported.
+        RankLostError: the job goes on without that rank.
         ReductionError: as `Client.all_reduce`.
     """
     if not 0 <= root < client.world_size:
         raise ConfigError(f"root {root} is not a rank of a world of size {client.world_size}")
     buffer = host_buffer(data)
     view = np.frombuffer(buffer.view, np.uint8)
-    if client.rank != root:
-        view[:] = 0
-    client.all_reduce(view, "sum").wait()
+    sent = np.zeros(view.size + 1, np.uint8)
+    if client.rank == root:
+        sent[:-1], sent[-1] = view, 1
+    client.all_reduce(sent, "sum").wait()
+    if not sent[-1]:  # the others go on without it
+        raise RankLostError(f"rank {root}, whose data was to be sent, is lost", rank=root)
+    view[:] = sent[:-1]
     if buffer.write_back is not None:
         buffer.write_back()
 

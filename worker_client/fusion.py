@@ -9,6 +9,7 @@ nothing more has come for `cycle_s`. Nothing happens while nothing is asked for.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -61,6 +62,14 @@ class Channel(Protocol):
     def lead(self, done: Callable[[], bool], until: float) -> None:
         """Bring the end of all-reduces nearer, if this thread can."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether all-reduces may be started."""
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread is in a callback, and what it waits for cannot end."""
+
     def shutdown(self) -> None:
         """Leave the job."""
 
@@ -72,7 +81,7 @@ class Fusion(Generic[C]):
     """Reduces named tensors; threads may share it.
 
     Args:
-        channel: makes the client for it; called once, by a thread of its own.
+        channel: makes the client for it; called once, by a thread of its own or in `open`.
         rank, world_size: who we are.
         threshold: most bytes of a fusion buffer; 0 to pack nothing.
         cycle_s: how long a tensor waits for the next one, seconds.
@@ -104,6 +113,8 @@ class Fusion(Generic[C]):
         self._again_at = 0.0
         self._again_s = AGAIN_S
         self._closing = False
+        self._why: ReductionError = LocalProtocolError("this client was shut down")
+        self._flying: set[Request] = set()  # withdrawn, and not ended
         self.bytes_reduced = 0
         self._thread: threading.Thread | None = None
 
@@ -113,6 +124,10 @@ class Fusion(Generic[C]):
         return self._channel
 
     # -- any thread ---------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make the channel now, and not with the first call."""
+        self._channel = self._make_channel()
 
     def submit(
         self, buffer: HostBuffer, data: Any, op: ReduceOp, name: str, timeout_s: float
@@ -128,21 +143,22 @@ class Fusion(Generic[C]):
 
         Raises:
             ConfigError: another one of this name is in progress.
-            LocalProtocolError: the client was shut down.
+            ReductionError: the client was shut down, or its channel has ended.
         """
         now = time.monotonic()
         work = Work(f"all-reduce {name!r} of {buffer.view.nbytes} bytes", self._lead)
         with self._changed:
             if self._closing:
-                raise LocalProtocolError("this client was shut down")
+                raise copy.copy(self._why)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="fusion", daemon=True)
+                thread.start()
+                self._thread = thread
             key = Key(name, buffer.dtype, op, buffer.view.nbytes, self._waiting.count(name))
             request = Request(key, buffer, data, work=work, now=now, timeout_s=timeout_s)
             self._waiting.add(request)
             self._news_bytes += key.nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="fusion", daemon=True)
-                self._thread.start()
-            elif self._news_since is None or self._news_bytes >= self._threshold:
+            if self._news_since is None or self._news_bytes >= self._threshold:
                 self._changed.notify_all()
             if self._news_since is None:
                 self._news_since = now
@@ -154,14 +170,18 @@ class Fusion(Generic[C]):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        in_callback = threading.current_thread() is self._thread
         if self._channel is not None:
+            in_callback |= self._channel.in_callback
             self._channel.shutdown()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(STOP_S)  # in a callback it would last for ever
+        if self._thread is not None and not in_callback:
+            self._thread.join(STOP_S)
 
     def _lead(self, done: Callable[[], bool], until: float) -> None:
+        if threading.current_thread() is self._thread:
+            raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
         with self._changed:
-            self._urgent = True
+            self._urgent = bool(self._waiting)
             self._changed.notify_all()
         if self._channel is not None:
             self._channel.lead(done, until)
@@ -176,19 +196,18 @@ class Fusion(Generic[C]):
                     self._news_bytes, self._news_since, self._urgent = 0, None, False
                 if mine:
                     self._round(mine)
-            why = "this client was shut down"
         except Exception as error:
             log.exception("fusion failed")
-            why = f"fusion failed: {error!r}"
+            self._why = LocalProtocolError(f"fusion failed: {error!r}")
         with self._changed:
             self._closing = True
         if self._channel is not None:
             self._channel.shutdown()
-        _fail(self._waiting.withdraw(), LocalProtocolError(why))
+        self._fail([*self._waiting.withdraw(), *self._flying], self._why)
 
     def _await_turn(self) -> bool:
         """Wait until a round is due; return whether there will be one."""
-        while not self._closing:
+        while not (self._closing or self._has_ended):
             now = time.monotonic()
             self._waiting.look(now)
             with self._changed:
@@ -199,6 +218,11 @@ class Fusion(Generic[C]):
                     wait_s = min(due, self._waiting.next_deadline()) - now
                     self._changed.wait(min(wait_s, LOOK_S) if self._waiting else None)
         return False
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the channel has ended by itself: Ctrl-C in a callback, or a node's failure."""
+        return self._channel is not None and not self._channel.usable
 
     def _due(self) -> float:
         """Return when the next round is to begin, in seconds of the monotonic clock."""
@@ -215,16 +239,11 @@ class Fusion(Generic[C]):
         try:
             if self._channel is None:
                 self._channel = self._make_channel()
+            if self._closing:
+                return
             decision = self._negotiate(self._channel, mine)
         except ReductionError as error:
-            # Other ranks may have heard more of this round than this one, or less.
-            self._negotiation.reset()
-            self._rest(productive=False)
-            if isinstance(error, ReductionTimeout):
-                for request in mine:
-                    request.missing = error.missing
-            elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
-                _fail(self._waiting.withdraw(request.key.name for request in mine), error)
+            self._end_round(mine, error)
             return
         early = time.monotonic() - LATE_S
         for request in mine:
@@ -232,11 +251,29 @@ class Fusion(Generic[C]):
                 request.missing = self._negotiation.lacking(request.key)
         for key, mismatch in decision.mismatched.items():
             if any(request.key == key for request in mine):
-                _fail(self._waiting.withdraw([key.name]), mismatch)
-        for keys in group(decision.ready, self._threshold):
-            self._reduce(self._channel, self._waiting.withdraw(key.name for key in keys))
+                self._fail(self._waiting.withdraw([key.name]), mismatch)
+        groups = [
+            self._waiting.withdraw(key.name for key in keys)
+            for keys in group(decision.ready, self._threshold)
+        ]
+        self._flying.update(request for requests in groups for request in requests)
+        for requests in groups:
+            self._reduce(self._channel, requests)
         self._waiting.rebase(decision.bases)
         self._rest(productive=bool(decision.ready or decision.mismatched))
+
+    def _end_round(self, mine: list[Request], error: ReductionError) -> None:
+        """Take note that a round has failed; what it was about may have another one."""
+        # Other ranks may have heard more of this round than this one, or less.
+        self._negotiation.reset()
+        self._rest(productive=False)
+        if self._has_ended:
+            self._why = error
+        elif isinstance(error, ReductionTimeout):
+            for request in mine:
+                request.missing = error.missing
+        elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
+            self._fail(self._waiting.withdraw(request.key.name for request in mine), error)
 
     def _negotiate(self, channel: Channel, mine: list[Request]) -> Decision:
         negotiation = self._negotiation
@@ -258,7 +295,8 @@ class Fusion(Generic[C]):
                 work.wait(LOOK_S)
             except ReductionTimeout:
                 if work.done():
-                    raise
+                    work.wait()  # it has ended in this moment, perhaps well
+                    return
             else:
                 return
             for request in mine:
@@ -275,7 +313,9 @@ class Fusion(Generic[C]):
         """Start one all-reduce of tensors that all ranks have, in this order."""
         if len(requests) == 1:
             (request,) = requests
-            self._start(channel, request.buffer.view, requests, request.finish)
+            self._start(
+                channel, request.buffer.view, requests, lambda error: self._finish(request, error)
+            )
             return
         memory = self._buffers.take(sum(request.key.nbytes for request in requests))
         packed, end = memory.data, 0
@@ -289,7 +329,7 @@ class Fusion(Generic[C]):
                 begin, end = end, end + request.key.nbytes
                 if error is None:
                     request.buffer.view[:] = packed[begin:end]
-                request.finish(error)
+                self._finish(request, error)
             self._buffers.give_back(memory)
 
         self._start(channel, packed[:end], requests, unpack)
@@ -319,7 +359,10 @@ class Fusion(Generic[C]):
         else:
             work.future().add_done_callback(ended)
 
-
-def _fail(requests: Iterable[Request], error: ReductionError) -> None:
-    for request in requests:
+    def _finish(self, request: Request, error: BaseException | None) -> None:
         request.finish(error)
+        self._flying.discard(request)  # last: what an interrupt leaves here ends with the channel
+
+    def _fail(self, requests: Iterable[Request], error: ReductionError) -> None:
+        for request in list(requests):
+            self._finish(request, error)

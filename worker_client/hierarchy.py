@@ -178,6 +178,16 @@ class HierarchicalClient(Client):
             self._asked.put(call)
         return call.work
 
+    @property
+    def in_callback(self) -> bool:
+        """As of `Client`: two threads of this client do everything."""
+        return threading.current_thread() in self._threads or super().in_callback
+
+    @property
+    def usable(self) -> bool:
+        """Whether this process may call `all_reduce`: no more when something failed in its node."""
+        return self._broken is None and super().usable
+
     def _is_staged(self, data: Any, name: str | None) -> bool:
         del data, name
         return False  # the parts of a node are in host memory

@@ -33,10 +33,6 @@ MEET_S = 60.0
 _ALARM = STREAMS  # its number among the three connections of a pair
 _TICK_S = 0.1  # between two looks whether a mate gives up
 _AT_ONCE = 1 << 20  # bytes for one call of the kernel
-_LONGEST_TEXT = (
-    500  # characters of an error's message, of which JSON makes six times as many at most
-)
-_LONGEST_VALUE = 100
 _HELLO = struct.Struct("<HH")  # local rank, number of the connection
 _PEER = struct.Struct("3i")  # pid, uid, gid
 

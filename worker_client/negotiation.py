@@ -130,6 +130,8 @@ class Negotiation:
 
     def decide(self) -> Decision:
         """End the round with all announcements."""
+        # Who was lost between the two sums has announced nothing in the second one.
+        self._present = [rank for rank in self._present if self._has_announced(rank)]
         announced = {rank: list(self._announcements(rank)) for rank in self._present}
         bits = self._sections[:, _HEAD.size :]
         known = np.unpackbits(bits, axis=1, count=len(self._known))[self._present].astype(bool)
@@ -159,6 +161,10 @@ class Negotiation:
             return ()
         has = self._has[:, index].tolist()
         return tuple(rank for rank, it_has in zip(self._present, has, strict=True) if not it_has)
+
+    def _has_announced(self, rank: int) -> bool:
+        length = self._lengths[rank]
+        return not length or bool(self._announced[self._ends[rank] - length])
 
     def _announcements(self, rank: int) -> Iterator[Key]:
         end, length = self._ends[rank], self._lengths[rank]

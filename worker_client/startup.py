@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import secrets
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from worker_client.config import NAMED
 from worker_client.fusion import Fusion
 from worker_client.hierarchy import HierarchicalClient
 from worker_client.mates import meet
+from worker_client.membership import PATIENCE_S
 from worker_client.nodes import arrange, host_identity
 from worker_client.settings import Settings
 from worker_client.wire_cast import WIRE_DTYPES
@@ -173,16 +175,31 @@ def _join(
         if settings.autotune:
             ours, threshold = _tune(settings, ours, partial(Client, **common))
         named = replace(ours, job=f"{ours.job}{NAMED}")
+
+        def open_channel() -> Client:
+            # Who begins when a reducer is lost already does not wait for it.
+            whole = client is None or all(client.in_use)
+            patient = replace(named, patience_s=math.inf if whole else PATIENCE_S)
+            return create("named")(patient, fallback=named_fallback, **common)
+
+        client: Client | None = None
         fusion = Fusion(
-            lambda: create("named")(named, fallback=named_fallback, **common),
+            open_channel,
             *who,
             threshold=threshold,
             cycle_s=settings.cycle_time,
         )
         on_shutdown = hosted.stop if hosted else None
-        return create("ordered")(
+        client = create("ordered")(
             ours, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown, **common
         )
+        if ours.fallback or ours.outlive:
+            try:
+                fusion.open()  # later some of those that it goes on without may be lost
+            except BaseException:
+                client.shutdown()
+                raise
+        return client
     except BaseException:
         if hosted is not None:
             hosted.stop()
@@ -256,11 +273,9 @@ def _tune(
             )
         )
 
-    found, given = autotune.sweep(trial), settings.model_fields_set
-    chunk_bytes, window_bytes, threshold = (
-        int(getattr(settings, name)) if name in given else chosen
-        for name, chosen in found._asdict().items()
-    )
+    fields = set(autotune.Choice._fields) & settings.model_fields_set
+    given = {name: int(getattr(settings, name)) for name in fields}
+    chunk_bytes, window_bytes, threshold = autotune.sweep(trial, given)
     return replace(ours, chunk_bytes=chunk_bytes, window_bytes=window_bytes), threshold
 
 

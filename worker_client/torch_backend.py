@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _world
 
 from reducer.errors import LocalProtocolError
 from worker_client import startup
+from worker_client.hierarchy import HierarchicalClient
 from worker_client.process_group import ProcessGroup
 from worker_client.torch_collectives import (
     DEVICES,
@@ -119,6 +120,8 @@ class ReductionGroup(TorchProcessGroup):
 
         parent = dist.group.WORLD if dist.is_initialized() else None
         known = parent.client if isinstance(parent, ReductionGroup) else None
+        if isinstance(known, HierarchicalClient):
+            known = None  # each local rank has a job of its own
         return startup.connect(
             job=None if known is None else known.settings.job,
             timeout=self._given_timeout_s(),

@@ -137,7 +137,11 @@ class Waiting:
             waited_s = now - request.begun
             why = f"{request}: not submitted by {_ranks(request.missing)} within {waited_s:.3g} s"
             request.finish(ReductionTimeout(why, missing=request.missing))
-        late = [one for one in mine if one.warn_at + (0.0 if one.missing else NAMED_S) <= now]
+        late = [
+            one
+            for one in mine
+            if one.deadline > now and one.warn_at + (0.0 if one.missing else NAMED_S) <= now
+        ]
         for missing in dict.fromkeys(one.missing for one in late):
             _warn([one for one in late if one.missing == missing], now)
         for request in late:

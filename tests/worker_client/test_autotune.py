@@ -67,6 +67,6 @@ def test_the_fastest_wins(
         return job(1, job=f"trial {name}", **sizes)[0]
 
     with ThreadPoolExecutor(1) as pool:
-        choice = pool.submit(autotune.sweep, make).result()
+        choice = pool.submit(autotune.sweep, make, {}).result()
     assert choice == (1 << 20, 8 << 20, 1 << 16)
     assert len(tried) == len(set(tried)) == 7

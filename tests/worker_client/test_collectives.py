@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, RankLostError
 from worker_client.collectives import all_gather_bytes, broadcast
 
 if TYPE_CHECKING:
@@ -49,3 +49,18 @@ def test_a_root_that_is_no_rank_is_refused(job: Callable[..., list[Client]]) -> 
     (client,) = job(1)
     with pytest.raises(ConfigError, match="root 1 is not a rank of a world of size 1"):
         broadcast(client, np.zeros(1), root=1)
+
+
+def test_a_root_that_is_lost_is_named(job: Callable[..., list[Client]]) -> None:
+    clients = job(3, on_rank_lost="continue")
+    at_all(clients, lambda client: client.all_reduce(np.ones(1)).wait(30))
+    clients[0].shutdown()
+
+    def receive(client: Client) -> int:
+        kept = np.ones(3)
+        with pytest.raises(RankLostError) as caught:
+            broadcast(client, kept)
+        assert (kept == 1).all()
+        return caught.value.rank
+
+    assert at_all(clients[1:], receive) == [0, 0]

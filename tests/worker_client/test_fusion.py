@@ -7,11 +7,13 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from reducer import local_pool
 from reducer.errors import (
     ConfigError,
     LocalProtocolError,
@@ -267,3 +269,97 @@ def test_an_embedded_job_has_names_too(servers: list[str]) -> None:
         sums = at_all(clients, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(20)[0])
         assert sums == [2.0, 2.0]
         assert [client.bytes_reduced for client in clients] == [16, 16]
+
+
+def test_a_reducer_that_is_lost_before_the_first_name_is_not_waited_for() -> None:
+    with local_pool(1) as alive, ExitStack() as stack:
+        with local_pool(1) as mortal:
+            clients = stack.enter_context(joined(2, servers=[*alive, *mortal], job="lost"))
+            at_all(clients, lambda client: client.all_reduce(np.ones(9)).wait(20))
+        at_all(clients, lambda client: client.all_reduce(np.ones(9)).wait(20))
+        sums = at_all(clients, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(20)[0])
+        assert sums == [2.0, 2.0]
+
+
+def test_a_rank_that_is_lost_before_the_first_name_is_not_waited_for(job: Job) -> None:
+    clients = job(3, on_rank_lost="continue")
+    at_all(clients, lambda client: client.all_reduce(np.ones(4)).wait(30))
+    clients[2].shutdown()
+    left = clients[:2]
+    at_all(left, lambda client: client.all_reduce(np.ones(4)).wait(30))
+    assert at_all(left, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(30)[0]) == [2, 2]
+
+
+def test_a_callback_of_what_has_failed_may_not_wait_either(job: Job) -> None:
+    one, _ = job(2)
+    other = one.all_reduce(np.ones(2), name="other")
+    said: list[Any] = []
+    ended = threading.Event()
+
+    def wait(_: Any) -> None:
+        try:
+            other.wait(5)
+        except LocalProtocolError as error:
+            said.append(error)
+        ended.set()
+
+    one.all_reduce(np.ones(2), name="late", timeout=0.2).future().add_done_callback(wait)
+    assert ended.wait(20)
+    assert len(said) == 1
+
+
+def test_a_shutdown_in_a_callback_takes_no_time(job: Job) -> None:
+    clients = job(2)
+    took: list[float] = []
+    ended = threading.Event()
+
+    def train(client: Client) -> None:
+        def leave(_: Any) -> None:
+            begin = time.monotonic()
+            client.shutdown()
+            took.append(time.monotonic() - begin)
+            if len(took) == 2:
+                ended.set()
+
+        client.all_reduce(np.ones(2), name="x").future().add_done_callback(leave)
+
+    at_all(clients, train)
+    assert ended.wait(20)
+    assert max(took) < 4
+
+
+def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (client,) = job(1)
+    client.all_reduce(np.ones(2), name="x").wait(20)
+
+    def fail(nbytes: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(client._fusion._buffers, "take", fail)
+    works = [client.all_reduce(np.ones(2), name=f"t{at}") for at in range(3)]
+    for work in works:
+        with pytest.raises(LocalProtocolError, match="fusion failed: MemoryError"):
+            work.wait(20)
+    with pytest.raises(LocalProtocolError, match="fusion failed: MemoryError"):
+        client.all_reduce(np.ones(2), name="x")
+
+
+def test_a_shutdown_while_the_channel_is_made(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = job(2)
+    make, begun, made = one._fusion._make_channel, threading.Event(), threading.Event()
+
+    def late() -> Any:
+        begun.set()
+        made.wait(20)
+        return make()
+
+    monkeypatch.setattr(one._fusion, "_make_channel", late)
+    work = one.all_reduce(np.ones(2), name="x")
+    assert begun.wait(20)
+    threading.Timer(0.3, made.set).start()
+    one.shutdown()
+    with pytest.raises(LocalProtocolError):
+        work.wait(5)
+    assert not one._fusion.channel.usable

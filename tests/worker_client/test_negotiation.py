@@ -132,6 +132,18 @@ def test_ranks_that_are_gone_are_not_waited_for() -> None:
     assert ranks.round([key("a")], [], [key("a")], absent=(1,))[0].ready == [key("a")]
 
 
+def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing() -> None:
+    ranks = Ranks(3)
+    has = [[key("a")], [key("a")], [key("a"), key("b")]]
+    ranks._sum([one.ask(keys) for one, keys in zip(ranks.all, has, strict=True)])
+    announced = [one.hear() for one in ranks.all]
+    left = ranks.all[:2]
+    ranks._sum(announced[:2])  # the last rank is lost before this one
+    for decision in [one.decide() for one in left]:
+        assert decision.ready == [key("a")]
+    assert left[0].state == left[1].state
+
+
 def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 10)
     ranks = Ranks(2)
