@@ -256,7 +256,9 @@ class Training(RuleBasedStateMachine):
             kernels.select("numpy").reduce(given, expected, call.dtype, call.op)
             assert bytes(worker.started[sequence].view) == expected.tobytes()
         elif isinstance(error, MismatchError) and error.field == "epoch":
-            self.check_that_ranks_may_lose_touch()
+            # Who hears first that a rank is gone begins anew before the others; the call lacks it.
+            if len(self.present()) == len(self.network.workers):
+                self.check_that_ranks_may_lose_touch()
         elif isinstance(error, MismatchError):
             assert call.odd_rank in {error.rank, error.other_rank}
             assert error.rank != error.other_rank
