@@ -25,6 +25,7 @@ def run(backend: str, out: Path) -> dict[str, tuple[str, str, int]]:
         text=True,
     )
     assert out.exists(), done.stderr
+    assert done.stdout.count(" hung\n") <= 2, done.stdout
     return json.loads(out.read_text())
 
 

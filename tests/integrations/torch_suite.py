@@ -3,7 +3,8 @@
 They come with torch, and choose by the backend's name what to test. So here they are told Gloo's:
 whatever they make as a ``gloo`` group is made as ours, and goes by Gloo's name from then on. All
 tests run in the same processes, each in a process group of its own; where one fails or hangs, the
-next gets new processes.
+next gets new processes. One that hangs is tried once more: seldom, a barrier right after a group was
+made does not return at rank 0, for a reason that is not known yet. Those are named.
 
     python tests/integrations/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-START_S, TEST_S = 300.0, 90.0  # for all ranks to start, and to make one test
+START_S, TEST_S = 300.0, 60.0  # for all ranks to start, and to make one test
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
 
@@ -182,13 +183,17 @@ def run_all(backend: str, world_size: int, names: list[str]) -> Iterator[tuple[s
                 Path(root, folder).mkdir(exist_ok=True)
                 for left in Path(root, folder).iterdir():
                     left.unlink()
-            ranks = ranks or Ranks(backend, world_size)
-            verdicts, reduced = ranks.run(name, f"{root}/{name}")
-            bad = [verdict for verdict in verdicts if verdict.outcome == "failed"]
+            for attempt in range(2):
+                ranks = ranks or Ranks(backend, world_size)
+                verdicts, reduced = ranks.run(name, f"{root}/{name}-{attempt}")
+                bad = [verdict for verdict in verdicts if verdict.outcome == "failed"]
+                if bad:
+                    ranks.stop()
+                    ranks = None
+                if not any("in time" in verdict.why for verdict in bad):
+                    break
+                print(f"{name} hung", flush=True)
             yield name, (bad or verdicts)[0], reduced
-            if bad:
-                ranks.stop()
-                ranks = None
         if ranks is not None:
             ranks.stop()
 
