@@ -3,8 +3,8 @@
 They come with torch, and choose by the backend's name what to test. So here they are told Gloo's:
 whatever they make as a ``gloo`` group is made as ours, and goes by Gloo's name from then on. All
 tests run in the same processes, each in a process group of its own; where one fails or hangs, the
-next gets new processes. One that hangs is tried once more: seldom, a barrier right after a group was
-made does not return at rank 0, for a reason that is not known yet. Those are named.
+next gets new processes. One that hangs is tried once more, and named: seldom, a barrier right after
+a group was made does not return at rank 0, for a reason that is not known yet.
 
     python tests/integrations/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
 """
