@@ -8,7 +8,7 @@ GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 
-.PHONY: demo test test-integrations lint bench clean
+.PHONY: demo test test-integrations test-torch-suite lint bench clean
 
 demo: .venv/ready
 	$(BIN)/worker-client demo
@@ -17,7 +17,10 @@ test: .venv/ready
 	$(BIN)/python -m pytest --durations=10 --ignore tests/integrations
 
 test-integrations: .venv/integrations-ready
-	$(BIN)/python -m pytest --durations=10 tests/integrations
+	$(BIN)/python -m pytest --durations=10 -m "not slow" tests/integrations
+
+test-torch-suite: .venv/integrations-ready
+	$(BIN)/python -m pytest -m slow tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ def run(backend: str, out: Path) -> dict[str, tuple[str, str, int]]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_that_passes_over_gloo_passes(tmp_path: Path) -> None:
     gloo, ours = (run(backend, tmp_path / backend) for backend in ("gloo", "reduction"))
