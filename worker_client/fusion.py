@@ -271,7 +271,7 @@ class Fusion(Generic[C]):
             self._why = error
         elif isinstance(error, ReductionTimeout):
             for request in mine:
-                request.missing = error.missing
+                request.lacked_by(error.missing)
         elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
             self._fail(self._waiting.withdraw(request.key.name for request in mine), error)
 
@@ -300,7 +300,7 @@ class Fusion(Generic[C]):
             else:
                 return
             for request in mine:
-                request.missing = work.missing
+                request.lacked_by(work.missing)
             self._waiting.look(time.monotonic(), besides=mine)
 
     def _rest(self, productive: bool) -> None:

@@ -48,6 +48,10 @@ class Request:
         self.warn_at = now + STRAGGLER_S
         self.missing: tuple[int, ...] = ()  # ranks that it waits for, as far as is known
 
+    def lacked_by(self, ranks: tuple[int, ...]) -> None:
+        """Take note that ranks take no part in a round: what they lacked before, they still do."""
+        self.missing = tuple(sorted({*self.missing, *ranks}))
+
     def finish(self, error: BaseException | None) -> None:
         """End it; called once, when nothing reads or writes its memory any more."""
         if isinstance(error, ReductionError):
