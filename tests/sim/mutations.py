@@ -9,7 +9,6 @@ from unittest.mock import patch
 from reducer import engine
 from reducer.slots import Round
 from tests.sim.processes import Worker
-from worker_client.failover import Failover
 from worker_client.handover import HandingOver
 from worker_client.plain_flight import PlainFlight
 from worker_client.shard_map import ShardMap
@@ -60,11 +59,6 @@ def _number_questions(self: HandingOver, sequence: int) -> None:
     del self, sequence
 
 
-def _keep_to_itself(self: Failover) -> None:
-    """Go over to the process group alone, when no reducer is left to this rank."""
-    del self
-
-
 MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "no-duplicate-check": (Round, "holds", _no_duplicates),
     "no-epoch-check": (ShardMap, "lose", _no_epochs),
@@ -73,7 +67,6 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "no-wait-for-release": (Worker, "_release", _release_at_once),
     "rank-lost-at-once": (engine, "AWAY_S", 0.0),
     "questions-numbered": (HandingOver, "asked", _number_questions),
-    "fallback-alone": (Failover, "give_up", _keep_to_itself),
 }
 
 
