@@ -109,7 +109,7 @@ class WorkerConfig(BaseSettings):
     each by itself. HOROVOD_FUSION_THRESHOLD is honoured."""
 
     cycle_time: Seconds = 0.001
-    """How long such a tensor waits for others, if nobody waits for its result.
+    """How long such a tensor waits for the next one, if nobody waits for its result.
     HOROVOD_CYCLE_TIME, in milliseconds, is honoured."""
 
     autotune: bool = False
