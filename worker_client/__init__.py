@@ -55,7 +55,7 @@ def init(
         timeout: seconds (or ``"300s"``, ``"5ms"``) after which an all-reduce fails.
         connect_timeout: seconds for all reducers to answer now.
         fusion_threshold: most bytes of a fusion buffer, such as ``"64MiB"``; 0 to pack nothing.
-        cycle_time: seconds that a tensor with a name waits for the next one, unless it is waited for.
+        cycle_time: seconds that a tensor with a name waits for the next one, if nobody waits.
         on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
             others make them without it and go on, means being over those that are present.
         hierarchy: ``"auto"``: if several nodes have equally many ranks, those of a node reduce
