@@ -58,13 +58,15 @@ class Fallback:
 
     Args:
         group: of all ranks, used for nothing else; its timeout bounds every call.
+        announced: whether another one says, at the same loss, what becomes of all-reduces.
 
     Attributes:
         count: all-reduces that ended well here.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, announced: bool = False) -> None:
         self.count = 0
+        self._announced = announced
         self._group = group
         self._rank = group.rank()
         self._ranks = group.size()
@@ -87,7 +89,8 @@ class Fallback:
             ended: called with each that has ended, and its error or None.
         """
         if self._thread is None:
-            log.warning("no reducer is left: all-reduces go through the process group from now on")
+            level = logging.DEBUG if self._announced else logging.WARNING
+            log.log(level, "no reducer is left: all-reduces go through the process group now")
             self._ended = ended
             self._thread = threading.Thread(target=self._run, name="fallback", daemon=True)
             self._thread.start()

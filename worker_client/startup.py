@@ -139,7 +139,7 @@ def _join(
     """
     rank, world_size = member
     fallback = _fallback(settings, group)
-    named_fallback = _fallback(settings, group)
+    named_fallback = _fallback(settings, group, announced=True)
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
@@ -313,7 +313,9 @@ def _place(settings: WorkerConfig, group: ProcessGroup | None) -> Place | None:
     return place
 
 
-def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | None:
+def _fallback(
+    settings: WorkerConfig, group: ProcessGroup | None, *, announced: bool = False
+) -> Fallback | None:
     if settings.fallback == "error":
         return None
     if group is None:
@@ -329,7 +331,7 @@ def _fallback(settings: WorkerConfig, group: ProcessGroup | None) -> Fallback | 
         )
     from worker_client.fallback import Fallback  # noqa: PLC0415 (loads torch)
 
-    return Fallback(group.make_private(settings.timeout))
+    return Fallback(group.make_private(settings.timeout), announced=announced)
 
 
 def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
