@@ -13,6 +13,7 @@ import copy
 import logging
 import threading
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from reducer.errors import (
@@ -23,9 +24,8 @@ from reducer.errors import (
 )
 from worker_client.fusion_buffers import FusionBuffers, group
 from worker_client.host_buffer import HostBuffer
-from worker_client.negotiation import Key, Negotiation
+from worker_client.negotiation import Negotiation, Tensor
 from worker_client.waiting import Request, Waiting
-from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.constants import ReduceOp
     from worker_client.negotiation import Decision
+    from worker_client.work import Work
 
 BURST = 20  # cycles that a tensor waits at most while others keep coming
 LATE_S = 0.1  # of what waits for longer it is looked up which ranks lack it
@@ -105,7 +106,8 @@ class Fusion(Generic[C]):
         self._negotiation = Negotiation(rank, world_size)
         self._buffers = FusionBuffers()
         self._waiting = Waiting()
-        self._changed = self._waiting.changed  # guards what follows
+        self._changed = self._waiting.changed
+        self._lock = self._waiting.lock  # guards what follows
         self._news_bytes = 0
         self._news_since: float | None = None  # when the oldest came that no round knows of, ...
         self._news_until = 0.0  # ... and when the latest
@@ -146,24 +148,24 @@ class Fusion(Generic[C]):
             ReductionError: the client was shut down, or its channel has ended.
         """
         now = time.monotonic()
-        work = Work(f"all-reduce {name!r} of {buffer.view.nbytes} bytes", self._lead)
-        with self._changed:
+        tensor = Tensor(name, buffer.dtype, op, buffer.view.nbytes)
+        with self._lock:
             if self._closing:
                 raise copy.copy(self._why)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="fusion", daemon=True)
                 thread.start()
                 self._thread = thread
-            key = Key(name, buffer.dtype, op, buffer.view.nbytes, self._waiting.count(name))
-            request = Request(key, buffer, data, work=work, now=now, timeout_s=timeout_s)
+            call = self._waiting.count(name)
+            request = Request(tensor, call, buffer, data, self._lead, now, timeout_s)
             self._waiting.add(request)
-            self._news_bytes += key.nbytes
+            self._news_bytes += tensor.nbytes
             if self._news_since is None or self._news_bytes >= self._threshold:
                 self._changed.notify_all()
             if self._news_since is None:
                 self._news_since = now
             self._news_until = now
-        return work
+        return request
 
     def stop(self) -> None:
         """Leave the channel; what is in progress fails. May be called again."""
@@ -251,10 +253,10 @@ class Fusion(Generic[C]):
                 request.missing = self._negotiation.lacking(request.key)
         for key, mismatch in decision.mismatched.items():
             if any(request.key == key for request in mine):
-                self._fail(self._waiting.withdraw([key.name]), mismatch)
+                self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
-            self._waiting.withdraw(key.name for key in keys)
-            for keys in group(decision.ready, self._threshold)
+            self._waiting.withdraw(tensor.name for tensor in tensors)
+            for tensors in group(decision.ready, self._threshold)
         ]
         self._flying.update(request for requests in groups for request in requests)
         for requests in groups:
@@ -273,11 +275,11 @@ class Fusion(Generic[C]):
             for request in mine:
                 request.lacked_by(error.missing)
         elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
-            self._fail(self._waiting.withdraw(request.key.name for request in mine), error)
+            self._fail(self._waiting.withdraw(one.tensor.name for one in mine), error)
 
     def _negotiate(self, channel: Channel, mine: list[Request]) -> Decision:
         negotiation = self._negotiation
-        self._sum(channel, negotiation.ask(request.key for request in mine), "tensors", mine)
+        self._sum(channel, negotiation.ask(mine), "tensors", mine)
         if (announcements := negotiation.hear()) is not None:
             self._sum(channel, announcements, "announcements", mine)
         return negotiation.decide()
@@ -317,22 +319,26 @@ class Fusion(Generic[C]):
                 channel, request.buffer.view, requests, lambda error: self._finish(request, error)
             )
             return
-        memory = self._buffers.take(sum(request.key.nbytes for request in requests))
-        packed, end = memory.data, 0
-        for request in requests:
-            begin, end = end, end + request.key.nbytes
-            packed[begin:end] = request.buffer.view
+        views = [request.buffer.view for request in requests]
+        ends = list(accumulate(request.tensor.nbytes for request in requests))
+        memory = self._buffers.take(ends[-1])
+        packed = memory.data
+        begin = 0
+        for view, end in zip(views, ends, strict=True):
+            packed[begin:end] = view
+            begin = end
 
         def unpack(error: BaseException | None) -> None:
-            end = 0
-            for request in requests:
-                begin, end = end, end + request.key.nbytes
+            begin = 0
+            for request, view, end in zip(requests, views, ends, strict=True):
                 if error is None:
-                    request.buffer.view[:] = packed[begin:end]
-                self._finish(request, error)
+                    view[:] = packed[begin:end]
+                begin = end
+                request.end(error)
+                self._flying.discard(request)  # as in `_finish`, which would cost a frame each
             self._buffers.give_back(memory)
 
-        self._start(channel, packed[:end], requests, unpack)
+        self._start(channel, packed[: ends[-1]], requests, unpack)
 
     def _start(
         self,
@@ -341,7 +347,7 @@ class Fusion(Generic[C]):
         requests: Sequence[Request],
         finish: Callable[[BaseException | None], None],
     ) -> None:
-        first = requests[0].key
+        first = requests[0].tensor
         name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
         timeout_s = max(min(r.deadline for r in requests) - time.monotonic(), LEAST_S)
         buffer = HostBuffer(view, first.dtype, None)
@@ -360,7 +366,7 @@ class Fusion(Generic[C]):
             work.future().add_done_callback(ended)
 
     def _finish(self, request: Request, error: BaseException | None) -> None:
-        request.finish(error)
+        request.end(error)
         self._flying.discard(request)  # last: what an interrupt leaves here ends with the channel
 
     def _fail(self, requests: Iterable[Request], error: ReductionError) -> None:

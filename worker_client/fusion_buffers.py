@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from worker_client.negotiation import Key
+    from worker_client.negotiation import Tensor
 
 _KEPT = 4  # buffers that wait for their next use: enough for two in flight and two being filled
 _SMALLEST = 1 << 16
@@ -18,29 +18,29 @@ _SMALLEST = 1 << 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def group(keys: Iterable[Key], threshold: int) -> list[list[Key]]:
+def group(tensors: Iterable[Tensor], threshold: int) -> list[list[Tensor]]:
     """Say which tensors travel together; alike wherever order and threshold are.
 
     Args:
-        keys: tensors, in order.
+        tensors: what is to be reduced, in order.
         threshold: most bytes of a fusion buffer; what is larger travels alone.
 
     Returns:
         Groups of one dtype and reduction each, in the order in which they are complete.
     """
-    done: list[list[Key]] = []
-    filling: dict[tuple[int, int], tuple[list[Key], int]] = {}
-    for key in keys:
-        kind = (key.dtype, key.op)
-        if key.nbytes >= threshold:
-            done.append([key])
+    done: list[list[Tensor]] = []
+    filling: dict[tuple[int, int], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        _, dtype, op, nbytes = tensor
+        if nbytes >= threshold:
+            done.append([tensor])
             continue
-        members, filled = filling.get(kind, ([], 0))
-        if filled + key.nbytes > threshold:
+        members, filled = filling.get((dtype, op), ([], 0))
+        if filled + nbytes > threshold:
             done.append(members)
             members, filled = [], 0
-        members.append(key)
-        filling[kind] = (members, filled + key.nbytes)
+        members.append(tensor)
+        filling[dtype, op] = (members, filled + nbytes)
     return done + [members for members, _ in filling.values()]
 
 

@@ -22,7 +22,7 @@ import json
 import struct
 import zlib
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,18 +37,36 @@ MOST_KNOWN = 8192  # tensors; beyond that all ranks forget them, and announce ag
 _HEAD = struct.Struct("<BI")
 
 
-class Key(NamedTuple):
-    """What must be equal at all ranks for a tensor to be reduced.
-
-    Attributes:
-        call: how many calls of this name there were before.
-    """
+class Tensor(NamedTuple):
+    """What must be equal at all ranks for a tensor to be reduced."""
 
     name: str
     dtype: DType
     op: ReduceOp
     nbytes: int
+
+
+class Key(NamedTuple):
+    """One reduction of a tensor.
+
+    Attributes:
+        call: how many calls of this name there were before.
+    """
+
+    tensor: Tensor
     call: int
+
+
+class Asked(Protocol):
+    """One reduction that this rank is asked for."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """Of what."""
+
+    @property
+    def call(self) -> int:
+        """As of `Key`."""
 
 
 class Decision(NamedTuple):
@@ -61,7 +79,7 @@ class Decision(NamedTuple):
         bases: calls of names so far that all ranks are to count from 0 again, by name; else empty.
     """
 
-    ready: list[Key]
+    ready: list[Tensor]
     mismatched: dict[Key, MismatchError]
     bases: dict[str, int]
 
@@ -79,7 +97,6 @@ class Negotiation:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._mine: list[Key] = []
         self._said = b""
         self._ends: list[int] = []
         self._lengths: list[int] = []
@@ -87,28 +104,28 @@ class Negotiation:
 
     def reset(self) -> None:
         """Forget all tensors that ranks have announced."""
-        self._known: list[Key | None] = []
-        self._indices: dict[Key, int] = {}
+        self._known: list[Tensor | None] = []
+        self._calls: list[int] = []  # which call of each a bit means
+        self._indices: dict[Tensor, dict[int, int]] = {}  # by call: mostly one of each tensor
         self.state = 0
         """A checksum of what is known: ranks whose sums differ in it cannot go on together."""
 
-    def ask(self, mine: Iterable[Key]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def ask(self, mine: Iterable[Asked]) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Begin a round; return what is to be summed, uint8.
 
         Args:
             mine: the tensors that this rank has, no two of a name.
         """
-        self._mine = list(mine)
-        has = np.zeros(len(self._known), np.uint8)
-        news = []
-        for key in self._mine:
-            index = self._indices.get(key)
-            if index is None:
-                news.append(key)
+        has = bytearray(len(self._known))
+        indices, news = self._indices, []
+        for asked in mine:
+            if (calls := indices.get(asked.tensor)) and asked.call in calls:
+                has[calls[asked.call]] = 1
             else:
-                has[index] = 1
+                news.append((*asked.tensor, asked.call))
         self._said = json.dumps(news, separators=(",", ":")).encode() if news else b""
-        section = _HEAD.pack(1, len(self._said)) + np.packbits(has).tobytes()
+        bits = np.packbits(np.frombuffer(has, np.uint8))
+        section = _HEAD.pack(1, len(self._said)) + bits.tobytes()
         buffer = np.zeros((self._world_size, len(section)), np.uint8)
         buffer[self._rank] = np.frombuffer(section, np.uint8)
         self._sections = buffer
@@ -140,7 +157,7 @@ class Negotiation:
         has = np.zeros((len(self._present), len(self._known)), bool)
         has[:, : known.shape[1]] = known
         for row, rank in enumerate(self._present):
-            has[row, [self._indices[key] for key in announced[rank]]] = True
+            has[row, [self._indices[key.tensor][key.call] for key in announced[rank]]] = True
         complete = np.logical_and.reduce(has, axis=0)
         self._has = has
         mismatched = dict(self._mismatches(has, complete))
@@ -149,14 +166,14 @@ class Negotiation:
             self._forget(key)
         bases: dict[str, int] = {}
         if len(self._known) > MOST_KNOWN:
-            for known_key in self._indices:
-                bases[known_key.name] = max(known_key.call, bases.get(known_key.name, 0))
+            for tensor, calls in self._indices.items():
+                bases[tensor.name] = max(*calls, bases.get(tensor.name, 0))
             self.reset()
         return Decision(ready, mismatched, bases)
 
     def lacking(self, key: Key) -> tuple[int, ...]:
         """Return the ranks that did not have a tensor of this rank in the latest round."""
-        index = self._indices.get(key)
+        index = self._indices.get(key.tensor, {}).get(key.call)
         if index is None:
             return ()
         has = self._has[:, index].tolist()
@@ -171,30 +188,38 @@ class Negotiation:
         if length:
             said = self._announced[end - length : end].tobytes()
             for name, dtype, op, nbytes, call in json.loads(said):
-                yield Key(name, DType(dtype), ReduceOp(op), nbytes, call)
+                yield Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
 
     def _learn(self, key: Key) -> None:
-        if key in self._indices:
+        (name, dtype, op, nbytes), call = key
+        calls = self._indices.setdefault(key.tensor, {})
+        if call in calls:
             return
-        self._indices[key] = len(self._known)
-        self._known.append(key)
-        self._note(f"{key.name} {key.dtype:d} {key.op:d} {key.nbytes} {key.call}")
+        calls[call] = len(self._known)
+        self._known.append(key.tensor)
+        self._calls.append(call)
+        self._note(f"{name} {dtype:d} {op:d} {nbytes} {call}")
 
-    def _go_on(self, index: int) -> Key:
-        """Let a bit mean the next call of its name; return this one's key."""
-        key = self._key(index)
-        del self._indices[key]
-        name, dtype, op, nbytes, call = key
-        following = Key(name, dtype, op, nbytes, call + 1)
+    def _go_on(self, index: int) -> Tensor:
+        """Let a bit mean the next call of its tensor; return that."""
+        tensor, call = self._known[index], self._calls[index]
+        assert tensor is not None, "nobody has what all have forgotten"
+        calls = self._indices[tensor]
+        del calls[call]
         # Some rank may have announced that already, as it has failed to make this one before.
-        self._known[index] = following if following not in self._indices else None
-        self._indices.setdefault(following, index)
+        if calls.setdefault(call + 1, index) == index:
+            self._calls[index] = call + 1
+        else:
+            self._known[index] = None
         self.state += 1
-        return key
+        return tensor
 
     def _forget(self, key: Key) -> None:
-        self._known[self._indices.pop(key)] = None
-        self._note(f"not {key.name} {key.call}")
+        calls = self._indices[key.tensor]
+        self._known[calls.pop(key.call)] = None
+        if not calls:
+            del self._indices[key.tensor]
+        self._note(f"not {key.tensor.name} {key.call}")
 
     def _note(self, what: str) -> None:
         self.state = zlib.crc32(what.encode(), self.state & 0xFFFFFFFF)
@@ -205,7 +230,7 @@ class Negotiation:
         """Find names under which every rank has something, but not all the same."""
         by_name: dict[str, list[int]] = {}
         for index in np.flatnonzero(np.logical_or.reduce(has, axis=0) & ~complete).tolist():
-            by_name.setdefault(self._key(index).name, []).append(index)
+            by_name.setdefault(self._key(index).tensor.name, []).append(index)
         for indices in by_name.values():
             if len(indices) == 1 or not (columns := has[:, indices]).any(axis=1).all():
                 continue  # it may be a matter of time
@@ -218,21 +243,21 @@ class Negotiation:
                     yield key, error
 
     def _key(self, index: int) -> Key:
-        key = self._known[index]
-        assert key is not None, "nobody has what all have forgotten"
-        return key
+        tensor = self._known[index]
+        assert tensor is not None, "nobody has what all have forgotten"
+        return Key(tensor, self._calls[index])
 
 
 def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchError:
-    fields = ("call", "dtype", "op", "nbytes")
-    field = next(name for name in fields if getattr(expected, name) != getattr(got, name))
+    one, other = ({"call": key.call, **key.tensor._asdict()} for key in (expected, got))
+    field = next(name for name in ("call", "dtype", "op", "nbytes") if one[name] != other[name])
     says, other_says = (
-        value.name if isinstance(value := getattr(key, field), (DType, ReduceOp)) else value
-        for key in (expected, got)
+        value.name if isinstance(value := of[field], (DType, ReduceOp)) else value
+        for of in (one, other)
     )
     field = "total_bytes" if field == "nbytes" else field
     return MismatchError(
-        f"all-reduce {expected.name!r}: ranks disagree on {field}: rank {rank} says {says}, "
+        f"all-reduce {one['name']!r}: ranks disagree on {field}: rank {rank} says {says}, "
         f"rank {other_rank} says {other_says}",
         field=field,
         rank=rank,

@@ -8,41 +8,52 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError, ReductionError, ReductionTimeout
+from worker_client.negotiation import Key
 from worker_client.pending import STRAGGLER_S
+from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from worker_client.host_buffer import HostBuffer
-    from worker_client.negotiation import Key
-    from worker_client.work import Work
+    from worker_client.negotiation import Tensor
+    from worker_client.work import Lead
 
 NAMED_S = 1.0  # how much later to warn, if it is not known yet which rank is late
 
 log = logging.getLogger(__name__)
 
 
-class Request:
-    """A tensor that is to be reduced.
+class Request(Work):
+    """A tensor that is to be reduced, and the handle that its caller waits with.
 
     Args:
-        key: what it is.
+        tensor: what it is.
+        call: how many calls of its name there were before.
         buffer: its memory.
         data: what the caller gave.
-        work: the caller's handle.
+        lead: as of `Work`.
         now: in seconds of the monotonic clock.
         timeout_s: seconds until it fails.
     """
 
-    __slots__ = ("begun", "buffer", "data", "deadline", "key", "missing", "warn_at", "work")
+    __slots__ = ("begun", "buffer", "call", "data", "deadline", "missing", "tensor", "warn_at")
 
-    def __init__(
-        self, key: Key, buffer: HostBuffer, data: Any, *, work: Work, now: float, timeout_s: float
+    def __init__(  # noqa: PLR0917 (by position, as there may be thousands in each step)
+        self,
+        tensor: Tensor,
+        call: int,
+        buffer: HostBuffer,
+        data: Any,
+        lead: Lead,
+        now: float,
+        timeout_s: float,
     ) -> None:
-        self.key = key
+        super().__init__("", lead)
+        self.tensor = tensor
+        self.call = call
         self.buffer = buffer
         self.data = data
-        self.work = work
         self.begun = now
         self.deadline = now + timeout_s
         self.warn_at = now + STRAGGLER_S
@@ -52,33 +63,40 @@ class Request:
         """Take note that ranks take no part in a round: what they lacked before, they still do."""
         self.missing = tuple(sorted({*self.missing, *ranks}))
 
-    def finish(self, error: BaseException | None) -> None:
+    @property
+    def key(self) -> Key:
+        """What ranks call it among each other."""
+        return Key(self.tensor, self.call)
+
+    def end(self, error: BaseException | None) -> None:
         """End it; called once, when nothing reads or writes its memory any more."""
         if isinstance(error, ReductionError):
             error = copy.copy(error)
-            error.name = self.key.name
+            error.name = self.tensor.name
         if error is None and self.buffer.write_back is not None:
             try:
                 self.buffer.write_back()
             except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
                 error = refused
-        self.work.finish(self.data, error)
+        self.finish(self.data, error)
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
-        key = self.key
-        return f"all-reduce {key.name!r} ({key.nbytes} bytes of {key.dtype.name})"
+        tensor = self.tensor
+        return f"all-reduce {tensor.name!r} ({tensor.nbytes} bytes of {tensor.dtype.name})"
 
 
 class Waiting:
     """The requests that wait for other ranks, by name; threads may share it.
 
     Attributes:
-        changed: notified when there is something to do; guards what is not constant.
+        lock: guards what is not constant.
+        changed: notified when there is something to do, with that lock.
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self._requests: dict[str, Request] = {}
         self._calls: dict[str, int] = {}  # of each name, from when ranks began to count
 
@@ -101,7 +119,7 @@ class Waiting:
 
     def add(self, request: Request) -> None:
         """Take note of a request; hold `changed`."""
-        self._requests[request.key.name] = request
+        self._requests[request.tensor.name] = request
 
     def rebase(self, bases: Mapping[str, int]) -> None:
         """Count calls of some names from 0 again: so many of each count as none from now on."""
@@ -111,7 +129,7 @@ class Waiting:
                 if calls:
                     self._calls[name] = calls
                 if (request := self._requests.get(name)) is not None:
-                    request.key = request.key._replace(call=request.key.call - base)
+                    request.call -= base
 
     def all(self) -> list[Request]:
         """Return all of them."""
@@ -137,10 +155,10 @@ class Waiting:
         """
         mine = self.all()
         overdue = [one for one in mine if one.deadline <= now and one not in besides]
-        for request in self.withdraw(one.key.name for one in overdue):
+        for request in self.withdraw(one.tensor.name for one in overdue):
             waited_s = now - request.begun
             why = f"{request}: not submitted by {_ranks(request.missing)} within {waited_s:.3g} s"
-            request.finish(ReductionTimeout(why, missing=request.missing))
+            request.end(ReductionTimeout(why, missing=request.missing))
         late = [
             one
             for one in mine

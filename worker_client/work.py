@@ -12,6 +12,9 @@ from reducer.errors import ReductionTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeAlias
+
+    Lead: TypeAlias = Callable[[Callable[[], bool], float], None]
 
 
 class Work:
@@ -27,10 +30,12 @@ class Work:
         missing: says which ranks it waits for, as far as is known.
     """
 
+    __slots__ = ("_ended", "_error", "_future", "_lead", "_lock", "_missing", "_result", "_what")
+
     def __init__(
         self,
         what: str,
-        lead: Callable[[Callable[[], bool], float], None],
+        lead: Lead,
         missing: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self._missing = missing
@@ -64,7 +69,7 @@ class Work:
             left = None if timeout is None else max(0.0, until - time.monotonic())
             concurrent.futures.wait([self.future()], left)
         if not self._ended:
-            raise ReductionTimeout(f"{self._what} is still in progress after {timeout:g} s")
+            raise ReductionTimeout(f"{self} is still in progress after {timeout:g} s")
         if self._error is not None:
             raise self._error
         return self._result
@@ -103,6 +108,10 @@ class Work:
             future = self._future
         if future is not None and not future.done():
             self._settle(future)
+
+    def __str__(self) -> str:
+        """Say which all-reduce this is, for errors and logs."""
+        return self._what
 
     def _settle(self, future: concurrent.futures.Future[Any]) -> None:
         if self._error is None:

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.fusion_buffers import FusionBuffers, group
-from worker_client.negotiation import Key
+from worker_client.negotiation import Tensor
 
 
-def keys(*sizes: int, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM) -> list[Key]:
-    return [Key(f"{dtype.name}{op.name}{at}", dtype, op, size, 0) for at, size in enumerate(sizes)]
+def tensors(*sizes: int, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM) -> list[Tensor]:
+    return [Tensor(f"{dtype.name}{op.name}{at}", dtype, op, size) for at, size in enumerate(sizes)]
 
 
 def test_buffers_are_filled_up_to_the_threshold() -> None:
-    a, b, c, d, e = keys(40, 60, 1, 99, 100)
+    a, b, c, d, e = tensors(40, 60, 1, 99, 100)
     assert group([a, b, c, d, e], 101) == [[a, b, c], [d], [e]]
     assert group([a, b, c, d, e], 100) == [[a, b], [e], [c, d]]
 
 
 def test_what_is_larger_travels_alone() -> None:
-    a, b, c = keys(40, 1000, 40)
+    a, b, c = tensors(40, 1000, 40)
     assert group([a, b, c], 100) == [[b], [a, c]]
 
 
 def test_nothing_is_packed_without_a_threshold() -> None:
-    several = keys(1, 2, 3, 0)
-    assert group(several, 0) == [[key] for key in several]
+    several = tensors(1, 2, 3, 0)
+    assert group(several, 0) == [[tensor] for tensor in several]
 
 
 def test_types_and_reductions_are_apart() -> None:
-    sums, halves = keys(8, 8), keys(8, 8, dtype=DType.FLOAT16)
-    means = keys(8, 8, op=ReduceOp.MEAN)
+    sums, halves = tensors(8, 8), tensors(8, 8, dtype=DType.FLOAT16)
+    means = tensors(8, 8, op=ReduceOp.MEAN)
     mixed = [sums[0], halves[0], means[0], sums[1], halves[1], means[1]]
     assert group(mixed, 100) == [sums, halves, means]
 

@@ -9,7 +9,7 @@ import pytest
 
 from reducer.wire.constants import DType, ReduceOp
 from worker_client import negotiation
-from worker_client.negotiation import Decision, Key, Negotiation
+from worker_client.negotiation import Decision, Key, Negotiation, Tensor
 
 
 def key(
@@ -19,11 +19,15 @@ def key(
     n: int = 8,
     call: int = 0,
 ) -> Key:
-    return Key(name, dtype, op, n, call)
+    return Key(Tensor(name, dtype, op, n), call)
 
 
 def calls(count: int) -> list[Key]:
     return [key("a", call=call) for call in range(count)]
+
+
+def tensors(*keys: Key) -> list[Tensor]:
+    return [key.tensor for key in keys]
 
 
 class Ranks:
@@ -34,6 +38,7 @@ class Ranks:
         self.sums = 0
 
     def round(self, *has: list[Key], absent: tuple[int, ...] = ()) -> list[Decision]:
+        """Make a round; every rank is told of the same, and only of what all present ranks have."""
         present = [rank for rank in range(len(self.all)) if rank not in absent]
         assert len({self.all[rank].state for rank in present}) == 1
         self._sum([self.all[rank].ask(has[rank]) for rank in present])
@@ -56,7 +61,7 @@ def test_what_all_have_is_ready_in_one_order() -> None:
     ranks = Ranks(3)
     a, b, c = key("a"), key("b"), key("c")
     decisions = ranks.round([a, b], [b, c, a], [c, b])
-    assert [decision.ready for decision in decisions] == [[b]] * 3
+    assert [decision.ready for decision in decisions] == [tensors(b)] * 3
     assert [rank.lacking(a) for rank in ranks.all] == [(2,)] * 3
     assert [rank.lacking(c) for rank in ranks.all] == [(0,)] * 3
 
@@ -65,10 +70,10 @@ def test_a_tensor_is_announced_once() -> None:
     ranks = Ranks(2)
     assert ranks.round([key("a")], [])[0].ready == []
     assert ranks.sums == 2
-    assert ranks.round([key("a")], [key("a")])[0].ready == [key("a")]
+    assert ranks.round([key("a")], [key("a")])[0].ready == tensors(key("a"))
     assert ranks.sums == 3, "rank 1 has heard of it"
     for a in calls(4)[1:]:
-        assert ranks.round([a], [a])[0].ready == [a]
+        assert ranks.round([a], [a])[0].ready == tensors(a)
     assert ranks.sums == 6
 
 
@@ -95,9 +100,9 @@ def test_ranks_that_differ_are_named(other: Key, field: str, expected: object, g
         assert decision.mismatched == {key("a"): error, other: error}
         assert (error.field, error.rank, error.other_rank) == (field, 0, 2)
         assert (error.expected, error.got) == (expected, got)
-        assert decision.ready == [key("b")]
+        assert decision.ready == tensors(key("b"))
     again = key("a", call=1)
-    assert ranks.round([again], [again], [again])[0].ready == [again]
+    assert ranks.round([again], [again], [again])[0].ready == tensors(again)
 
 
 def test_after_a_failure_at_one_rank_calls_are_not_mixed_up() -> None:
@@ -112,8 +117,8 @@ def test_after_a_failure_at_one_rank_calls_are_not_mixed_up() -> None:
     assert (error.field, error.expected, error.got) == ("call", 0, 1)
     assert (error.rank, error.other_rank) == (0, 2)
     assert ranks.round([second], [], [second])[0].ready == []
-    assert ranks.round([second], [second], [second])[0].ready == [second]
-    assert ranks.round([third], [third], [third])[0].ready == [third]
+    assert ranks.round([second], [second], [second])[0].ready == tensors(second)
+    assert ranks.round([third], [third], [third])[0].ready == tensors(third)
 
 
 def test_a_call_may_be_announced_before_the_one_that_precedes_it() -> None:
@@ -121,15 +126,15 @@ def test_a_call_may_be_announced_before_the_one_that_precedes_it() -> None:
     first, second, third = calls(3)
     ranks.round([], [second])
     ranks.round([first], [])
-    assert ranks.round([first], [first])[0].ready == [first]
-    assert ranks.round([second], [second])[0].ready == [second]
-    assert ranks.round([third], [third])[0].ready == [third]
+    assert ranks.round([first], [first])[0].ready == tensors(first)
+    assert ranks.round([second], [second])[0].ready == tensors(second)
+    assert ranks.round([third], [third])[0].ready == tensors(third)
 
 
 def test_ranks_that_are_gone_are_not_waited_for() -> None:
     ranks = Ranks(3)
     ranks.round([key("a")], [], [])
-    assert ranks.round([key("a")], [], [key("a")], absent=(1,))[0].ready == [key("a")]
+    assert ranks.round([key("a")], [], [key("a")], absent=(1,))[0].ready == tensors(key("a"))
 
 
 def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing() -> None:
@@ -140,7 +145,7 @@ def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing() -> 
     left = ranks.all[:2]
     ranks._sum(announced[:2])  # the last rank is lost before this one
     for decision in [one.decide() for one in left]:
-        assert decision.ready == [key("a")]
+        assert decision.ready == tensors(key("a"))
     assert left[0].state == left[1].state
 
 
@@ -152,7 +157,7 @@ def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) ->
         keys = [key(f"t{at}") for at in range(first, first + 3)]
         often = key("often", call=before)
         decision, other = ranks.round([late, often, *keys], [often, *keys])
-        assert set(decision.ready) == {often, *keys}
+        assert set(decision.ready) == set(tensors(often, *keys))
         assert ranks.all[0].lacking(late) == (() if decision.bases else (1,))
         assert decision.bases == other.bases
         before += 1 - decision.bases.get("often", 0)
@@ -161,7 +166,7 @@ def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) ->
             assert decision.bases["late"] == 0
             assert before == 0, "they count from here"
     assert forgotten > 3
-    assert ranks.round([late], [late])[0].ready == [late]
+    assert ranks.round([late], [late])[0].ready == tensors(late)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -172,14 +177,14 @@ def test_all_is_reduced_whatever_the_order(seed: int) -> None:
     keys = [key(f"t{at}", n=at) for at in range(rng.randint(1, 40))]
     to_come = [rng.sample(keys, len(keys)) for _ in range(world_size)]
     has: list[list[Key]] = [[] for _ in range(world_size)]
-    done: list[Key] = []
+    done: list[Tensor] = []
     while len(done) < len(keys):
         for rank in range(world_size):
             for _ in range(rng.randint(0, 6)):
                 if to_come[rank]:
                     has[rank].append(to_come[rank].pop())
         ready = ranks.round(*has)[0].ready
-        assert set(ready) == set.intersection(*map(set, has))
+        assert set(ready) == set(tensors(*set.intersection(*map(set, has))))
         done += ready
-        has = [[one for one in mine if one not in ready] for mine in has]
-    assert sorted(done) == sorted(keys)
+        has = [[one for one in mine if one.tensor not in ready] for mine in has]
+    assert sorted(done) == sorted(tensors(*keys))
