@@ -2,8 +2,7 @@
 
 ``import worker_client.torch_backend`` registers it, and then
 ``torch.distributed.init_process_group("reduction")`` is all that a script changes. A group keeps a
-Gloo group of the same ranks inside, registered as the backend of its devices: torch sends there
-whatever this class does not override.
+Gloo group of the same ranks inside, registered as the backend of its devices, which does the rest.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from worker_client.torch_collectives import (
     Reduction,
     asked,
     either,
+    inner,
     op_name,
     packed,
     reducible,
@@ -225,6 +225,24 @@ class ReductionGroup(TorchProcessGroup):
     # As torch called them before 2.13.
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    # -- what Gloo does -----------------------------------------------------------------------
+
+    # C++ code looks for these in this class. Where it finds none it calls Gloo itself, and takes
+    # the GIL with it (torch's PyProcessGroup): Gloo's lock may then be held by a thread of Gloo's
+    # that waits for the GIL to free the last reference to a tensor, and both wait for ever.
+    allgather = inner("allgather")
+    all_gather_single_coalesced = inner(
+        "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+    )
+    all_to_all_single = inner("all_to_all_single", "alltoall_base")
+    barrier = inner("barrier")
+    broadcast = inner("broadcast")
+    recv = inner("recv")
+    send = inner("send")
+    # As torch called them before 2.13.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
 
     def _can_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp) -> bool:
         if not self._warned and any(tensor.device.type != "cpu" for tensor in tensors):

@@ -124,3 +124,12 @@ def either(group: ProcessGroup, new: str, old: str) -> Callable[..., Work]:
     """Return a method that torch calls by another name since 2.13."""
     method: Callable[..., Work] = getattr(group, new, None) or getattr(group, old)
     return method
+
+
+def inner(name: str, old: str = "") -> Any:
+    """Return a method that does what the group in ``self._inner`` does under this name."""
+
+    def delegate(self: Any, *given: Any, **options: Any) -> Work:
+        return either(self._inner, name, old)(*given, **options)
+
+    return delegate

@@ -172,6 +172,16 @@ def others(rank: int, gloo: dist.ProcessGroup) -> None:
     assert reduced() == before
 
 
+def tensors_that_gloo_frees(rank: int, gloo: dist.ProcessGroup) -> None:
+    """Leave the last reference to a tensor to a thread of Gloo's, which then needs the GIL."""
+    del rank, gloo
+    for _ in range(300):
+        dist.broadcast(torch.ones(10), 0, async_op=True)
+        dist.all_gather([torch.ones(10) for _ in range(WORLD_SIZE)], torch.ones(10), async_op=True)
+        dist.all_to_all_single(torch.ones(WORLD_SIZE), torch.ones(WORLD_SIZE), async_op=True)
+        dist.barrier()
+
+
 def work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
@@ -288,6 +298,7 @@ CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
     coalesced,
     reduce_scatter,
     others,
+    tensors_that_gloo_frees,
     work_object,
     groups,
     ddp,

@@ -28,6 +28,7 @@ CASES = (
     "coalesced",
     "reduce_scatter",
     "others",
+    "tensors_that_gloo_frees",
     "work_object",
     "groups",
     "ddp",

@@ -3,8 +3,7 @@
 They come with torch, and choose by the backend's name what to test. So here they are told Gloo's:
 whatever they make as a ``gloo`` group is made as ours, and goes by Gloo's name from then on. All
 tests run in the same processes, each in a process group of its own; where one fails or hangs, the
-next gets new processes. One that hangs is tried once more, and named: seldom, a barrier right after
-a group was made does not return at rank 0, for a reason that is not known yet.
+next gets new processes.
 
     python tests/integrations/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
 """
@@ -183,16 +182,12 @@ def run_all(backend: str, world_size: int, names: list[str]) -> Iterator[tuple[s
                 Path(root, folder).mkdir(exist_ok=True)
                 for left in Path(root, folder).iterdir():
                     left.unlink()
-            for attempt in range(2):
-                ranks = ranks or Ranks(backend, world_size)
-                verdicts, reduced = ranks.run(name, f"{root}/{name}-{attempt}")
-                bad = [verdict for verdict in verdicts if verdict.outcome == "failed"]
-                if bad:
-                    ranks.stop()
-                    ranks = None
-                if not any("in time" in verdict.why for verdict in bad):
-                    break
-                print(f"{name} hung", flush=True)
+            ranks = ranks or Ranks(backend, world_size)
+            verdicts, reduced = ranks.run(name, f"{root}/{name}")
+            bad = [verdict for verdict in verdicts if verdict.outcome == "failed"]
+            if bad:
+                ranks.stop()
+                ranks = None
             yield name, (bad or verdicts)[0], reduced
         if ranks is not None:
             ranks.stop()
