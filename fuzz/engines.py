@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fuzz import bodies
@@ -10,7 +11,7 @@ from fuzz.model import Model
 from fuzz.source import Source
 from fuzz.twins import Twins
 from reducer.engine import AWAY_S
-from reducer.errors import RankLostError, ReductionTimeout
+from reducer.errors import RankLostError, ReductionError, ReductionTimeout
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, Loss, encode, encode_error
@@ -113,8 +114,8 @@ class World:
     def _change(self) -> None:
         """Say the latest message again, with one field changed."""
         peer, frame, payload = self._last
-        if len(frame) == len(Header(M.PING).pack()) and frame[5] in tuple(M):
-            header = mutate(Header.unpack(frame)._replace(flags=0), self._source)
+        with suppress(ReductionError):  # that one was no header either
+            header = mutate(Header.unpack(frame), self._source)
             self._say(peer, header.pack(), payload)
 
     def _again(self) -> None:
