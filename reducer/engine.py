@@ -257,6 +257,7 @@ class Engine:
         """Pass on that a rank has lost a reducer."""
         del header
         loss = decode(Loss, payload)
+        loss.check_epoch()
         if loss.reducer >= job.hello.reducers:
             raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
         if loss.epoch <= job.losses.get(loss.reducer, -1):

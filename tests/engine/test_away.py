@@ -175,3 +175,10 @@ def test_a_peer_that_was_away_may_come_back_as_somebody_else(
     for peer in (b"0", b"1"):
         reducer.lose(peer)
     assert reducer.engine.jobs == []
+
+
+def test_an_epoch_to_which_no_job_comes_is_passed_on_to_nobody(reducer: Reducer) -> None:
+    for loss in (Loss(ALL_REDUCERS, (1 << 32) - 1), Loss(0, (1 << 32) - 2)):
+        sends = reducer.say(1, M.SHARD_MAP, (1 << 64) - 1, encode(loss))
+        assert isinstance(told(sends)[b"1"], RemoteProtocolError)
+        assert {send.peer for send in sends} == {b"1"}
