@@ -234,6 +234,10 @@ cdef class Round:
         """Mark the round as failed and drop its slots; return what they took of the windows."""
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
+        return self.drop()
+
+    def drop(self):
+        """Drop the slots that are open; return what they took of the windows."""
         taken = []
         cdef Slot at
         for at in self._open_slots():

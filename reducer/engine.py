@@ -209,6 +209,8 @@ class Engine:
 
     def _join(self, peer: bytes, header: Header, hello: Hello) -> list[Send]:
         sends = self._make_way(header)
+        if peer in self._away:  # it speaks for another rank or job now
+            sends += self._give_up(peer)
         try:
             if self._reductions.closed is not None:
                 raise copy.copy(self._reductions.closed)
@@ -255,6 +257,7 @@ class Engine:
         """Pass on that a rank has lost a reducer."""
         del header
         loss = decode(Loss, payload)
+        loss.check_epoch()
         if loss.reducer >= job.hello.reducers:
             raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
         if loss.epoch <= job.losses.get(loss.reducer, -1):

@@ -17,8 +17,10 @@ from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reducer.errors import ReductionError
-    from reducer.slots import Member, Rounds, SlotsModule
+    from reducer.slots import Member, Round, Rounds, SlotsModule
     from reducer.wire.messages import Hello
 
 SETTINGS = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes")  # equal at every rank
@@ -78,7 +80,16 @@ class Job:
         reached = self.reached()
         self.given_up = [given for given in self.given_up if given[1] >= reached]
         for sequence in self.forgettable():
+            round_ = self.rounds.get(sequence)
+            if round_ is not None and round_.open:  # ranks went on without its results
+                self.release(round_, round_.drop())
             self.rounds.discard(sequence)
+
+    def release(self, round_: Round, taken: Iterable[tuple[int, int]]) -> None:
+        """Give back what dropped contributions, as rank and bytes, took of windows."""
+        for rank, nbytes in taken:
+            if rank in self.members and rank not in round_.departed:
+                self.members[rank].held -= nbytes
 
     def forgettable(self) -> list[int]:
         """Sequence numbers that the watermark of every live rank has passed.

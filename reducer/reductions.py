@@ -297,9 +297,7 @@ class Reductions:
     def fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> list[Send]:
         """End a round badly and tell those who know of it."""
         self.counters.rounds_failed += 1
-        for rank, nbytes in round_.fail(error):
-            if rank in job.members and rank not in round_.departed:
-                job.members[rank].held -= nbytes
+        job.release(round_, round_.fail(error))
         return self._tell(job, sequence, round_, job.members.values())
 
     def _tell(

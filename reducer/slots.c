@@ -155,6 +155,25 @@ static bool may_advance(const struct rounds *rounds, const struct member *member
     return true;
 }
 
+static void discard_if_there(struct rounds *rounds, uint64_t sequence)
+{
+    struct round *round = map_get(&rounds->by_sequence, sequence);
+    if (round != NULL)
+        rounds_discard(rounds, round);
+}
+
+static void discard_all_below(struct rounds *rounds, uint64_t reached)
+{
+    struct map *map = &rounds->by_sequence;
+    for (size_t place = 0; place <= map->mask && map->count > 0;) {
+        struct round *round = map->entries[place].value;
+        if (round != NULL && round->sequence < reached)
+            rounds_discard(rounds, round); /* another one may have moved to this place */
+        else
+            place++;
+    }
+}
+
 static void advance(struct rounds *rounds, struct member *member, uint64_t watermark)
 {
     member->watermark = watermark;
@@ -163,11 +182,14 @@ static void advance(struct rounds *rounds, struct member *member, uint64_t water
         if (rounds->members[rank]->watermark < reached)
             reached = rounds->members[rank]->watermark;
     rounds->reached = reached;
-    for (; rounds->by_sequence.count > 0 && rounds->oldest < reached; rounds->oldest++) {
-        struct round *round = map_get(&rounds->by_sequence, rounds->oldest);
-        if (round != NULL)
-            rounds_discard(rounds, round);
-    }
+    if (rounds->oldest >= reached)
+        return;
+    if (reached - rounds->oldest > rounds->by_sequence.mask)
+        discard_all_below(rounds, reached); /* the engine has let watermarks leap */
+    else
+        for (uint64_t sequence = rounds->oldest; sequence < reached; sequence++)
+            discard_if_there(rounds, sequence);
+    rounds->oldest = reached;
 }
 
 /* Bytes that a worker may have in flight. */

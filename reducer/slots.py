@@ -158,6 +158,10 @@ class Round:
         """
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
+        return self.drop()
+
+    def drop(self) -> Iterator[tuple[int, int]]:
+        """Drop the slots that are open; returns what `fail` does."""
         slots, self._slots = self._slots, {}
         return ((rank, charge(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
 

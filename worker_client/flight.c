@@ -278,6 +278,8 @@ bool flight_completed(struct flight *flight, uint64_t *sequence)
 
 void flight_confirm(struct flight *flight, uint64_t reached)
 {
+    if (reached > flight->watermark)
+        reached = flight->watermark; /* the rest is in progress here, whatever a reducer says */
     if (reached <= flight->reached)
         return;
     flight->reached = reached;

@@ -305,7 +305,8 @@ class PlainFlight:
 
     def confirm(self, reached: int) -> None:
         """Learn that every all-reduce below a number is finished at every rank."""
-        self.reached = max(self.reached, reached)
+        # What is in progress here is finished nowhere, whatever a reducer says.
+        self.reached = max(self.reached, min(reached, self.watermark))
         for sequence in [sequence for sequence in self._ended if sequence < self.reached]:
             self._release(self._ended.pop(sequence))
 

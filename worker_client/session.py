@@ -366,10 +366,9 @@ class Session:
             return []
         if isinstance(error, MismatchError) and error.field == "epoch":
             # Some rank has missed an answer. All hear of it, so all begin anew.
-            return [
-                *self.losses.renew(max(int(error.expected), int(error.got)) + 1),
-                *self._failed(link, header, error),
-            ]
+            renewed = Loss(ALL_REDUCERS, 1 + max(map(_epoch, (error.expected, error.got))))
+            renewed.check_epoch()
+            return [*self.losses.renew(renewed.epoch), *self._failed(link, header, error)]
         return self._failed(link, header, error)
 
     def _failed(self, link: Link, header: Header, error: ReductionError) -> list[Action]:
@@ -400,6 +399,7 @@ class Session:
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del link, header
         loss = decode(Loss, payload)
+        loss.check_epoch()
         if loss.reducer == ALL_REDUCERS:
             return self.losses.renew(loss.epoch)
         return self.losses.told(loss.reducer, loss.epoch)
@@ -418,3 +418,10 @@ class Session:
 
     def _header(self, kind: MessageType) -> Header:
         return self._identity._replace(type=kind, watermark=self.watermark)
+
+
+def _epoch(told: object) -> int:
+    """Return an epoch that an error names, which a reducer has worded."""
+    if not isinstance(told, int):
+        raise RemoteProtocolError(f"an epoch is a number, got {told!r:.80}")
+    return told

@@ -26,6 +26,7 @@ from reducer.wire.header import VERSION, Buffer
 
 ALL_REDUCERS = -1  # a rank could reach none: everything begins anew
 LAST_EPOCH = (1 << 32) - 1  # what is lost for this one is not used again in the job
+MOST_EPOCHS = 1 << 31  # no job lives to see as many, so nobody tells of a later one in earnest
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 
 _Body = TypeVar("_Body", "Hello", "Welcome", "Loss", "Stragglers")
@@ -127,6 +128,16 @@ class Loss:
     def __post_init__(self) -> None:
         _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
         _check(self.epoch, int, 0, LAST_EPOCH, "epoch")
+
+    def check_epoch(self) -> None:
+        """Refuse an epoch after which there would soon be no later one.
+
+        Raises:
+            RemoteProtocolError: it is one that no job comes to.
+        """
+        final = self.reducer != ALL_REDUCERS and self.epoch == LAST_EPOCH
+        if self.epoch > MOST_EPOCHS and not final:
+            raise RemoteProtocolError(f"no job comes to epoch {self.epoch}")
 
 
 @dataclass(frozen=True, slots=True)

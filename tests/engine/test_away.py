@@ -159,3 +159,26 @@ def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(implementati
     reducer.contribute(0)
     assert isinstance(told(reducer.lose(b"1"))[b"0"], RankLostError)
     assert len(reducer.engine.jobs) == 2
+
+
+@pytest.mark.parametrize("change", [{"job": "another"}, {"generation": 1}])
+def test_a_peer_that_was_away_may_come_back_as_somebody_else(
+    reducer: Reducer, change: dict
+) -> None:
+    reducer.contribute(0)
+    reducer.engine.unreachable(b"1")
+    sends = reducer.hello(1, peer=b"1", **change)
+    assert told(sends[:1])[b"0"].rank == 1
+    assert kinds([send for send in sends if send.peer == b"1"]) == [M.WELCOME]
+    reducer.now += 2 * AWAY_S
+    assert told(reducer.tick()) == {}, "its new life goes on"
+    for peer in (b"0", b"1"):
+        reducer.lose(peer)
+    assert reducer.engine.jobs == []
+
+
+def test_an_epoch_to_which_no_job_comes_is_passed_on_to_nobody(reducer: Reducer) -> None:
+    for loss in (Loss(ALL_REDUCERS, (1 << 32) - 1), Loss(0, (1 << 32) - 2)):
+        sends = reducer.say(1, M.SHARD_MAP, (1 << 64) - 1, encode(loss))
+        assert isinstance(told(sends)[b"1"], RemoteProtocolError)
+        assert {send.peer for send in sends} == {b"1"}

@@ -265,3 +265,30 @@ def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
     assert [type(a.error) for a in actions if isinstance(a, Finish)] == [RankLostError]
     assert {link for link, _ in sent(actions, M.GOODBYE)} == {0, 2}
     assert three.released(1) == []
+
+
+@pytest.mark.parametrize(("reducer", "epoch"), [(-1, (1 << 32) - 1), (0, (1 << 32) - 2)])
+def test_an_epoch_to_which_no_job_comes_is_not_believed(
+    session: Driven, reducer: int, epoch: int
+) -> None:
+    actions = hear_of(session, 1, reducer, epoch)
+    assert Reset(1) in actions
+    assert losses(actions) == [(0, Loss(1, 0))], "who says so is out of use, nobody else"
+
+
+@pytest.mark.parametrize("expected", ["tomorrow", (1 << 32) - 1])
+def test_a_mismatch_on_epochs_that_are_none_is_not_believed(
+    session: Driven, expected: object
+) -> None:
+    session.submit(operation(), 0.0)
+    wrong = MismatchError("?", field="epoch", rank=0, other_rank=1, expected=expected, got=1)
+    assert losses(error(session, 1, wrong, 0)) == [(0, Loss(1, 0))]
+
+
+def test_a_result_is_kept_whatever_a_reducer_says_of_what_is_in_progress(session: Driven) -> None:
+    sends = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
+    session.receive(0, Header(M.PING, watermark=(1 << 64) - 1).pack(), b"")
+    for link, header in sends:
+        result(session, link, header)
+    assert session.flight.reached == 0
+    assert session.flight.kept_bytes == 256

@@ -136,3 +136,23 @@ def test_a_worker_sends_no_results(reducer: Reducer) -> None:
     sends = reducer.contribute(1, type=M.RESULT)
     assert isinstance(told(sends)[b"1"], RemoteProtocolError)
     assert len(reducer.contribute(1)) == 2
+
+
+def test_ranks_that_go_on_without_a_result_get_their_window_back(reducer: Reducer) -> None:
+    reducer.contribute(0)
+    for rank in (1, 0):
+        reducer.contribute(rank, sequence=1, watermark=1)
+    assert reducer.rounds() == {1}
+    assert reducer.engine.held() == 0
+
+
+def test_watermarks_that_leap_cost_no_more_than_others(reducer: Reducer) -> None:
+    far = 1 << 60
+    for sequence in (0, far):
+        reducer.contribute(0, sequence, watermark=sequence)
+    reducer.contribute(1, far, watermark=far)
+    assert reducer.rounds() == {far}
+    for rank in range(2):
+        sends = reducer.contribute(rank, far + 1, watermark=far + 1)
+    assert kinds(sends) == [M.RESULT] * 2
+    assert reducer.rounds() == {far + 1}

@@ -1,0 +1,283 @@
+"""Target ``engine``: workers say anything to a reducer, in any order, and whole jobs among it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from fuzz import bodies
+from fuzz.headers import mutate
+from fuzz.model import Model
+from fuzz.source import Source
+from fuzz.twins import Twins
+from reducer.engine import AWAY_S
+from reducer.errors import RankLostError, ReductionError, ReductionTimeout
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, Loss, encode, encode_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+M = MessageType
+MEMORY_LIMIT = 64 << 20
+MOST_STEPS = 150  # of one input; what is longer only takes longer
+JOBS = ("a", "b")
+# As libzmq makes them, and one that is too long for the compiled loop.
+PEERS = (*(b"\0peer%d"[:5] + b"%d" % n for n in range(5)), b"a long routing id")
+SEQUENCES = (0, 0, 1, 2, 3, 5, 16383, 16384, 16385, 1 << 40)
+CHUNK = 64
+
+
+class World:
+    """Peers of one reducer, and what they say next.
+
+    Args:
+        source: decides.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.twins = Twins(MEMORY_LIMIT)
+        self.model = Model(self.twins.plain, MEMORY_LIMIT)
+        self.now = 0.0
+        self._source = source
+        self._last = (PEERS[0], b"", b"")
+        # What each peer said it is; the engine may have refused it.
+        self._said = {peer: Header(M.HELLO, rank=at % 2) for at, peer in enumerate(PEERS)}
+        self._steps: tuple[Callable[[], None], ...] = (
+            self._hello,
+            self._contribute,
+            self._contribute,
+            self._contribute_all,
+            self._contribute_all,
+            self._retain,
+            self._claim_all,
+            self._abort,
+            self._ask,
+            self._lose,
+            self._goodbye,
+            self._garbage,
+            self._change,
+            self._again,
+            self._tick,
+            self._vanish,
+            self._drain,
+        )
+
+    def run(self) -> None:
+        """Do all that the source says, then let everybody go."""
+        if self._source.chance(2):
+            self._join_all()
+        for _ in range(MOST_STEPS):
+            if not self._source.left:
+                break
+            self._source.pick(self._steps)()
+        for peer in PEERS:
+            self._lost(peer)
+        for _ in range(3):
+            self._pass(2 * AWAY_S)
+            for peer in PEERS:
+                self._lost(peer)
+        self._pass(2 * AWAY_S)
+        self.model.left()
+
+    # -- what happens -------------------------------------------------------------------------
+
+    def _say(self, peer: bytes, frame: bytes, payload: bytes = b"") -> None:
+        self._last = peer, frame, payload
+        self.model.ask(peer)
+        answers = self.twins.do(lambda twin: twin.receive(peer, frame, payload))
+        self.model.spoke(frame, payload, answers)
+
+    def _lost(self, peer: bytes) -> None:
+        self.model.answered(self.twins.do(lambda twin: twin.engine.unreachable(peer)))
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        self.model.answered(self.twins.do(lambda twin: twin.engine.tick(self.now)))
+
+    def _tick(self) -> None:
+        self._pass(self._source.pick((0.0, 0.1, 0.5, 1.0, 2.0)))
+
+    def _vanish(self) -> None:
+        self._lost(self._source.pick(PEERS))
+
+    def _drain(self) -> None:
+        if self._source.chance(16):
+            self.model.answered(self.twins.do(lambda twin: twin.engine.drain()))
+
+    def _garbage(self) -> None:
+        source = self._source
+        frame, payload = source.take(source.below(100)), source.take(source.below(20))
+        self._say(source.pick(PEERS), frame, payload)
+
+    def _change(self) -> None:
+        """Say the latest message again, with one field changed."""
+        peer, frame, payload = self._last
+        with suppress(ReductionError):  # that one was no header either
+            header = mutate(Header.unpack(frame), self._source)
+            self._say(peer, header.pack(), payload)
+
+    def _again(self) -> None:
+        """Say the latest message again, perhaps as another peer."""
+        peer, frame, payload = self._last
+        self._say(self._source.pick((peer, *PEERS)), frame, payload)
+
+    # -- who is there -------------------------------------------------------------------------
+
+    def _join_all(self) -> None:
+        """Let a job begin with all its ranks."""
+        source = self._source
+        world_size = 1 + source.below(4)
+        watermark, chunk_bytes = source.pick(SEQUENCES), source.pick((CHUNK, 0, 1 << 12))
+        for rank in range(world_size):
+            self._introduce(
+                PEERS[rank],
+                Header(M.HELLO, rank=rank, watermark=watermark, window=1 << 16),
+                Hello(JOBS[0], world_size, 2, 0, chunk_bytes),
+            )
+
+    def _introduce(self, peer: bytes, header: Header, hello: Hello) -> None:
+        header = header._replace(job=fingerprint(hello.job))
+        self._said[peer] = header
+        self._say(peer, header.pack(), encode(hello))
+
+    def _hello(self) -> None:
+        source = self._source
+        peer = source.pick(PEERS)
+        header = Header(
+            M.HELLO,
+            generation=source.pick((0, 0, 0, 1, 2)),
+            rank=source.below(4),
+            watermark=source.pick(SEQUENCES),
+            window=source.pick((1 << 16, 0, 1 << 10, 1 << 24)),
+        )
+        job, world_size = source.pick(JOBS), source.pick((2, 2, 1, 3, 4, 1 << 16))
+        chunk_bytes = source.pick((CHUNK, 0, 1 << 12))
+        if not source.chance(4):
+            return self._introduce(peer, header, Hello(job, world_size, 2, 0, chunk_bytes))
+        if source.chance(2):
+            header = mutate(header, source)
+        header = header._replace(job=fingerprint(job))
+        self._said[peer] = header
+        return self._say(peer, header.pack(), bodies.nearly(Hello, source))
+
+    # -- all-reduces --------------------------------------------------------------------------
+
+    def _from(self, peer: bytes, kind: MessageType, sequence: int | None = None) -> Header:
+        """Return a header of a peer, with a number near its watermark."""
+        said, source = self._said[peer], self._source
+        near = said.watermark + source.pick((0, 0, 1, 2, 16383, 16384))
+        at = near if sequence is None else sequence
+        header = Header(
+            kind,
+            job=said.job,
+            generation=said.generation,
+            sequence=min(at, (1 << 64) - 1),
+            watermark=source.pick((said.watermark, 0, at, at + 1)) & ((1 << 64) - 1),
+            rank=said.rank,
+        )
+        # An honest worker's watermark only rises.
+        self._said[peer] = said._replace(watermark=max(said.watermark, header.watermark))
+        return header
+
+    def _chunk(self, header: Header) -> tuple[Header, int]:
+        """Add a chunk's fields; returns its seed as well."""
+        source = self._source
+        shape = source.below(256)
+        dtype, op = DType(1 + shape % 8), ReduceOp(1 + shape // 8 % 5)
+        nbytes = (CHUNK, CHUNK, 0, 8)[shape >> 6]
+        chunks = 1 if nbytes == 0 else 1 + source.below(3)
+        header = header._replace(
+            total_bytes=chunks * nbytes,
+            offset=source.below(chunks) * nbytes,
+            nbytes=nbytes,
+            dtype=dtype,
+            op=op,
+            wire_dtype=dtype,
+        )
+        return header, source.byte()
+
+    def _contribute(self) -> None:
+        source = self._source
+        peer = source.pick(PEERS)
+        header, seed = self._chunk(self._from(peer, M.CONTRIBUTION))
+        length = header.nbytes + source.pick((0, 0, 0, 0, 0, 0, 8, -8))
+        if source.chance(6):
+            header = mutate(header, source)
+        self._say(peer, header.pack(), elements(seed, max(0, length)))
+
+    def _contribute_all(self) -> None:
+        self._by_all(M.CONTRIBUTION)
+
+    def _claim_all(self) -> None:
+        """Let all ranks contribute or claim, and those that are asked supply."""
+        self._by_all(M.RETAINED)
+
+    def _by_all(self, kind: MessageType) -> None:
+        source = self._source
+        first, speakers = source.pick(PEERS[:4]), source.byte()
+        chunk, seed = self._chunk(self._from(first, kind))
+        supplies = source.byte() if kind is M.RETAINED else 0
+        key = self._said[first].job, self._said[first].generation
+        for at, peer in enumerate(PEERS):
+            said = self._said[peer]
+            if (said.job, said.generation) != key or speakers >> at & 1:
+                continue
+            header = chunk._replace(rank=said.rank)
+            claims = kind is M.RETAINED and supplies >> at & 1
+            header = header._replace(type=M.RETAINED if claims else M.CONTRIBUTION)
+            self._say(peer, header.pack(), b"" if claims else elements(seed + at, chunk.nbytes))
+        if kind is M.RETAINED:
+            self._supply(chunk, seed)
+
+    def _supply(self, chunk: Header, seed: int) -> None:
+        for peer in PEERS:
+            header = chunk._replace(type=M.RETAINED, rank=self._said[peer].rank)
+            self._say(peer, header.pack(), elements(seed, chunk.nbytes))
+
+    def _retain(self) -> None:
+        source = self._source
+        peer = source.pick(PEERS)
+        header, seed = self._chunk(self._from(peer, M.RETAINED))
+        if source.chance(4):
+            header = mutate(header, source)
+        self._say(peer, header.pack(), source.pick((b"", elements(seed, header.nbytes & 127))))
+
+    # -- the rest -----------------------------------------------------------------------------
+
+    def _abort(self) -> None:
+        source = self._source
+        peer = source.pick(PEERS)
+        more = source.pick((0, 0, 0, 1, 3, 1 << 14, (1 << 32) - 1))
+        header = self._from(peer, M.ABORT)._replace(nbytes=more)
+        if source.chance(4):
+            return self._say(peer, header.pack(), bodies.body(source))
+        error = source.pick((ReductionTimeout("late"), RankLostError("lost", rank=1)))
+        return self._say(peer, header.pack(), encode_error(error))
+
+    def _ask(self) -> None:
+        peer = self._source.pick(PEERS)
+        self._say(peer, self._from(peer, M.STRAGGLERS).pack())
+
+    def _lose(self) -> None:
+        source = self._source
+        peer = source.pick(PEERS)
+        frame = self._from(peer, M.SHARD_MAP).pack()
+        if source.chance(4):
+            return self._say(peer, frame, bodies.nearly(Loss, source))
+        return self._say(peer, frame, encode(Loss(source.pick((-1, 0, 1, 2)), source.number(32))))
+
+    def _goodbye(self) -> None:
+        peer = self._source.pick(PEERS)
+        self._say(peer, self._from(peer, M.GOODBYE).pack())
+
+
+def elements(seed: int, nbytes: int) -> bytes:
+    """Return a payload; other seeds give other ones, with NaN, infinities and denormals among it."""
+    return bytes((seed * 37 + at * 101 + at // 8) & 0xFF for at in range(nbytes))
+
+
+def run(data: bytes) -> None:
+    """Let both implementations of a reducer live through one story."""
+    World(Source(data)).run()

@@ -1,0 +1,130 @@
+"""Both implementations of an engine, given the same messages: their answers must be the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuzz.source import check
+from reducer import implementation, kernels
+from reducer.engine import Engine
+from reducer.errors import ConfigError
+from reducer.wire.constants import MessageType
+from reducer.wire.header import Header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer._loop import Core
+    from reducer.reductions import Send
+
+Answers = dict[bytes, list[tuple[bytes, bytes]]]  # by peer: headers and payloads
+
+
+class Twin:
+    """One engine and, with the compiled implementation, the loop's part before it.
+
+    Args:
+        name: ``compiled`` or ``plain``; the plain one sums with NumPy.
+        memory_limit: bytes.
+
+    Attributes:
+        taken: messages that never reached the engine.
+    """
+
+    def __init__(self, name: str, memory_limit: int) -> None:
+        table = kernels.select("numpy" if name == "plain" else None)
+        chosen = implementation.select(name, table)
+        self.name = name
+        self.taken = 0
+        self.engine = Engine(
+            table, chosen.slots, memory_limit=memory_limit, incarnation="1", address="here:1"
+        )
+        self._core: Core | None = None
+        if name == "compiled":
+            from reducer._loop import Core  # noqa: PLC0415 (is not there where nothing was built)
+
+            self._core = Core(self.engine)
+
+    def receive(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send]:
+        """Take a message as a reducer's thread does."""
+        if self._core is not None:
+            sends = self._core.offer(peer, frame, payload)
+            if sends is not None:
+                self.taken += 1
+                return sends
+        return self.engine.receive(peer, frame, payload)
+
+
+def names() -> tuple[str, ...]:
+    """Return the implementations that there are here, the plain one first."""
+    try:
+        implementation.select("compiled", kernels.select())
+    except ConfigError:
+        return ("plain",)
+    return ("plain", "compiled")
+
+
+class Twins:
+    """Engines of all implementations, in step.
+
+    Args:
+        memory_limit: bytes, for each.
+    """
+
+    def __init__(self, memory_limit: int) -> None:
+        self.all = [Twin(name, memory_limit) for name in names()]
+
+    @property
+    def plain(self) -> Engine:
+        """The one that is looked into."""
+        return self.all[0].engine
+
+    def do(self, act: Callable[[Twin], list[Send]]) -> Answers:
+        """Let each do the same.
+
+        Raises:
+            ViolationError: they do not give the same answers.
+        """
+        answers, *others = [_by_peer(act(twin)) for twin in self.all]
+        for twin, other in zip(self.all[1:], others, strict=True):
+            check(_lagging(other, answers), f"plain answers {answers}, {twin.name} {other}")
+            self._compare(twin.engine)
+        return answers
+
+    def _compare(self, engine: Engine) -> None:
+        plain = self.plain
+        check(engine.counters == plain.counters, f"{engine.counters} is {plain.counters}")
+        check(engine.held() == plain.held(), f"{engine.held()} bytes are {plain.held()}")
+        state = [(job.key, job.reached(), sorted(job.rounds)) for job in engine.jobs]
+        expected = [(job.key, job.reached(), sorted(job.rounds)) for job in plain.jobs]
+        check(state == expected, f"jobs, watermarks and rounds {state} are {expected}")
+
+
+def _lagging(answers: Answers, expected: Answers) -> bool:
+    """Whether answers are the expected ones, but for the watermark of results.
+
+    The compiled loop learns what every rank has finished when it takes a contribution itself. What
+    it says until then is no less true.
+    """
+    if answers == expected:
+        return True
+    if answers.keys() != expected.keys():
+        return False
+    for peer, messages in answers.items():
+        for (frame, payload), (other_frame, other_payload) in zip(messages, expected[peer]):
+            header, other = Header.unpack(frame), Header.unpack(other_frame)
+            behind = header.type is MessageType.RESULT and header.watermark <= other.watermark
+            same = other._replace(watermark=header.watermark) if behind else other
+            if header != same or payload != other_payload:
+                return False
+    return all(len(messages) == len(expected[peer]) for peer, messages in answers.items())
+
+
+def _by_peer(sends: list[Send]) -> Answers:
+    """Sort what is sent at one time: its order is nothing that anybody relies on."""
+    answers: Answers = {}
+    for peer, header, payload in sends:
+        answers.setdefault(peer, []).append((header, b"" if payload is None else bytes(payload)))
+    for messages in answers.values():
+        messages.sort(key=lambda message: (message[0][:32], message[0][40:], message[1]))
+    return answers
