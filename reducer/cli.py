@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from reducer import __version__, config
+from reducer import __version__, config, status_command
 from reducer.errors import ReductionError
 from reducer.http_port import HttpPort
 from reducer.pool import READY
@@ -44,6 +44,10 @@ app = typer.Typer(
 @app.callback()
 def _commands() -> None:
     """CPU-only reducers for gradient all-reduce."""
+
+
+app.command()(status_command.status)
+app.command()(status_command.top)
 
 
 @app.command()

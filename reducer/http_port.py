@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BytesIO(head)
         super().handle()
 
-    def do_GET(self) -> None:  # noqa: N802 (the standard library's name)
+    def do_GET(self) -> None:
         """Answer with what the path has to say."""
         answer = self.server.paths.get(self.path.partition("?")[0])
         if answer is None:
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(reply.body)
 
-    do_HEAD = do_GET  # noqa: N815 (likewise)
+    do_HEAD = do_GET  # noqa: N815 (the standard library's name)
 
     def version_string(self) -> str:
         """Name the software, but no version of anything."""
@@ -219,6 +219,7 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Log what went wrong, unless it is the client's way of leaving."""
+        del request, client_address
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             log.error("a request to the HTTP port failed", exc_info=error)

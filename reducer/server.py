@@ -151,13 +151,13 @@ class _Lane(threading.Thread):
                 os.sched_setaffinity(0, self._cpus)  # of this thread
             loop = self._make_loop(self.engine, self._transport)
             while not self._stopping.is_set():
-                loop.step(TICK_S)
                 self.desk.answer()
+                loop.step(TICK_S)
             loop.send(self.engine.drain())
             give_up = time.monotonic() + DRAIN_S
             while self.engine.jobs and time.monotonic() < give_up:
-                loop.step(TICK_S)
                 self.desk.answer()
+                loop.step(TICK_S)
         except BaseException as error:
             self.failure = error
             log.exception("the reducer stopped because of an error of its own")
