@@ -18,12 +18,14 @@ from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
 from bench.lab import LabUnavailable
-from reducer import plan
+from reducer import links, plan
 
 if TYPE_CHECKING:
     from bench.results import Row
 
-HEADING = f"{'n':>3} {'k':>3} {'topology':>9} {'size':>8} {'predicted':>10} {'measured':>10} {'error':>7}"
+HEADING = (
+    f"{'n':>3} {'k':>3} {'topology':>9} {'size':>8} {'predicted':>10} {'measured':>10} {'error':>7}"
+)
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
@@ -74,12 +76,12 @@ def predict(row: Row, mbit: float) -> float:
     """Return what the plan says of a row's all-reduce, seconds."""
     gbps = mbit / 1000
     job = plan.Job(row.workers, gbps, gbps, row.nbytes)
-    topology: plan.Topology = "pool"
+    topology: links.Topology = "pool"
     if row.contender == "embedded":
         topology = "embedded"
     elif row.contender.startswith("mixed"):
         topology = "mixed"
-    return plan.all_reduce_s(row.nbytes, row.workers, row.reducers, topology, job.network)
+    return links.all_reduce_s(row.nbytes, row.workers, row.reducers, topology, job.network)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reducer import plan
+from reducer import links
 
 if TYPE_CHECKING:
     from bench.contenders import Contender
 
-bus_factor = plan.ring_factor  # busbw / algbw: nccl-tests' definition
+bus_factor = links.ring_factor  # busbw / algbw: nccl-tests' definition
 
 
 def limit(contender: Contender, workers: int, rate: float) -> float:
@@ -25,8 +25,8 @@ def limit(contender: Contender, workers: int, rate: float) -> float:
     if workers == 1 and contender.kind != "pool":
         return rate
     if contender.kind in {"pool", "mixed"}:
-        topology: plan.Topology = "pool" if contender.kind == "pool" or k >= workers else "mixed"
+        topology: links.Topology = "pool" if contender.kind == "pool" or k >= workers else "mixed"
     else:
         topology = "embedded"
-    owned = plan.shares(workers, k, topology)
-    return 1 / plan.busiest_card_s(workers, owned, plan.Network(rate, rate))
+    owned = links.shares(workers, k, topology)
+    return 1 / links.busiest_card_s(workers, owned, links.Network(rate, rate))

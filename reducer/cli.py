@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from reducer import __version__, config, status_command
+from reducer import __version__, config, plan_command, status_command
 from reducer.errors import ReductionError
 from reducer.http_port import HttpPort
 from reducer.pool import READY
@@ -48,6 +48,7 @@ def _commands() -> None:
 
 app.command()(status_command.status)
 app.command()(status_command.top)
+app.command()(plan_command.plan)
 
 
 @app.command()
