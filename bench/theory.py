@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reducer import links
+
 if TYPE_CHECKING:
     from bench.contenders import Contender
+
+bus_factor = links.ring_factor  # busbw / algbw: nccl-tests' definition
 
 
 def limit(contender: Contender, workers: int, rate: float) -> float:
@@ -18,13 +22,11 @@ def limit(contender: Contender, workers: int, rate: float) -> float:
     """
     k = contender.reducers
     rate *= 2 if contender.wire_dtype else 1
-    if contender.kind == "pool" or k >= workers:
-        return rate * min(1.0, k / workers)
-    if workers == 1:
+    if workers == 1 and contender.kind != "pool":
         return rate
-    return rate * (workers**2 + k * workers - 2 * k) / (2 * workers * (workers - 1))
-
-
-def bus_factor(workers: int) -> float:
-    """Return busbw / algbw, ``2(n-1)/n``: nccl-tests' definition."""
-    return 2 * (workers - 1) / workers
+    if contender.kind in {"pool", "mixed"}:
+        topology: links.Topology = "pool" if contender.kind == "pool" or k >= workers else "mixed"
+    else:
+        topology = "embedded"
+    owned = links.shares(workers, k, topology)
+    return 1 / links.busiest_card_s(workers, owned, links.Network(rate, rate))

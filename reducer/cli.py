@@ -7,14 +7,16 @@ import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
 
-from reducer import __version__, config
+from reducer import __version__, config, plan_command, status_command
 from reducer.errors import ReductionError
+from reducer.http_port import HttpPort
 from reducer.pool import READY
 from reducer.server import Server
 
@@ -44,6 +46,11 @@ def _commands() -> None:
     """CPU-only reducers for gradient all-reduce."""
 
 
+app.command()(status_command.status)
+app.command()(status_command.top)
+app.command()(plan_command.plan)
+
+
 @app.command()
 def serve(  # noqa: PLR0917 (options have names on the command line)
     bind: Annotated[
@@ -68,6 +75,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     impl: Annotated[
         str | None, typer.Option(help="compiled or plain; compiled if it can run, by default.")
     ] = None,
+    http: Annotated[
+        str | None, typer.Option(help="Where probes, metrics and status are, HOST:PORT or PORT.")
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -87,6 +97,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         io_threads=io_threads,
         cpus=cpus,
         impl=impl,
+        http=http,
     )
     log.info("settings", version=__version__, **settings.model_dump())
     stop = threading.Event()
@@ -97,17 +108,25 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    server = Server(settings)
-    server.start()
-    print(f"{READY}{server.address}", flush=True)  # noqa: T201 (the line that a caller waits for)
-    if stop_at_eof:
-        threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
-    while server.alive and not stop.wait(0.2):
-        pass
-    server.stop()
+    with ExitStack() as stack:
+        port = HttpPort(settings.http) if settings.http else None
+        if port:
+            stack.callback(port.close)
+        server = Server(settings)
+        server.start()
+        print(f"{READY}{server.address}", flush=True)  # noqa: T201 (a caller waits for the line)
+        if port:
+            stack.enter_context(port.serving(server.observer))
+            print(f"{HTTP_READY}{port.address}", flush=True)  # noqa: T201 (likewise)
+        if stop_at_eof:
+            threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
+        while server.alive and not stop.wait(0.2):
+            pass
+        server.stop()
     log.info("stopped", **{name: getattr(server.counters, name) for name in _COUNTED})
 
 
+HTTP_READY = "reducer answers HTTP on "
 _COUNTED = ("contributions", "results", "bytes_in", "bytes_out", "refused", "rounds_failed")
 
 

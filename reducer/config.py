@@ -52,6 +52,11 @@ class ReducerConfig(BaseSettings):
     impl: Literal["compiled", "plain"] | None = None
     """Which loop serves: the compiled one if it can run, by default. Both do the same."""
 
+    http: str | None = None
+    """Where `reducer serve` answers probes and `reducer status`: ``HOST:PORT``, or ``PORT`` on this
+    machine alone. Read-only. ``off`` by default: a job's own reducers need none, and those of
+    several ranks on a host would ask for the same port."""
+
     failpoints: str = ""
     """For tests: where this process shall die, stop or be slow, such as ``reducer.placed=kill@3``;
     `reducer.failpoints` knows the places. Nowhere by default."""
@@ -68,6 +73,11 @@ class ReducerConfig(BaseSettings):
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"write it as tcp://HOST:PORT, got {value!r}")
         return value
+
+    @field_validator("http")
+    @classmethod
+    def _check_http(cls, value: str | None) -> str | None:
+        return None if value is None or value in {"", "off"} else parse_http(value)
 
     @field_validator("failpoints")
     @classmethod
@@ -102,6 +112,19 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     if not cpus or not cpus <= allowed:
         raise ValueError(f"this process may run on CPUs {sorted(allowed)}, got {text!r}")
     return tuple(sorted(cpus))
+
+
+def parse_http(text: str) -> str:
+    """Read ``HOST:PORT``, ``:PORT`` or ``PORT``; without a host it is this machine alone.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    value = f"127.0.0.1:{text.removeprefix(':')}" if text.strip(":").isdecimal() else text
+    match = _ENDPOINT.fullmatch(f"tcp://{value}")
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"write it as HOST:PORT, or PORT, or off, got {text!r}")
+    return value
 
 
 def is_loopback(endpoint: str) -> bool:

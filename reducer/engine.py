@@ -117,6 +117,15 @@ class Engine:
         """The jobs that are here."""
         return list(self._members.jobs.values())
 
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that contributions and results may take."""
+        return self._members.memory_limit
+
+    def reserved(self) -> int:
+        """Bytes set aside for the jobs that are here."""
+        return self._members.reserved()
+
     def held(self) -> int:
         """Bytes of contributions in open slots."""
         return sum(member.held for member in self._members.members())

@@ -43,7 +43,8 @@ def local_pool(
     if reducers < 1:
         raise ConfigError(f"a pool needs at least 1 reducer, got {reducers}")
     command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
-    command += ["--stop-at-eof", "--log-level", "warning"]
+    # One port that the environment names could not serve several reducers.
+    command += ["--stop-at-eof", "--log-level", "warning", "--http", "off"]
     command += ["--kernel", kernel] if kernel else []
     command += ["--memory-limit", memory_limit] if memory_limit else []
     with ExitStack() as stack:

@@ -15,6 +15,7 @@ from reducer import implementation, kernels
 from reducer.engine import Engine
 from reducer.failpoints import parse
 from reducer.faults import FaultyEngine, FaultyTransport
+from reducer.observer import Desk, Observer
 from reducer.reductions import Counters
 from reducer.transport import Transport, make_context
 
@@ -41,6 +42,7 @@ class Server:
             they learn of its other threads' ports there.
         context: libzmq's; workers of this process that use it must be closed before `stop`.
         inproc: where they reach each thread without a socket in between, by its address.
+        observer: reads its state, from any thread.
 
     Raises:
         ConfigError: an endpoint cannot be bound, or the kernel variant or loop does not exist here.
@@ -88,6 +90,8 @@ class Server:
             )
             for transport in transports
         ]
+        desks = [lane.desk for lane in self._lanes]
+        self.observer = Observer(self.address, incarnation, desks, self._lanes, self._stopping)
         log.info("serves with the %s loop and the %s kernels", chosen.name, table.name)
 
     @property
@@ -133,6 +137,7 @@ class _Lane(threading.Thread):
     ) -> None:
         super().__init__(name=f"reducer-{transport.port}", daemon=True)
         self.engine = engine
+        self.desk = Desk(engine, transport.port)
         self.failure: BaseException | None = None
         self._transport = transport
         self._make_loop = make_loop
@@ -146,10 +151,12 @@ class _Lane(threading.Thread):
                 os.sched_setaffinity(0, self._cpus)  # of this thread
             loop = self._make_loop(self.engine, self._transport)
             while not self._stopping.is_set():
+                self.desk.answer()
                 loop.step(TICK_S)
             loop.send(self.engine.drain())
             give_up = time.monotonic() + DRAIN_S
             while self.engine.jobs and time.monotonic() < give_up:
+                self.desk.answer()
                 loop.step(TICK_S)
         except BaseException as error:
             self.failure = error

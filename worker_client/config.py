@@ -34,6 +34,7 @@ REDUCER_SETTINGS = (
     "io_threads",
     "cpus",
     "impl",
+    "http",
     "failpoints",
 )
 

@@ -25,6 +25,7 @@ def test_the_reducers_defaults() -> None:
         "io_threads": 1,
         "cpus": None,
         "impl": None,
+        "http": None,
         "failpoints": "",
     }
 
@@ -38,6 +39,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_IO_THREADS", "3")
     monkeypatch.setenv("REDUCTION_CPUS", "0-1")
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
+    monkeypatch.setenv("REDUCTION_HTTP", "9090")
     monkeypatch.setenv("REDUCTION_FAILPOINTS", "reducer.placed=kill@3")
     monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
     assert reducer_config.load(kernel="numpy").model_dump() == {
@@ -49,6 +51,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "io_threads": 3,
         "cpus": (0, 1),
         "impl": "plain",
+        "http": "127.0.0.1:9090",
         "failpoints": "reducer.placed=kill@3",
     }
 
@@ -159,3 +162,24 @@ def test_no_duration(value: object) -> None:
 def test_cpus_that_are_none(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"^cpus: {reason}"):
         reducer_config.load(cpus=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("9090", "127.0.0.1:9090"),
+        (":9090", "127.0.0.1:9090"),
+        ("0.0.0.0:9090", "0.0.0.0:9090"),
+        ("[::1]:9090", "[::1]:9090"),
+        ("off", None),
+        ("", None),
+    ],
+)
+def test_http_addresses(text: str, value: str | None) -> None:
+    assert reducer_config.load(http=text).http == value
+
+
+@pytest.mark.parametrize("text", ["on", "host", "host:", "1:2:3", "http://host:1", "host:99999"])
+def test_bad_http_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^http: write it as HOST:PORT, or PORT, or off, got "):
+        reducer_config.load(http=text)

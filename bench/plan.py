@@ -1,0 +1,88 @@
+"""What `reducer plan` predicts, beside what the lab measures.
+
+    python -m bench.plan --workers 2,4,8 --reducers 1,2,4,8 --mbit 100 --size 16MiB
+
+The prediction knows the links' rate and nothing that was measured. README.md defines every option
+and figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bench import options
+from bench.contenders import Contender
+from bench.contest import Contest, hosts_needed
+from bench.crew import CrewError
+from bench.lab import LabUnavailable
+from reducer import links, plan
+
+if TYPE_CHECKING:
+    from bench.results import Row
+
+HEADING = (
+    f"{'n':>3} {'k':>3} {'topology':>9} {'size':>8} {'predicted':>10} {'measured':>10} {'error':>7}"
+)
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8",
+    reducers: Annotated[str, typer.Option(help="Sizes of the pool.")] = "1,2,4,8",
+    size: Annotated[str, typer.Option(help="Bytes per rank, such as 4MiB,16MiB.")] = "16MiB",
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
+    embedded: Annotated[bool, typer.Option(help="Reducers that ranks host, too.")] = True,
+    mixed: Annotated[
+        bool, typer.Option(help="Pools smaller than n beside reducers in ranks, too.")
+    ] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 3,
+    within: Annotated[float, typer.Option(help="Error from which on the exit code is 1.")] = 0.1,
+) -> None:
+    """Predict and measure all-reduces over a grid, and print the errors."""
+    sizes, pools, ranks = options.sizes(size), options.counts(reducers), options.counts(workers)
+    worst = 0.0
+    print(HEADING + "\n" + f"{'ms':>37} {'ms':>10} {'%':>7}")
+    try:
+        for n in ranks:
+            contenders = [Contender("pool", k) for k in pools]
+            contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
+            contenders += [Contender("embedded")] if embedded else []
+            hosts = hosts_needed(n, contenders)
+            with options.lab(hosts, mbit) as lab, Contest(lab, n, contenders) as contest:
+                for nbytes in sizes:
+                    rows = contest.measure(nbytes, rounds=rounds)
+                    worst = max([worst, *(show(row, mbit) for row in rows)])
+                if contest.skipped:
+                    sys.exit(f"bench.plan: not measured: {contest.skipped}")
+    except (CrewError, LabUnavailable) as error:
+        sys.exit(f"bench.plan: {error}")
+    print(f"# largest error {worst:.1%}; links of {mbit:g} Mbit/s, nothing else predicted from")
+    sys.exit(int(worst > within))
+
+
+def show(row: Row, mbit: float) -> float:
+    """Print one row, and return the size of its relative error."""
+    predicted_us = 1e6 * predict(row, mbit)
+    error = predicted_us / row.time_us - 1
+    topology = row.contender.partition("-")[0]
+    cells = f"{row.workers:>3} {row.reducers:>3} {topology:>9} {row.nbytes:>8}"
+    print(f"{cells} {predicted_us / 1e3:>10.1f} {row.time_us / 1e3:>10.1f} {100 * error:>+7.1f}")
+    return abs(error)
+
+
+def predict(row: Row, mbit: float) -> float:
+    """Return what the plan says of a row's all-reduce, seconds."""
+    gbps = mbit / 1000
+    job = plan.Job(row.workers, gbps, gbps, row.nbytes)
+    topology: links.Topology = "pool"
+    if row.contender == "embedded":
+        topology = "embedded"
+    elif row.contender.startswith("mixed"):
+        topology = "mixed"
+    return links.all_reduce_s(row.nbytes, row.workers, row.reducers, topology, job.network)
+
+
+if __name__ == "__main__":
+    typer.run(main)

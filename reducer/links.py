@@ -1,0 +1,134 @@
+"""How long network cards are busy with an all-reduce: arithmetic, nothing measured.
+
+**The model.** Every machine has one network card that carries its rate in each direction at once.
+An all-reduce takes as long as the busiest card needs for its bytes, and the pipeline of chunks has
+to fill and to drain: see `all_reduce_s`. Processors cost nothing, and nobody else uses the links.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal, NamedTuple, TypeAlias
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import HEADER_BYTES
+from reducer.wire.layout import chunk_size, mixed_weights
+
+Topology: TypeAlias = Literal["embedded", "pool", "mixed"]
+
+MTU = 1500  # bytes of a packet, without the Ethernet header
+PACKET_HEADERS = 52  # bytes of IPv4 and of TCP with time stamps, part of the MTU
+FRAME_HEADER = 14  # bytes of Ethernet, not part of it
+FRAMING = 2 + 9  # bytes by which ZeroMQ frames a header and a large payload
+
+
+class Network(NamedTuple):
+    """The cards of a job, and the way between them.
+
+    Attributes:
+        worker_rate, reducer_rate: payload that a card carries each way, bytes per second.
+        round_trip_s: of the network when nothing else is on it.
+    """
+
+    worker_rate: float
+    reducer_rate: float
+    round_trip_s: float = 0.0
+
+
+class Shares(NamedTuple):
+    """What one reducer owns of every buffer, 0 to 1.
+
+    Attributes:
+        pool: each of the pool's.
+        ranks: each of those that workers host.
+    """
+
+    pool: Fraction
+    ranks: Fraction
+
+
+def payload_share(mtu: int = MTU) -> float:
+    """Return the part of an Ethernet link's bytes that TCP has for payload: 0.956 with 1500."""
+    return (mtu - PACKET_HEADERS) / (mtu + FRAME_HEADER)
+
+
+def shares(workers: int, reducers: int, topology: Topology) -> Shares:
+    """Return what each reducer owns.
+
+    Raises:
+        ConfigError: there is no such topology with so many reducers.
+    """
+    if topology == "pool":
+        if not reducers:
+            raise ConfigError("a pool needs at least 1 reducer")
+        return Shares(Fraction(1, reducers), Fraction(0))
+    weights = mixed_weights(workers, reducers if topology == "mixed" else 0)
+    whole = sum(weights)
+    return Shares(
+        Fraction(weights[0] if topology == "mixed" else 0, whole), Fraction(weights[-1], whole)
+    )
+
+
+def busiest_card_s(workers: int, owned: Shares, network: Network) -> float:
+    """Return how long the busiest card is busy for each byte of a buffer, each way, seconds.
+
+    A reducer of the pool takes its share from all n workers, and sends as much. A worker sends
+    what it does not own itself, and receives the same from the n - 1 others for what it owns:
+    1 - w + (n-1)w of a buffer, each way.
+    """
+    pool = workers * float(owned.pool) / network.reducer_rate
+    rank = (1 + (workers - 2) * float(owned.ranks)) / network.worker_rate
+    return max(pool, rank if owned.ranks else 1 / network.worker_rate)
+
+
+def ring_factor(workers: int) -> float:
+    """Return what a ring carries through each card, of a buffer's bytes: ``2(n-1)/n``."""
+    return 2 * (workers - 1) / workers
+
+
+def ring_s(nbytes: float, workers: int, network: Network) -> float:
+    """Return the time of a ring's all-reduce: ``2(n-1)`` steps of an n-th part, one after another.
+
+    Each step also costs half a round trip.
+    """
+    steps = 2 * (workers - 1)
+    return steps * (nbytes / workers / network.worker_rate + network.round_trip_s / 2)
+
+
+def all_reduce_s(
+    nbytes: float, workers: int, reducers: int, topology: Topology, network: Network
+) -> float:
+    """Return the time of an all-reduce through reducers.
+
+    The busiest card carries its bytes from the first to the last. Ranks send to all reducers in
+    turn, so a slot is complete when a chunk for each has left every rank: before that no result
+    comes, and at the end one chunk of each is still to come when nothing is left to send. These two
+    turns, in which a card is busy in one direction only, and a round trip come on top.
+
+    Args:
+        nbytes: of the buffer.
+        workers: n.
+        reducers: in the pool, k.
+        topology: where reducers are; in a mixed one they own what `mixed_weights` says, which is
+            best for cards of one rate.
+        network: the cards.
+    """
+    owned = shares(workers, reducers, topology)
+    per_byte = busiest_card_s(workers, owned, network)
+    largest = float(max(owned)) * nbytes
+    chunk = min(chunk_size(network.worker_rate), largest)
+    overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
+    owners = (reducers if owned.pool else 0) + (workers - 1 if owned.ranks else 0)
+    turn = max(
+        owners * chunk / network.worker_rate,
+        workers * chunk / network.reducer_rate if owned.pool else 0.0,
+    )
+    return nbytes * per_byte * overhead + 2 * turn + network.round_trip_s
+
+
+def fastest(nbytes: float, workers: int, reducers: int, network: Network) -> tuple[float, Topology]:
+    """Return the least time that a pool of k allows, and how."""
+    kinds: list[Topology] = ["pool"] if reducers else ["embedded"]
+    if 0 < reducers < workers:
+        kinds.append("mixed")
+    return min((all_reduce_s(nbytes, workers, reducers, kind, network), kind) for kind in kinds)

@@ -1,0 +1,148 @@
+"""What a reducer says about itself, as records and as JSON: no secrets, and bounded in size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from reducer.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_JOBS = 256  # that are told one by one
+MAX_RANGES = 64  # of ranks; 64 gaps say enough about a job
+
+State: TypeAlias = Literal["starting", "serving", "draining", "failing"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A part of a reducer's memory, in bytes.
+
+    Attributes:
+        limit: what all jobs together may reserve.
+        reserved: what is set aside for the jobs that are here.
+        held: what contributions take that wait for those of other ranks.
+    """
+
+    limit: int
+    reserved: int
+    held: int
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One generation of one job.
+
+    Attributes:
+        name: printable; other characters are escaped as in a Python string.
+        world_size: number of ranks.
+        present: number of ranks that are here.
+        ranks_present, ranks_absent: such as ``0-3,7``; the latter have not come, or have gone.
+        reserved, held: bytes, as of `Memory`.
+        rounds: all-reduces in progress, or failed and not yet forgotten.
+    """
+
+    name: str
+    generation: int
+    world_size: int
+    present: int
+    ranks_present: str
+    ranks_absent: str
+    reserved: int
+    held: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class LaneStatus:
+    """One thread that serves.
+
+    Attributes:
+        port: its own.
+        answers: whether it took a look at its state when it was asked; if not, all else is 0.
+        members: ranks of all jobs that are connected to it.
+        jobs: number of jobs.
+        counters: what it has done since it started.
+    """
+
+    port: int
+    answers: bool
+    members: int
+    jobs: int
+    memory: Memory
+    counters: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ReducerStatus:
+    """A reducer, all its threads together.
+
+    Attributes:
+        version: of the software.
+        incarnation: another one at every start.
+        address: where workers reach it, ``host:port``.
+        state: ``serving`` if it takes jobs; ``failing`` if a thread has ended or does not answer.
+        uptime_s: since it began to serve, seconds.
+        memory: sums over all threads.
+        counters: likewise.
+        jobs: those with the most memory first, at most `MAX_JOBS`.
+        jobs_total: how many there are.
+    """
+
+    version: str
+    incarnation: str
+    address: str
+    state: State
+    uptime_s: float
+    memory: Memory
+    counters: dict[str, int]
+    jobs: tuple[JobStatus, ...]
+    jobs_total: int
+    lanes: tuple[LaneStatus, ...]
+
+
+_ADAPTER = TypeAdapter(ReducerStatus)
+
+
+def dump(status: ReducerStatus) -> bytes:
+    """Return a status as JSON."""
+    return _ADAPTER.dump_json(status)
+
+
+def load(data: bytes) -> ReducerStatus:
+    """Read a status from JSON; what a later version adds to it is left out.
+
+    Raises:
+        RemoteProtocolError: it is none.
+    """
+    try:
+        return _ADAPTER.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the whole"
+        raise RemoteProtocolError(f"no status of a reducer: {where}: {first['msg']}") from None
+
+
+def printable(name: str) -> str:
+    """Return a name that cannot do anything to a terminal; different names stay different."""
+    return "".join(
+        each if each.isprintable() and each != "\\" else ascii(each)[1:-1] for each in name
+    )
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """Return ranks, in rising order, as ``0-3,7``; the first `MAX_RANGES` of them, then ``...``."""
+    found = list(ranks)
+    ends = [place for place, (a, b) in enumerate(pairwise(found), 1) if b != a + 1]
+    bounds = list(pairwise([0, *ends, len(found)])) if found else []
+    parts = [_range(found[start], found[end - 1]) for start, end in bounds[:MAX_RANGES]]
+    return ",".join(parts + ["..."] * (len(bounds) > MAX_RANGES))
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

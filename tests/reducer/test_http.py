@@ -1,0 +1,426 @@
+"""A reducer's HTTP port: what it answers, and what bad clients cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+
+from reducer import http_port, metrics, status
+from reducer.config import load
+from reducer.errors import ConfigError
+from reducer.http_port import HttpPort
+from reducer.observer import Desk, JobView, Observer, merge_jobs
+from reducer.server import Server
+from tests.conftest import joined
+from tests.reducer.ports import ask, serving
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.usefixtures("no_settings")
+
+PATHS = ["/healthz", "/readyz", "/metrics", "/status.json"]
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(load(bind="tcp://127.0.0.1:0", threads=2, impl=request.param))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def port(server: Server) -> Iterator[str]:
+    http = HttpPort("127.0.0.1:0")
+    with http.serving(server.observer):
+        eventually(lambda: ask(http.address, "/readyz")[0] == 200)
+        yield http.address
+    http.close()
+
+
+def samples(text: bytes) -> dict[str, float]:
+    """The metrics of a text, by name and labels."""
+    lines = [line for line in text.decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def total(found: dict[str, float], name: str) -> float:
+    return sum(value for key, value in found.items() if key.startswith(name + "{"))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_job_does_is_told(server: Server, port: str) -> None:
+    with joined(3, servers=server.address, job="visible") as clients:
+        for step in range(4):
+            works = [client.all_reduce(np.full(300_000, step, np.float32)) for client in clients]
+            for work in works:
+                work.wait(20)
+        time.sleep(2 * 0.2)
+        code, body = ask(port, "/status.json")
+        found = json.loads(body)
+        assert code == 200
+        assert (found["state"], found["jobs_total"]) == ("serving", 1)
+        assert found["address"] == server.address
+        (job,) = found["jobs"]
+        assert (job["name"], job["generation"], job["world_size"]) == ("visible", 0, 3)
+        assert (job["present"], job["ranks_present"], job["ranks_absent"]) == (3, "0-2", "")
+        assert 0 < job["reserved"] == found["memory"]["reserved"] < found["memory"]["limit"]
+        assert found["memory"]["limit"] == 8 << 30
+        assert [lane["answers"] for lane in found["lanes"]] == [True, True]
+        counters = found["counters"]
+        assert counters["bytes_in"] >= 3 * 4 * 4 * 300_000
+        assert counters["contributions"] == counters["results"] > 0
+        assert counters == {
+            name: sum(lane["counters"][name] for lane in found["lanes"]) for name in counters
+        }
+
+        text = samples(ask(port, "/metrics")[1])
+        assert total(text, "reducer_contributions_total") == counters["contributions"]
+        assert total(text, "reducer_members") == 6  # at both threads
+        assert text['reducer_job_ranks_present{job="visible"}'] == 3
+        assert text["reducer_serving"] == 1
+        assert text["process_open_fds"] > 0
+    eventually(lambda: json.loads(ask(port, "/status.json")[1])["jobs_total"] == 0)
+
+
+def test_an_absent_rank_is_named(server: Server, port: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        arguments = {"servers": server.address, "world_size": 3, "job": "partial"}
+        with connect(rank=0, **arguments), connect(rank=2, **arguments) as third:
+            eventually(lambda: json.loads(ask(port, "/status.json")[1])["jobs_total"] == 1)
+            pool.submit(third.all_reduce, np.ones(1000))
+            eventually(lambda: json.loads(ask(port, "/status.json")[1])["jobs"][0]["rounds"] == 1)
+            (job,) = json.loads(ask(port, "/status.json")[1])["jobs"]
+            assert (job["present"], job["ranks_present"], job["ranks_absent"]) == (2, "0,2", "1")
+            assert job["held"] > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_it_only_reads(port: str, path: str) -> None:
+    assert ask(port, path)[0] == 200
+    code, body = ask(port, path, "HEAD")
+    assert (code, body) == (200, b"")
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE", "X"):
+        assert ask(port, path, method)[0] == 501
+
+
+@pytest.mark.parametrize("path", ["/", "/status", "/../etc/passwd", "/metrics/", "http://x/"])
+def test_there_is_nothing_else(port: str, path: str) -> None:
+    code, body = ask(port, path)
+    assert code == 404
+    assert b"/status.json" in body
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        (b"GET /healthz HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET /healthz?verbose HTTP/1.1\nHost: x\n\n", b"200"),
+        (b"GET /healthz HTTP/1.0\r\nX: " + b"x" * (http_port.MAX_HEAD_BYTES + 1), b"431"),
+        (b"GET /" + b"x" * (1 << 20), b"431"),
+        (b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 1000 + b"\r\n", b"431"),
+        (b"GET /healthz HTTP/9.0\r\n\r\n", b"505"),
+        (b"GET\r\n\r\n", b"400"),
+        (b"\xff\xfe\x00\r\n\r\n", b"400"),
+        (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\n\r\n", b"400"),
+    ],
+)
+def test_odd_requests_are_answered(port: str, said: bytes, code: bytes) -> None:
+    host, _, number = port.rpartition(":")
+    with socket.create_connection((host, int(number)), 10) as client:
+        client.sendall(said[: http_port.MAX_HEAD_BYTES + 100])
+        answer = b""
+        while more := _receive(client):
+            answer += more
+        assert code in answer.split(b"\n")[0]
+
+
+def _receive(client: socket.socket) -> bytes:
+    try:
+        return client.recv(4096)
+    except ConnectionResetError:  # it had not read all that was sent
+        return b""
+
+
+def test_slow_clients_hold_no_place(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    # One byte at a time resets any timeout of a single read.
+    monkeypatch.setattr(http_port, "CONNECTION_S", 0.5)
+    before = threading.active_count()
+    http = HttpPort("127.0.0.1:0")
+    place = ("127.0.0.1", int(http.address.rpartition(":")[2]))
+    with http.serving(server.observer):
+        slow = [socket.create_connection(place, 10) for _ in range(4)]
+        ended = 0
+        deadline = time.monotonic() + 20
+        while ended < len(slow):
+            assert time.monotonic() < deadline
+            ended = sum(_is_ended(client) for client in slow)
+            time.sleep(0.05)
+        for client in slow:
+            client.close()
+        eventually(lambda: threading.active_count() <= before + 1)
+    http.close()
+
+
+def _is_ended(client: socket.socket) -> bool:
+    try:
+        client.sendall(b"G")
+        client.setblocking(False)
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        client.settimeout(10)
+
+
+def test_many_clients_cost_neither_probes_nor_all_reduces(port: str, server: Server) -> None:
+    place = ("127.0.0.1", int(port.rpartition(":")[2]))
+    files = psutil.Process().num_fds()
+    before = threading.active_count()
+    with joined(2, servers=server.address, job="beside") as clients:
+        idle = []
+        for _ in range(5 * http_port.MAX_CONNECTIONS):
+            client = socket.create_connection(place, 10)
+            client.sendall(b"GET /healthz HTTP/1.0\r\nX: ")
+            idle.append(client)
+        for path in PATHS * 3:
+            assert ask(port, path)[0] == 200
+        works = [client.all_reduce(np.ones(100_000, np.float32)) for client in clients]
+        assert [float(work.wait(20)[0]) for work in works] == [1.0, 1.0]
+        assert threading.active_count() < before + http_port.MAX_CONNECTIONS + 10
+        for client in idle:
+            client.close()
+    eventually(lambda: psutil.Process().num_fds() <= files + 4)
+
+
+def test_a_client_that_reads_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    monkeypatch.setattr(http_port, "CONNECTION_S", 0.5)
+    monkeypatch.setattr(status, "dump", lambda _: b"x" * (64 << 20))
+    before = threading.active_count()
+    http = HttpPort("127.0.0.1:0")
+    with (
+        http.serving(server.observer),
+        socket.create_connection(("127.0.0.1", int(http.address.rpartition(":")[2]))) as client,
+    ):
+        client.sendall(b"GET /status.json HTTP/1.0\r\n\r\n")
+        eventually(lambda: threading.active_count() > before + 1)
+        eventually(lambda: threading.active_count() <= before + 1)
+    http.close()
+
+
+def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
+    asked = []
+    desk = server._lanes[0].desk
+    ask_desk = desk.ask
+
+    def counted() -> object:
+        asked.append(1)
+        return ask_desk()
+
+    desk.ask = counted
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: server.observer.status(), range(200)))
+    assert {each.incarnation for each in found} == {found[0].incarnation}
+    assert len(asked) < 20
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_is_seen() -> None:
+    server = Server(load(bind="tcp://127.0.0.1:0"))
+    desk = server._lanes[0].desk
+    assert "starting" in server.observer.unready()
+    assert server.observer.unhealthy() == ""
+    assert server.observer.status().state == "starting"
+    server.start()
+    eventually(lambda: not server.observer.unready())
+
+    def fail() -> None:
+        raise MemoryError
+
+    desk.answer = fail
+    server._lanes[0].join(10)
+    assert "has ended" in server.observer.unhealthy()
+    assert "has ended" in server.observer.unready()
+    time.sleep(0.25)  # until the earlier answer is too old
+    assert server.observer.status().state == "failing"
+    with pytest.raises(MemoryError):
+        server.stop()
+
+
+def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reducer.observer.ANSWER_S", 0.2)
+    desk = Desk(engine=None, port=1)  # nobody answers at it
+    desk.ticked = time.monotonic()
+    forever = threading.Event()
+    thread = threading.Thread(target=forever.wait)
+    thread.start()
+    observer = Observer("a:1", "i", [desk], [thread], threading.Event())
+    assert observer.unhealthy() == ""
+    found = observer.status()
+    assert found.state == "failing"
+    assert not found.lanes[0].answers
+    desk.ticked -= 60
+    assert "hangs" in observer.unhealthy()
+    assert samples(_text(found))['reducer_lane_up{port="1"}'] == 0
+    forever.set()
+    thread.join()
+
+
+def test_an_error_while_looking_is_the_askers() -> None:
+    desk = Desk(engine=None, port=1)
+    asked = desk.ask()
+    desk.answer()
+    with pytest.raises(AttributeError):
+        asked.result(0)
+
+
+def _text(found: status.ReducerStatus) -> bytes:
+    return metrics.Metrics(lambda: found).text()
+
+
+def view(name: str, *ranks: int, **others: int) -> JobView:
+    values = {"generation": 0, "world_size": 4, "reserved": 10, "held": 1, "rounds": 1, **others}
+    return JobView(name=name, ranks=frozenset(ranks), **values)
+
+
+def test_jobs_of_several_threads_are_joined() -> None:
+    first, second = merge_jobs(
+        [
+            view("a", 0, 1, 2, rounds=3),
+            view("b", 0, 1, 2, 3, reserved=99),
+            view("a", 0, 2),
+        ]
+    )
+    assert (first.name, first.present, first.ranks_absent) == ("b", 4, "")
+    assert (second.name, second.ranks_present, second.ranks_absent) == ("a", "0,2", "1,3")
+    assert (second.reserved, second.held, second.rounds) == (20, 2, 3)
+
+
+def status_of(views: list[JobView]) -> status.ReducerStatus:
+    memory = status.Memory(1, 1, 1)
+    lane = status.LaneStatus(1, True, 1, 1, memory, {"contributions": 1, "novel": 2})
+    jobs = tuple(merge_jobs(views))
+    return status.ReducerStatus(
+        "1", "i", "a:1", "serving", 1.0, memory, lane.counters, jobs, len(jobs), (lane,)
+    )
+
+
+def test_labels_are_bounded_and_no_series_is_told_twice() -> None:
+    views = [view(f"job {number}", 0, reserved=number) for number in range(100)]
+    views += [view("job 99", 0, 1, generation=generation, reserved=999) for generation in (4, 5)]
+    text = _text(status_of(views)).decode()
+    names = set(re.findall(r'job="([^"]*)"', text))
+    assert len(names) == metrics.MAX_LABELLED_JOBS
+    assert {"job 99", "job 98"} < names
+    assert 'reducer_job_generation{job="job 99"} 5.0' in text
+    assert 'reducer_novel_total{port="1"} 2.0' in text
+    keys = [line.rsplit(" ", 1)[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(keys) == len(set(keys))
+
+
+def test_names_do_nothing_to_a_terminal_and_stay_different() -> None:
+    names = ["a\x1b[31m", "a\\x1b[31m", "a\x9b", "a\u202e", "a\ud800", "ä b", "a\n", "a\\n"]
+    shown = [status.printable(name) for name in names]
+    assert all(name.isprintable() for name in shown)
+    assert len(set(shown)) == len(names)
+    assert shown[5] == "ä b"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0,2-3,7")],
+)
+def test_ranges(ranks: list[int], text: str) -> None:
+    assert status.ranges(ranks) == text
+
+
+def test_ranges_are_bounded() -> None:
+    text = status.ranges(range(0, 10_000, 2))
+    assert text.endswith(",126,...")
+    assert text.count(",") == status.MAX_RANGES
+
+
+def test_no_secret_is_told(port: str) -> None:
+    for path in PATHS:
+        assert not re.search(rb"key|secret|token|password", ask(port, path)[1], re.IGNORECASE)
+
+
+def test_it_drains_before_it_ends() -> None:
+    with serving() as reducer:
+        with connect(servers=reducer.address, rank=0, world_size=1, job="last"):
+            assert ask(reducer.http, "/readyz") == (200, b"ok\n")
+            reducer.process.send_signal(signal.SIGTERM)
+            answers = []
+            with suppress(OSError):  # the port is closed last
+                while reducer.process.poll() is None:
+                    ready, health = ask(reducer.http, "/readyz"), ask(reducer.http, "/healthz")
+                    answers.append((ready[0], health))
+        assert reducer.process.wait(10) == 0
+    assert (503, (200, b"ok\n")) in answers
+
+
+def test_a_stopped_process_does_not_answer_and_goes_on() -> None:
+    with serving() as reducer:
+        os.kill(reducer.process.pid, signal.SIGSTOP)
+        with socket.create_connection(tuple(reducer.http.split(":")), 10) as client:
+            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+            client.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+        os.kill(reducer.process.pid, signal.SIGCONT)
+        assert ask(reducer.http, "/healthz")[0] == 200
+
+
+def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reducer import local_pool  # noqa: PLC0415
+
+    assert load().http is None
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        # A port that the environment names is nothing to a pool of several reducers.
+        monkeypatch.setenv("REDUCTION_HTTP", str(taken.getsockname()[1]))
+        with local_pool(2) as servers:
+            assert len(servers) == 2
+
+
+def test_a_taken_port_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"cannot answer HTTP on .*the port is taken"):
+            HttpPort(address)
+    with pytest.raises(ConfigError, match="no such address"):
+        HttpPort("192.0.2.1:0")
+
+
+def test_it_listens_where_it_was_told() -> None:
+    port = HttpPort("127.0.0.1:0")
+    (listening,) = [
+        each.laddr.ip
+        for each in psutil.Process().net_connections()
+        if each.status == psutil.CONN_LISTEN and each.laddr.port == int(port.address.split(":")[1])
+    ]
+    assert listening == "127.0.0.1"
+    port.close()

@@ -1,0 +1,297 @@
+"""`reducer plan`: the seeds' examples, the formulas' corners, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import composite
+
+from reducer import links, plan, plan_command, vertex
+from reducer.errors import ConfigError
+from reducer.wire.layout import SMALLEST_CHUNK, mixed_weights, shards
+from tests.reducer.ports import COMMAND
+
+LINKS = links.Network(100.0, 100.0)
+
+
+def reducer_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, "plan", *arguments], capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "worker_gbps", "reducer_gbps", "needed"),
+    [
+        (8, 100, 32, 25),  # the rule's published examples
+        (5, 100, 32, 16),
+        (1, 100, 100, 1),
+        (4, 25, 25, 4),
+        (3, 0.1, 0.1, 3),  # in binary a little more than 3
+        (7, 0.3, 0.7, 3),
+        (1000, 100, 1, 100_000),
+        (2, 1, 100, 1),
+    ],
+)
+def test_the_rule(workers: int, worker_gbps: float, reducer_gbps: float, needed: int) -> None:
+    assert plan.reducers_needed(workers, worker_gbps, reducer_gbps) == needed
+
+
+@given(st.integers(1, 500), st.integers(1, 400), st.integers(1, 400))
+def test_the_rule_gives_the_fewest(workers: int, worker: int, reducer: int) -> None:
+    needed = plan.reducers_needed(workers, worker, reducer)
+    assert needed * reducer >= workers * worker > (needed - 1) * reducer
+
+
+@composite
+def pools(draw: st.DrawFn) -> tuple[int, int]:
+    workers = draw(st.integers(2, 64))
+    return workers, draw(st.integers(1, workers - 1))
+
+
+@given(pools())
+def test_the_mixed_split_is_the_published_one(pool: tuple[int, int]) -> None:
+    n, k = pool
+    owned = links.shares(n, k, "mixed")
+    whole = n * n + k * n - 2 * k
+    assert owned == (Fraction(2 * (n - 1), whole), Fraction(n - k, whole))
+    assert k * owned.pool + n * owned.ranks == 1
+    # With it all cards are busy for the same time, which is less than a ring's or the pool's.
+    both = links.busiest_card_s(n, owned, LINKS)
+    assert both == pytest.approx(2 * n * (n - 1) / whole / 100)
+    assert both <= links.ring_factor(n) / 100 * 1.000001
+    assert both <= links.busiest_card_s(n, links.shares(n, k, "pool"), LINKS) * 1.000001
+
+
+@given(pools(), st.integers(1 << 20, 1 << 24))
+def test_the_split_is_the_one_that_buffers_are_cut_by(pool: tuple[int, int], nbytes: int) -> None:
+    n, k = pool
+    owned = links.shares(n, k, "mixed")
+    for shard in shards(nbytes, mixed_weights(n, k), 0):
+        share = owned.pool if shard.reducer < k else owned.ranks
+        if (shard.end - shard.start) > SMALLEST_CHUNK:
+            assert (shard.end - shard.start) / nbytes == pytest.approx(float(share), rel=0.01)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 64])
+def test_corners_of_the_cards(n: int) -> None:
+    full = links.busiest_card_s(n, links.shares(n, n, "pool"), LINKS)
+    assert full == pytest.approx(1 / 100)
+    assert links.busiest_card_s(n, links.shares(n, 2 * n, "pool"), LINKS) == pytest.approx(1 / 100)
+    assert links.busiest_card_s(n, links.shares(n, 1, "pool"), LINKS) == pytest.approx(n / 100)
+    embedded = links.busiest_card_s(n, links.shares(n, 0, "embedded"), LINKS)
+    assert embedded == pytest.approx(links.ring_factor(n) / 100)
+    # A fast reducer does for several slow ones.
+    one_fast = links.Network(100.0, 100.0 * n)
+    assert links.busiest_card_s(n, links.shares(n, 1, "pool"), one_fast) == pytest.approx(1 / 100)
+
+
+def test_large_buffers_take_what_the_cards_take() -> None:
+    network = links.Network(1e9, 1e9, 1e-4)
+    seconds = links.all_reduce_s(1e11, 8, 8, "pool", network)
+    assert seconds == pytest.approx(100, rel=0.005)
+    assert links.ring_s(1e11, 8, network) == pytest.approx(175, rel=0.005)
+
+
+def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring() -> None:
+    network = links.Network(1e9, 1e9, 1e-3)
+    assert links.all_reduce_s(64, 8, 8, "pool", network) == pytest.approx(1e-3, rel=0.01)
+    assert links.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
+
+
+@given(st.integers(2, 32), st.integers(1 << 10, 1 << 30))
+def test_more_reducers_never_slow_the_cards(workers: int, nbytes: int) -> None:
+    network = links.Network(1e8, 1e8)
+    times = [
+        links.busiest_card_s(workers, links.shares(workers, k, "pool"), network) * nbytes
+        for k in range(1, 2 * workers)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def job(**others: float) -> plan.Job:
+    values = {"workers": 4, "worker_gbps": 10.0, "reducer_gbps": 10.0, "nbytes": 512 << 20}
+    return plan.Job(**{**values, **others})
+
+
+def test_steps_overlap_with_the_backward_pass() -> None:
+    network = job().network
+    all_s = links.all_reduce_s(512 << 20, 4, 4, "pool", network)
+    long = job(backward_s=10.0, forward_s=3.0)
+    last_s = links.all_reduce_s(64 << 20, 4, 4, "pool", network)
+    assert plan.buckets(long) == 8
+    # A long backward pass hides all but the last bucket; a short one hides next to nothing.
+    assert plan.step_s(long, all_s, last_s) == pytest.approx(13.0 + last_s)
+    short = job(backward_s=0.08)
+    assert plan.step_s(short, all_s, last_s) == pytest.approx(0.01 + all_s)
+
+
+def test_buckets_are_those_of_the_hook() -> None:
+    ddp = pytest.importorskip("worker_client.ddp", reason="needs torch")
+    assert plan.BUCKET_BYTES == ddp.DEFAULT_BUCKET_CAP_MB << 20
+
+
+def test_rows_and_costs() -> None:
+    found = plan.plan(job(worker_cost=4.0, reducer_cost=0.5))
+    assert [row.reducers for row in found.rows] == [0, 1, 2, 4]
+    assert [row.topology for row in found.rows] == ["embedded", "mixed", "mixed", "pool"]
+    last = found.rows[-1]
+    assert found.reducers_needed == last.reducers == 4
+    assert last.cost_per_hour == 18
+    assert last.speedup == pytest.approx(1.5, rel=0.05)
+    assert last.cost_saved == pytest.approx(1 - 18 / 16 / last.step_speedup)
+    assert last.hours_gained_per_cost == pytest.approx((last.step_speedup - 1) / 2)
+    assert found.rows[0].hours_gained_per_cost is None
+    assert plan.plan(job()).rows[-1].cost_per_hour is None
+    assert [row.reducers for row in plan.plan(job(), [8, 3, 3]).rows] == [3, 8]
+
+
+@pytest.mark.parametrize("needed", [1, 2, 3, 4, 5, 16, 25])
+def test_default_sizes(needed: int) -> None:
+    sizes = plan.default_sizes(needed)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (0, needed)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"workers": 1}, "at least 2 workers"),
+        ({"worker_gbps": 0.0}, "worker_gbps must be more than 0"),
+        ({"reducer_gbps": float("nan")}, "reducer_gbps must be more than 0"),
+        ({"nbytes": 0}, "nbytes must be more than 0"),
+        ({"backward_s": -1.0}, "backward_s must not be negative"),
+        ({"reducer_cost": -1.0}, "reducer_cost must not be negative"),
+        ({"mtu": 52}, "mtu must be more than 52"),
+    ],
+)
+def test_what_cannot_be_planned(wrong: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        job(**wrong)
+
+
+def test_packets() -> None:
+    assert links.payload_share(1500) == pytest.approx(0.957, abs=0.001)
+    assert links.payload_share(8896) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        ((None, None, "fp32"), 10**9),
+        (("400MB", None, "fp32"), 400 * 10**6),
+        (("1GiB", None, "fp32"), 1 << 30),
+        ((None, "1.5B", "fp32"), 6 * 10**9),
+        ((None, "350M", "bf16"), 700 * 10**6),
+        ((None, "1000", "fp64"), 8000),
+    ],
+)
+def test_sizes_of_models(given: tuple[str | None, str | None, str], nbytes: int) -> None:
+    assert plan_command.gradient_bytes(*given) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("1MB", "1M", "fp32"), "not both"),
+        (("much", None, "fp32"), "model-bytes: write a size"),
+        ((None, "many", "fp32"), "parameters: write a number"),
+        ((None, "1M", "int4"), "dtype: 'int4' is none of fp32"),
+    ],
+)
+def test_bad_sizes_of_models(arguments: tuple[str | None, str | None, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_command.gradient_bytes(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", 0), ("200ms", 0.2), ("1.5s", 1.5), ("90 us", 9e-5), ("2", 2)]
+)
+def test_durations(text: str, value: float) -> None:
+    assert plan_command.seconds("backward", text) == pytest.approx(value)
+    with pytest.raises(ConfigError, match="backward: write a duration"):
+        plan_command.seconds("backward", f"{text}h")
+
+
+LINK = ("--worker-gbps", "100", "--reducer-gbps", "32")
+
+
+def test_the_command_prints_the_rule_and_a_table() -> None:
+    done = reducer_plan("--workers", "8", *LINK, "--backward", "200ms", "--reducer-cost", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("25 reducers: 8 x 100 Gbit/s / 32 Gbit/s\n")
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
+    assert [row[0] for row in rows[1:]] == ["0", "1", "2", "4", "8", "16", "25"]
+    assert "hours gained per unit" in done.stdout
+
+
+def test_the_command_prints_json() -> None:
+    done = reducer_plan("--workers", "5", *LINK, "--json", "--reducers", "8,16")
+    found = json.loads(done.stdout)
+    assert found["reducers_needed"] == 16
+    assert [row["reducers"] for row in found["rows"]] == [8, 16]
+    assert found["job"]["nbytes"] == 10**9
+    assert found["rows"][1]["all_reduce_s"] < found["ring_s"]
+
+
+def test_mistakes_are_one_sentence() -> None:
+    for arguments in (("--reducers", "x"), ("--vertex",), ("--mtu", "1")):
+        done = reducer_plan("--workers", "5", *LINK, *arguments)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+MACHINES = ("--worker-machine", "n1-highmem-96", "--reducer-machine", "n1-highcpu-16")
+
+
+def test_a_job_of_vertex() -> None:
+    """The published example: 1 and 4 workers of 8 accelerators, 16 reducers."""
+    given = ("--image", "r/i:1", "--accelerator", "NVIDIA_TESLA_V100:8", "--train", "t.py -e 3")
+    done = reducer_plan("--workers", "5", *LINK, "--vertex", *MACHINES, *given)
+    assert done.returncode == 0, done.stderr
+    first, second, third = json.loads(done.stdout)["workerPoolSpecs"]
+    assert [pool["replicaCount"] for pool in (first, second, third)] == [1, 4, 16]
+    assert first["machineSpec"] == second["machineSpec"]
+    assert first["machineSpec"] == {
+        "machineType": "n1-highmem-96",
+        "acceleratorType": "NVIDIA_TESLA_V100",
+        "acceleratorCount": 8,
+    }
+    assert third["machineSpec"] == {"machineType": "n1-highcpu-16"}
+    command = ["worker-client", "launch", "--", "t.py", "-e", "3"]
+    assert third["containerSpec"] == {
+        "imageUri": "r/i:1",
+        "command": command,
+        "env": [{"name": "REDUCTION_INSECURE", "value": "1"}],
+    }
+    assert first["containerSpec"] == {"imageUri": "r/i:1", "command": command}
+
+
+def machines(**others: object) -> vertex.Machines:
+    values = {
+        "workers": 2,
+        "reducers": 2,
+        "worker_machine": "w",
+        "reducer_machine": "r",
+        "worker_image": "wi",
+        "reducer_image": "ri",
+        "command": ("c",),
+    }
+    return vertex.Machines(**{**values, **others})
+
+
+def test_pools_of_vertex() -> None:
+    first, second, third = vertex.custom_job_spec(machines(workers=1, keys="/k"))["workerPoolSpecs"]
+    assert second == {}
+    assert third["containerSpec"]["imageUri"] == "ri"
+    for pool in (first, third):
+        assert pool["containerSpec"]["env"] == [{"name": "REDUCTION_KEYS", "value": "/k"}]
+    for wrong in ({"workers": 0}, {"reducers": 0}, {"accelerator": "A"}, {"accelerator_count": 1}):
+        with pytest.raises(ConfigError):
+            machines(**wrong)

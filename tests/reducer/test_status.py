@@ -1,0 +1,245 @@
+"""`reducer status` and `reducer top`, with real reducers and with ports that are none."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from reducer import status
+from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
+from reducer.status_client import Found, addresses, read, read_all
+from reducer.status_tables import Rates, rates_between, render, size
+from tests.conftest import joined
+from tests.reducer.ports import COMMAND, Serving, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("no_settings")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Serving]]:
+    with serving() as first, serving("--threads", "2") as second:
+        yield [first, second]
+
+
+def reducer(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+@contextmanager
+def answering(code: int, body: bytes) -> Iterator[str]:
+    """A web server that is no reducer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.05])
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_pool_and_its_jobs(pool: list[Serving]) -> None:
+    ports = ",".join(each.http for each in pool)
+    servers = [each.address for each in pool]
+    with joined(2, servers=servers, job="told") as clients:
+        works = [client.all_reduce(np.ones(500_000, np.float32)) for client in clients]
+        for work in works:
+            work.wait(20)
+        done = reducer("status", ports)
+        assert done.returncode == 0, done.stderr
+        for word in (*(each.http for each in pool), "serving", "told", "2 of 2", "none"):
+            assert word in done.stdout
+        done = reducer("status", ports, "--json")
+        assert done.returncode == 0
+        found = json.loads(done.stdout)
+    assert [each["http"] for each in found] == [each.http for each in pool]
+    assert [each["jobs"][0]["name"] for each in found] == ["told", "told"]
+    assert sum(each["counters"]["bytes_in"] for each in found) >= 2 * 2_000_000
+    assert [len(each["lanes"]) for each in found] == [1, 2]
+
+
+def test_top_tells_rates(pool: list[Serving]) -> None:
+    with (
+        joined(2, servers=[pool[0].address], job="busy") as clients,
+        subprocess.Popen(
+            [*COMMAND, "top", pool[0].http, "--interval", "0.5", "--count", "3"],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        while process.poll() is None:
+            works = [client.all_reduce(np.ones(100_000, np.float32)) for client in clients]
+            for work in works:
+                work.wait(20)
+        pictures = process.stdout.read()
+        assert process.returncode == 0
+    assert pictures.count("contributions/s") == 3
+    assert "MB" in pictures.rpartition("Reducers")[2]
+
+
+def test_one_that_is_not_there_is_named_beside_the_others(pool: list[Serving]) -> None:
+    nobody = free_port()
+    done = reducer("status", f"{pool[0].http},{nobody}")
+    assert done.returncode == 1
+    assert "serving" in done.stdout
+    assert f"nothing listens at {nobody}" in done.stdout
+    done = reducer("status", nobody, "--json")
+    assert done.returncode == 1
+    (found,) = json.loads(done.stdout)
+    assert set(found) == {"http", "error"}
+
+
+def test_the_workers_port_is_not_the_one(pool: list[Serving]) -> None:
+    with pytest.raises(RemoteProtocolError, match="name the port of --http, not the one that work"):
+        read(pool[0].address)
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "says"),
+    [
+        (404, b"{}", r"no reducer's port \(status 404 "),
+        (200, b"<html>", "no status of a reducer: the whole: Invalid JSON"),
+        (200, b"{}", "no status of a reducer: version: Field required"),
+        (200, b'{"version": 1}', "no status of a reducer: version: "),
+        (200, b" " * (5 << 20), "more than 4194304 bytes"),
+    ],
+)
+def test_what_is_no_reducer(code: int, body: bytes, says: str) -> None:
+    with answering(code, body) as port, pytest.raises(RemoteProtocolError, match=says):
+        read(port)
+
+
+def test_who_hangs_up_is_no_reducer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = f"127.0.0.1:{listening.getsockname()[1]}"
+
+        def hang_up() -> None:
+            listening.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(RemoteProtocolError, match="does not answer HTTP"):
+            read(port)
+        thread.join()
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(ReducerLostError, match="is no known host"):
+        read("no-such-host.invalid:1")
+    with pytest.raises(ReducerLostError, match="nothing listens"):
+        read(free_port())
+
+
+@pytest.mark.parametrize("text", ["", " , ", "host", "a:1,b", "http://a:1"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        addresses(text)
+
+
+def test_a_wrong_command_has_an_exit_code_of_its_own() -> None:
+    done = reducer("status", "host")
+    assert done.returncode == 2
+    assert "HOST:PORT" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_addresses() -> None:
+    assert addresses("a:1, 9090,[::1]:2") == ["a:1", "127.0.0.1:9090", "[::1]:2"]
+
+
+MEMORY = status.Memory(1 << 30, 1 << 20, 1 << 10)
+COUNTERS = {"contributions": 10, "bytes_in": 4000, "bytes_out": 4000, "refused": 0}
+LANE = status.LaneStatus(1, True, 3, 1, MEMORY, COUNTERS)
+JOB = status.JobStatus("job", 0, 4, 3, "0-2", "3", 1 << 20, 1 << 10, 2)
+STATUS = status.ReducerStatus(
+    "1", "i", "a:1", "serving", 10.0, MEMORY, COUNTERS, (JOB,), 1, (LANE,)
+)
+
+
+def shown(found: list[Found], rates: dict[str, Rates] | None = None) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(found, rates))
+    return capture.get()
+
+
+def test_json_there_and_back() -> None:
+    assert status.load(status.dump(STATUS)) == STATUS
+    later = json.loads(status.dump(STATUS)) | {"what_a_later_version_adds": 1}
+    assert status.load(json.dumps(later).encode()) == STATUS
+
+
+def test_rates() -> None:
+    later = replace(STATUS, uptime_s=12.0, counters={**COUNTERS, "bytes_in": 10_004_000})
+    before, after = [Found("a:1", STATUS, None)], [Found("a:1", later, None)]
+    assert rates_between(before, after) == {"a:1": Rates(0.0, 5e6, 0.0)}
+    assert "5 MB" in shown(after, rates_between(before, after))
+    again = replace(later, incarnation="j")
+    assert rates_between(before, [Found("a:1", again, None)]) == {}
+    assert rates_between([Found("a:1", None, None)], after) == {}
+
+
+def test_what_a_reducer_says_does_nothing_to_the_terminal() -> None:
+    odd = replace(STATUS, jobs=(replace(JOB, name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3"),))
+    text = shown([Found("a:1", odd, None)])
+    assert "\\x1b]0;y\\x07[red]" in text
+    assert not any(each in text for each in "\x1b\x07\x9b")
+
+
+def test_a_job_of_several_reducers_is_one_row() -> None:
+    other = replace(STATUS, jobs=(replace(JOB, present=2, ranks_absent="2-3"),))
+    found = [Found("a:1", STATUS, None), Found("b:1", other, None), Found("c:1", None, None)]
+    rows = [line for line in shown(found).splitlines() if line.strip().startswith("job ")]
+    assert "2 of 2" in rows[1]
+    assert "2 of 4" in rows[1]
+    assert "2-3" in rows[1]
+    assert len(rows) == 2  # heading and job
+
+
+def test_very_many_jobs_are_cut() -> None:
+    jobs = tuple(replace(JOB, name=f"job-{number}") for number in range(100))
+    text = shown([Found("a:1", replace(STATUS, jobs=jobs, jobs_total=1000), None)])
+    assert text.count("job-") == 40
+    assert "and further jobs" in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (168_123_456, "168 MB"), (8.59e9, "8.59 GB")],
+)
+def test_sizes(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_many_are_read_at_once(pool: list[Serving]) -> None:
+    found = read_all([pool[0].http] * 40)
+    assert len(found) == 40
+    assert all(each.status for each in found)
