@@ -156,6 +156,8 @@ def explain(error: ValidationError) -> str:
     for mistake in error.errors():
         name = ".".join(map(str, mistake["loc"]))
         message = mistake["msg"].removeprefix("Value error, ")
+        if mistake["type"].startswith("byte_size"):
+            message = "write bytes such as 8GiB or 8589934592"
         got = f" (got {mistake['input']!r})" if mistake["type"] != "value_error" else ""
         lines.append(f"{name}: {message}{got}" if name else message)
     return "\n".join(lines)

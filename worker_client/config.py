@@ -267,5 +267,7 @@ def _explain(error: ValidationError, prefix: str = "REDUCTION_") -> str:
     for mistake in error.errors():
         name = prefix + str(mistake["loc"][0]).upper() if mistake["loc"] else "settings"
         message = mistake["msg"].removeprefix("Value error, ")
+        if mistake["type"].startswith("byte_size"):
+            message = "write bytes such as 64MiB or 67108864"
         mistakes.append(f"{name}: {message} (got {mistake['input']!r})")
     return "; ".join(mistakes)
