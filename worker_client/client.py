@@ -7,13 +7,10 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import (
-    ConfigError,
-    LocalProtocolError,
-    ReductionError,
-)
+from reducer.errors import LocalProtocolError, ReductionError
 from reducer.wire.constants import ReduceOp
-from worker_client import config, device, faults, implementation
+from worker_client import device, faults, implementation
+from worker_client.arguments import describe, parse, refuse_extras
 from worker_client.device_staging import DeviceStaging
 from worker_client.host_buffer import host_buffer
 from worker_client.names import own
@@ -268,19 +265,19 @@ class Client:
         """
         self._check_usable()
         if self._is_staged(data, name):
-            _check_plain(weight, residual, "tensors on a device")
+            refuse_extras(weight, residual, "tensors on a device")
             flat = device.flatten(data)
-            reduction, timeout_s = self._parse(flat.dtype, op, name, timeout)
-            work = Work(_describe(name, flat.data.nbytes), self._wait_for_device)
+            reduction, timeout_s = parse(flat.dtype, op, name, timeout, self.timeout_s)
+            work = Work(describe(name, flat.data.nbytes), self._wait_for_device)
             with self._order:
                 self._staging.all_reduce(
                     work, data, flat, op=reduction, name=name, timeout_s=timeout_s
                 )
             return work
         buffer = host_buffer(data)
-        reduction, timeout_s = self._parse(buffer.dtype, op, name, timeout)
+        reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self.timeout_s)
         if name is not None and self._fusion is not None:
-            _check_plain(weight, residual, "calls that have names")
+            refuse_extras(weight, residual, "calls that have names")
             return self._fusion.submit(buffer, data, reduction, name, timeout_s)
         return self.submit(
             buffer, reduction, name, timeout_s, data=data, weight=weight, residual=residual
@@ -316,7 +313,7 @@ class Client:
         if self._wire.wire_dtype is None and weight is None and residual is None:
             return self._submit_plain(buffer, op, name, timeout_s, data)
         call: Call
-        work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
+        work = Work(describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
         with self._order:
             call = self._wire.call(
                 work,
@@ -351,20 +348,6 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
-    def _parse(
-        self, dtype: DType, op: str | ReduceOp, name: str | None, timeout: float | str | None
-    ) -> tuple[ReduceOp, float]:
-        """Check the arguments of a call, and return what is to be done and for how many seconds."""
-        reduction = _parse_op(op)
-        if reduction is ReduceOp.MEAN and not dtype.is_floating:
-            raise ConfigError(
-                f"the mean of {dtype.name.lower()} is not defined: "
-                "use op='sum' and divide, or a floating type"
-            )
-        if name is not None and not isinstance(name, str):
-            raise ConfigError(f"name must be a string, got {name!r}")
-        return reduction, self.timeout_s if timeout is None else config.seconds("timeout", timeout)
-
     def _is_staged(self, data: Any, name: str | None) -> bool:
         """Whether data goes through page-locked memory, piece by piece."""
         return device.is_on_device(data) and (name is None or self._fusion is None)
@@ -374,7 +357,7 @@ class Client:
     ) -> Work:
         """Start a call that is one all-reduce of its memory: small ones should take little time."""
         operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
-        work = Work(_describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
+        work = Work(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
 
         def ended(error: Exception | None) -> None:
             if error is None and buffer.write_back is not None:
@@ -465,22 +448,3 @@ class Client:
             )
         if self._driver.closing:
             raise LocalProtocolError("this client was shut down: call worker_client.init() again")
-
-
-def _describe(name: str | None, nbytes: int) -> str:
-    return f"all-reduce{f' {name!r}' if name else ''} of {nbytes} bytes"
-
-
-def _check_plain(weight: float | None, residual: Any, what: str) -> None:
-    if weight is not None or residual is not None:
-        raise ConfigError(f"weight= and residual= do not go with {what}")
-
-
-def _parse_op(op: str | ReduceOp) -> ReduceOp:
-    if isinstance(op, ReduceOp):
-        return op
-    try:
-        return ReduceOp[op.upper()]
-    except (KeyError, AttributeError):
-        known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
-        raise ConfigError(f"unknown op {op!r}: use one of {known}") from None

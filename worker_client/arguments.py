@@ -1,0 +1,67 @@
+"""What callers may pass to an all-reduce, beside the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import ReduceOp
+from worker_client import config
+
+if TYPE_CHECKING:
+    from reducer.wire.constants import DType
+
+
+def parse(
+    dtype: DType,
+    op: str | ReduceOp,
+    name: str | None,
+    timeout: float | str | None,
+    default_s: float,
+) -> tuple[ReduceOp, float]:
+    """Check the arguments of a call, and return what is to be done and for how many seconds.
+
+    Args:
+        dtype: of the data.
+        op: as of `Client.all_reduce`, as are `name` and `timeout`.
+        name: of the call.
+        timeout: seconds, or text such as ``"5ms"``.
+        default_s: timeout if None was given.
+
+    Raises:
+        ConfigError: one of them is not supported, or does not go with the data.
+    """
+    reduction = _parse_op(op)
+    if reduction is ReduceOp.MEAN and not dtype.is_floating:
+        raise ConfigError(
+            f"the mean of {dtype.name.lower()} is not defined: "
+            "use op='sum' and divide, or a floating type"
+        )
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"name must be a string, got {name!r}")
+    return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
+
+
+def describe(name: str | None, nbytes: int) -> str:
+    """Name an all-reduce in errors."""
+    return f"all-reduce{f' {name!r}' if name else ''} of {nbytes} bytes"
+
+
+def refuse_extras(weight: float | None, residual: Any, what: str) -> None:
+    """Refuse what only plain calls can have.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    if weight is not None or residual is not None:
+        raise ConfigError(f"weight= and residual= do not go with {what}")
+
+
+def _parse_op(op: str | ReduceOp) -> ReduceOp:
+    if isinstance(op, ReduceOp):
+        return op
+    try:
+        return ReduceOp[op.upper()]
+    except (KeyError, AttributeError):
+        known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
+        raise ConfigError(f"unknown op {op!r}: use one of {known}") from None
