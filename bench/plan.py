@@ -18,6 +18,7 @@ from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
 from bench.lab import LabUnavailable
+from bench.lab.network import BURST_BYTES
 from reducer import links, plan
 
 if TYPE_CHECKING:
@@ -81,7 +82,10 @@ def predict(row: Row, mbit: float) -> float:
         topology = "embedded"
     elif row.contender.startswith("mixed"):
         topology = "mixed"
-    return links.all_reduce_s(row.nbytes, row.workers, row.reducers, topology, job.network)
+    times = links.card_times(row.nbytes, row.workers, row.reducers, topology, job.network)
+    # The lab's shaper lets a link that has rested catch up, as far as its burst goes.
+    caught_up = BURST_BYTES / job.network.worker_rate
+    return times.busy_s + max(0.0, times.idle_s - caught_up)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 **The model.** Every machine has one network card that carries its rate in each direction at once.
 An all-reduce takes as long as the busiest card needs for its bytes, and the pipeline of chunks has
-to fill and to drain: see `all_reduce_s`. Processors cost nothing, and nobody else uses the links.
+to fill and to drain: see `card_times`. Processors cost nothing, and nobody else uses the links.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class Shares(NamedTuple):
 
     pool: Fraction
     ranks: Fraction
+
+
+class Times(NamedTuple):
+    """How long a card is busy, and how long it waits, seconds."""
+
+    busy_s: float
+    idle_s: float
 
 
 def payload_share(mtu: int = MTU) -> float:
@@ -95,15 +102,14 @@ def ring_s(nbytes: float, workers: int, network: Network) -> float:
     return steps * (nbytes / workers / network.worker_rate + network.round_trip_s / 2)
 
 
-def all_reduce_s(
+def card_times(
     nbytes: float, workers: int, reducers: int, topology: Topology, network: Network
-) -> float:
-    """Return the time of an all-reduce through reducers.
+) -> Times:
+    """Return what the busiest card does in an all-reduce through reducers.
 
-    The busiest card carries its bytes from the first to the last. Ranks send to all reducers in
-    turn, so a slot is complete when a chunk for each has left every rank: before that no result
-    comes, and at the end one chunk of each is still to come when nothing is left to send. These two
-    turns, in which a card is busy in one direction only, and a round trip come on top.
+    It carries its bytes from the first to the last. But no result can come before one chunk of
+    every rank has come to a reducer, and when nothing is left to send, one chunk is still to go
+    to every rank: so each direction of the card rests for n chunks, and a round trip.
 
     Args:
         nbytes: of the buffer.
@@ -114,16 +120,20 @@ def all_reduce_s(
         network: the cards.
     """
     owned = shares(workers, reducers, topology)
-    per_byte = busiest_card_s(workers, owned, network)
-    largest = float(max(owned)) * nbytes
-    chunk = min(chunk_size(network.worker_rate), largest)
+    chunk = min(chunk_size(network.worker_rate), float(max(owned)) * nbytes)
     overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
-    owners = (reducers if owned.pool else 0) + (workers - 1 if owned.ranks else 0)
-    turn = max(
-        owners * chunk / network.worker_rate,
-        workers * chunk / network.reducer_rate if owned.pool else 0.0,
-    )
-    return nbytes * per_byte * overhead + 2 * turn + network.round_trip_s
+    # A rank's contribution to the reducer that it hosts is on no card.
+    ranks = (workers - 1) * chunk / network.worker_rate if owned.ranks else 0.0
+    pool = workers * chunk / network.reducer_rate if owned.pool else 0.0
+    busy = nbytes * overhead * busiest_card_s(workers, owned, network)
+    return Times(busy, 2 * max(ranks, pool) + network.round_trip_s)
+
+
+def all_reduce_s(
+    nbytes: float, workers: int, reducers: int, topology: Topology, network: Network
+) -> float:
+    """Return the time of an all-reduce; the arguments are those of `card_times`."""
+    return sum(card_times(nbytes, workers, reducers, topology, network))
 
 
 def fastest(nbytes: float, workers: int, reducers: int, network: Network) -> tuple[float, Topology]:

@@ -21,7 +21,8 @@ ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 # A burst has to hold the largest packet that TCP hands down at once (64 KiB); larger ones blur what
 # is measured at the start of a transfer. The queue holds what several senders have in flight to one
 # receiver, as a switch's buffer would: a smaller one drops, and then TCP's recovery is measured.
-SHAPE = "burst 256kb limit 8mb"
+BURST_BYTES = 256 << 10
+SHAPE = f"burst {BURST_BYTES >> 10}kb limit 8mb"
 PORTS = "1"  # interface group of the bridge's ports: one command deletes them all
 COMMAND_S = 30.0
 

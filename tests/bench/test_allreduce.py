@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bench import options, oracle, theory
+from bench import options, oracle, plan, theory
 from bench.contenders import Contender
 from bench.crew import unavailable
 from bench.results import Results, Sample
 from bench.soak import trends
+from reducer import links
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
@@ -200,3 +204,32 @@ def test_growth_is_told_from_a_plateau() -> None:
     assert first.flat
     assert not second.flat
     assert second.bytes_per_1000 == pytest.approx(1 << 20)
+
+
+@pytest.mark.parametrize(("contender", "k"), [("pool-2", 2), ("mixed-2", 2), ("embedded", 0)])
+def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int) -> None:
+    row = SimpleNamespace(workers=4, reducers=k, contender=contender, nbytes=64 << 20)
+    predicted = plan.predict(row, 100.0)
+    rate = 100e6 / 8 * links.payload_share()
+    kind, _, _ = contender.partition("-")
+    limit = theory.limit(Contender(kind, k), 4, rate)
+    # On top of what the links allow there are headers and a few chunks.
+    assert 1.001 < predicted / (row.nbytes / limit) < 1.02
+    times = links.card_times(row.nbytes, 4, k, kind, links.Network(rate, rate, 0.0002))
+    assert predicted == pytest.approx(sum(times) - (256 << 10) / rate)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="hosts with links of their own need root")
+@pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3")
+def test_predictions_are_compared_with_the_lab() -> None:
+    said = bench(
+        "plan",
+        *("--workers", "2", "--reducers", "1,2", "--no-embedded", "--size", "1MiB"),
+        *("--rounds", "1", "--within", "1000"),
+    )
+    rows = [line.split() for line in said.splitlines() if line.split()[0] == "2"]
+    assert [row[:4] for row in rows] == [
+        ["2", "1", "pool", "1048576"],
+        ["2", "2", "pool", "1048576"],
+        ["2", "1", "mixed", "1048576"],
+    ]
