@@ -113,9 +113,7 @@ class Model:
         else:
             chunk.given[header.rank] = bytes(payload)
 
-    def _result(
-        self, header: Header, copies: list[tuple[bytes, bytes]], supplied: bytes
-    ) -> None:
+    def _result(self, header: Header, copies: list[tuple[bytes, bytes]], supplied: bytes) -> None:
         job = self._engine._members.jobs[header.job]
         at = header.sequence, header.offset
         chunk = self._open.get(job, {}).pop(at, None)
