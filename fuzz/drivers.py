@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import random
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -154,7 +153,7 @@ def blind(name: str, runs: int, seconds: int, seed: int, *, trace: bool = False)
     while not progress.enough:
         if progress.inputs % _BATCH == 0:
             # A hang, also one in C.
-            faulthandler.dump_traceback_later(SLOWEST_S * 10, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(SLOWEST_S * 10, exit=True, file=2)
         data = next(inputs)
         if trace:
             print(f"input {progress.inputs + 1}", flush=True)

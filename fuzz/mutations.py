@@ -17,6 +17,7 @@ from fuzz import sanitizers
 from fuzz.targets import TARGETS
 
 COPIES = Path("build/mutations")
+SOUND = COPIES / "none"  # built once; each copy of it builds what its bug changes
 _NUMBER = re.compile(r"^input (\d+)", re.MULTILINE)
 _SHOWS = re.compile(
     r"^(?:SUMMARY: .*|[\w.]*Error: .*|\S*:\d+:\d+: runtime error: .*)$", re.MULTILINE
@@ -99,6 +100,8 @@ def main(runs: int, seed: int) -> int:
         seed: of these inputs.
     """
     survived = 0
+    sanitizers.copy(SOUND)
+    sanitizers.build(SOUND)
     for name, mutation in MUTATIONS.items():
         tree = COPIES / name
         plant(mutation, tree)
@@ -112,12 +115,13 @@ def main(runs: int, seed: int) -> int:
 
 
 def plant(mutation: Mutation, tree: Path) -> None:
-    """Copy the tree and put a bug into the copy.
+    """Copy the sound tree and put a bug into the copy.
 
     Raises:
         ValueError: the code has changed, and the mutation with it must.
     """
-    sanitizers.copy(tree)
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(SOUND, tree)
     for file, sound, broken in mutation.edits:
         text = (tree / file).read_text()
         if text.count(sound) != 1:

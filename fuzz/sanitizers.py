@@ -48,9 +48,19 @@ def main() -> int:
 
 def copy(tree: Path) -> None:
     """Copy what is built and tested to another place, without anything that was built here."""
+    generated = {path.with_suffix(".c") for path in Path().glob("*/**/*.pyx")}
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
-    built = shutil.ignore_patterns("*.so", "__pycache__", "results")
+
+    def built(folder: str, names: list[str]) -> list[str]:
+        return [
+            name
+            for name in names
+            if name.endswith(".so")
+            or name in {"__pycache__", "results"}
+            or Path(folder, name) in generated
+        ]
+
     for name in (*_COPIED, *_COPIED_TOO):
         source = Path(name)
         if source.is_dir():
@@ -65,8 +75,8 @@ def build(tree: Path) -> None:
     Raises:
         RuntimeError: one of them cannot be built.
     """
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
-    switches = {"REDUCTION_BUILD_DEBUG": "1", "CYTHON_FORCE_REGEN": "1"}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    switches = {"REDUCTION_BUILD_DEBUG": "1"}
     subprocess.run(command, cwd=tree, env=os.environ | switches, check=True)
     # setup.py goes on without an extension that does not compile: nothing would be tested.
     built = len([*tree.glob("reducer/**/*.so"), *tree.glob("worker_client/*.so")])
