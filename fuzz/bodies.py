@@ -106,22 +106,24 @@ def run(data: bytes) -> None:
     kind = source.pick((*KINDS, None))
     text = body(source) if kind is None else nearly(kind, source)
     for each in KINDS:
-        if (record := _typed(lambda each=each: decode(each, text))) is not None:
-            check(decode(each, encode(record)) == record, f"{record} survives the wire")
-    error = _typed(lambda: decode_error(text, 7))
+        record = _typed(decode, each, text)
+        if record is not None:
+            again = _typed(decode, each, encode(record))
+            check(again == record, f"{record} survives the wire")
+    error = _typed(decode_error, text, 7)
     if error is None:
         return
-    again = encode_error(error)
-    check(len(again) <= MAX_BODY_BYTES, f"what passes on an error fits: {len(again)} bytes")
-    passed_on = decode_error(again, 7)
+    said = encode_error(error)
+    check(len(said) <= MAX_BODY_BYTES, f"what passes on an error fits: {len(said)} bytes")
+    passed_on = decode_error(said, 7)
     check(type(passed_on) is type(error), f"{error!r} is passed on as {passed_on!r}")
-    check(encode_error(passed_on) == again, "what was passed on once does not change any more")
+    check(encode_error(passed_on) == said, "what was passed on once does not change any more")
     check(error.sequence == 7, "an error knows its all-reduce")
 
 
-def _typed(read: Callable[[], Any]) -> Any:
+def _typed(read: Callable[..., Any], *what: Any) -> Any:
     """Return what was read, or None if it was refused with a typed error."""
     try:
-        return read()
+        return read(*what)
     except ReductionError:
         return None

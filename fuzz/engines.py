@@ -274,7 +274,7 @@ class World:
 
 
 def elements(seed: int, nbytes: int) -> bytes:
-    """Return a payload; other seeds give other ones, with NaN, infinities and denormals among it."""
+    """Return a payload; other seeds give other ones, with all kinds of floating-point values."""
     return bytes((seed * 37 + at * 101 + at // 8) & 0xFF for at in range(nbytes))
 
 

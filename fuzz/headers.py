@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fuzz.source import Source, check
 from reducer.errors import ReductionError, RemoteProtocolError
 from reducer.wire.constants import (
@@ -41,7 +43,8 @@ _SET_ASIDE = (range(67, 72), range(88, 96))
 def mutate(header: Header, source: Source) -> Header:
     """Return a header with one field changed."""
     name = source.pick(Header._fields)
-    return header._replace(**{name: source.number(WIDTHS[name])})
+    changed: dict[str, Any] = {name: source.number(WIDTHS[name])}
+    return header._replace(**changed)
 
 
 def sound(header: Header, payload_bytes: int, max_chunk_bytes: int) -> bool:

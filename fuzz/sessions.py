@@ -75,7 +75,7 @@ class Life:
             )
         )
         self.calls: list[Call] = []
-        self.ended: dict[int, type[ReductionError] | None] = {}
+        self.ended: dict[int, type | None] = {}
         self._up: set[int] = set()
         self._released: list[int] = []  # links that were reset, and not yet released
         self._in_flight: list[tuple[int, Header]] = []
@@ -99,8 +99,7 @@ class Life:
         """Do all that the source says, then leave the job."""
         if self._source.chance(2):
             for link in self.workers.plain.links:
-                self._do(lambda twin, at=link.index: twin.session.connected(at))
-                self._up.add(link.index)
+                self._reach(link.index)
                 self._hear(link.index, Header(M.WELCOME, window=4096), encode(Welcome("1")))
         for _ in range(MOST_STEPS):
             if not self._source.left:
@@ -135,10 +134,10 @@ class Life:
         if (number := self._call_of(header.sequence)) is not None:
             self.calls[number].sent.add((header.offset, header.nbytes))
 
-    def _on_finish(self, number: int, error: type[ReductionError], _: str, data: bytes) -> None:
+    def _on_finish(self, number: int, error: type | None, _: str, data: bytes) -> None:
         check(number not in self.ended, "a call ends once")
-        self.ended[number] = None if error is type(None) else error
-        if error is not type(None):
+        self.ended[number] = error
+        if error is not None:
             check(issubclass(error, ReductionError), f"{error} is an error of ours")
             return
         call = self.calls[number]
@@ -184,7 +183,9 @@ class Life:
         self._do(lambda twin: twin.session.receive(link, frame, payload, self.now))
 
     def _connect(self) -> None:
-        link = self._link()
+        self._reach(self._link())
+
+    def _reach(self, link: int) -> None:
         self._up.add(link)
         self._do(lambda twin: twin.session.connected(link))
 

@@ -34,7 +34,7 @@ class ViolationError(AssertionError):
     """A promise is broken: what a fuzzer looks for."""
 
 
-def check(holds: bool, promise: str) -> None:  # noqa: FBT001 (reads like an assertion)
+def check(holds: bool, promise: str) -> None:
     """Notice a broken promise.
 
     Args:

@@ -108,16 +108,18 @@ def _lagging(answers: Answers, expected: Answers) -> bool:
     """
     if answers == expected:
         return True
-    if answers.keys() != expected.keys():
+    counts = {peer: len(messages) for peer, messages in answers.items()}
+    if counts != {peer: len(messages) for peer, messages in expected.items()}:
         return False
     for peer, messages in answers.items():
-        for (frame, payload), (other_frame, other_payload) in zip(messages, expected[peer]):
+        both = zip(messages, expected[peer], strict=True)
+        for (frame, payload), (other_frame, other_payload) in both:
             header, other = Header.unpack(frame), Header.unpack(other_frame)
             behind = header.type is MessageType.RESULT and header.watermark <= other.watermark
             same = other._replace(watermark=header.watermark) if behind else other
             if header != same or payload != other_payload:
                 return False
-    return all(len(messages) == len(expected[peer]) for peer, messages in answers.items())
+    return True
 
 
 def _by_peer(sends: list[Send]) -> Answers:

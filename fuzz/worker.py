@@ -64,7 +64,7 @@ class Twin:
             return "send", action.link, bytes(action.header), payload
         if isinstance(action, Finish):
             at, error = self.number(action.operation), action.error
-            return "finish", at, type(error), str(error), bytes(action.operation.view)
+            return "finish", at, error and type(error), str(error), bytes(action.operation.view)
         if isinstance(action, HandOver):
             unfinished = [call.operation for call in action.calls if call.operation is not None]
             return "hand over", tuple(map(self.number, unfinished))

@@ -1,0 +1,153 @@
+"""Bugs that are planted on purpose in copies of the tree: a fuzzer must find each.
+
+Each copy is built with the sanitizers, so that what is wrong in C shows as well as in Python.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from fuzz import sanitizers
+from fuzz.targets import TARGETS
+
+COPIES = Path("build/mutations")
+SOUND = COPIES / "none"  # built once; each copy of it builds what its bug changes
+_NUMBER = re.compile(r"^input (\d+)", re.MULTILINE)
+_SHOWS = re.compile(
+    r"^(?:SUMMARY: .*|[\w.]*Error: .*|\S*:\d+:\d+: runtime error: .*)$", re.MULTILINE
+)
+
+
+class Mutation(NamedTuple):
+    """One bug.
+
+    Attributes:
+        what: it is, for a person.
+        target: which is to find it.
+        edits: what is replaced in which file; each text is there exactly once.
+    """
+
+    what: str
+    target: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+MUTATIONS = {
+    "no-length-check": Mutation(
+        "a payload may be shorter or longer than its header says",
+        "engine",
+        (
+            (
+                "reducer/wire/header.py",
+                "    if payload_bytes != header.nbytes:\n",
+                "    if False:\n",
+            ),
+            ("reducer/wire/header.h", "payload != h->nbytes || ", ""),
+        ),
+    ),
+    "no-length-check-in-c": Mutation(
+        "the same in the compiled loop alone, which sums beyond the end of the payload",
+        "engine",
+        (("reducer/wire/header.h", "payload != h->nbytes || ", ""),),
+    ),
+    "no-rank-check": Mutation(
+        "a rank may be beyond the world, and so beyond the end of every table of ranks",
+        "engine",
+        (
+            (
+                "reducer/membership.py",
+                "        if header.rank >= hello.world_size:\n",
+                "        if False:\n",
+            ),
+        ),
+    ),
+    "slot-freed-early": Mutation(
+        "a slot is freed before it is taken out of its round",
+        "engine",
+        (
+            (
+                "reducer/slots.c",
+                "    map_remove(&round->slots, slot->offset);\n    free(slot);\n",
+                "    free(slot);\n    map_remove(&round->slots, slot->offset);\n",
+            ),
+        ),
+    ),
+    "round-freed-under-its-view": Mutation(
+        "a round is forgotten while the engine still holds a view of it",
+        "engine",
+        (
+            (
+                "reducer/_slots.pyx",
+                "        if found.viewed:\n            self._release(self._views.pop(sequence))\n",
+                "",
+            ),
+        ),
+    ),
+}
+
+
+def main(runs: int, seed: int) -> int:
+    """Plant each bug and look for it; 1 if one is not found.
+
+    Args:
+        runs: inputs to try, blindly, for each.
+        seed: of these inputs.
+    """
+    survived = 0
+    sanitizers.copy(SOUND)
+    sanitizers.build(SOUND)
+    for name, mutation in MUTATIONS.items():
+        tree = COPIES / name
+        plant(mutation, tree)
+        sanitizers.build(tree)
+        inputs, how = look(mutation, tree, runs, seed)
+        survived += inputs is None
+        found = f"not found within {runs} inputs" if inputs is None else f"found by input {inputs}"
+        print(f"{name} ({mutation.what}): {found}{how and ': ' + how}", flush=True)
+        shutil.rmtree(tree)
+    return int(bool(survived))
+
+
+def plant(mutation: Mutation, tree: Path) -> None:
+    """Copy the sound tree and put a bug into the copy.
+
+    Raises:
+        ValueError: the code has changed, and the mutation with it must.
+    """
+    shutil.rmtree(tree, ignore_errors=True)
+    shutil.copytree(SOUND, tree)
+    for file, sound, broken in mutation.edits:
+        text = (tree / file).read_text()
+        if text.count(sound) != 1:
+            raise ValueError(f"{file} has {sound!r} {text.count(sound)} times: write it anew")
+        (tree / file).write_text(text.replace(sound, broken))
+
+
+def look(mutation: Mutation, tree: Path, runs: int, seed: int) -> tuple[int | None, str]:
+    """Fuzz a copy of the tree under the sanitizers.
+
+    Returns:
+        The number of the input that has found the bug, None if none has; and how it shows.
+    """
+    assert mutation.target in TARGETS
+    command = [sys.executable, "-m", "fuzz", mutation.target, "--blind", "--trace"]
+    command += ["--runs", str(runs), "--seed", str(seed)]
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env=os.environ | sanitizers.environment(tree),
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        return None, ""
+    told = done.stdout + done.stderr
+    shows = _SHOWS.findall(told)
+    return int(_NUMBER.findall(done.stdout)[-1]), shows[0][:200] if shows else told[-200:]

@@ -1,0 +1,76 @@
+"""The fuzz targets: on the inputs in the tree, and on what Hypothesis makes up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fuzz import drivers
+from fuzz.source import Source, ViolationError, check
+from fuzz.targets import TARGETS, corpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXAMPLES = {"header": 300, "body": 200, "handshake": 60, "engine": 60, "session": 60}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_input_of_the_corpus_breaks_a_promise(name: str) -> None:
+    run = TARGETS[name].load()
+    paths = corpus(name)
+    assert paths
+    for path in paths:
+        run(path.read_bytes())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_input_breaks_a_promise(name: str) -> None:
+    target = TARGETS[name]
+    run = target.load()
+
+    @settings(
+        max_examples=EXAMPLES[name],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.binary(min_size=target.longest // 4, max_size=target.longest))
+    def all_inputs(data: bytes) -> None:
+        run(data)
+
+    all_inputs()
+
+
+def test_the_blind_driver_counts_its_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
+    assert drivers.blind("header", runs=120, seconds=0, seed=3) == 120
+    assert capsys.readouterr().out.startswith("header: 120 inputs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_blind_driver_keeps_what_breaks_a_promise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(data: bytes) -> None:
+        check(len(data) < 100, "inputs are short")
+
+    monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
+    monkeypatch.setattr(type(TARGETS["header"]), "load", lambda _: run)
+    with pytest.raises(ViolationError, match="inputs are short"):
+        drivers.blind("header", runs=1000, seconds=0, seed=3)
+    (path,) = tmp_path.iterdir()
+    assert len(path.read_bytes()) >= 100
+
+
+def test_after_its_end_a_source_gives_zeros() -> None:
+    source = Source(b"\5")
+    assert (source.byte(), source.left) == (5, 0)
+    assert (source.byte(), source.number(64), source.take(3)) == (0, 0, b"")
+    assert not source.chance(2)
