@@ -59,6 +59,16 @@ def launch(
     run(script or [], processes=nproc_per_node, dry_run=dry_run)
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what was detected and why, and examine every reducer; exit 1 if something is wrong."""
+    from worker_client.doctor.run import doctor as examine  # noqa: PLC0415 (loads NumPy)
+
+    raise typer.Exit(examine(as_json=as_json))
+
+
 def main() -> None:
     """Run the command; our own errors become one sentence and exit code 2."""
     try:

@@ -122,6 +122,35 @@ def connect_part(ranks: Sequence[int]) -> Client:
     return _join(config.load(), part, who, who, lambda _: Client)
 
 
+def connect_alone(address: str, *, connect_timeout: float) -> Client:
+    """Join a new job of one worker at one reducer, to see how both get along.
+
+    Keys and sizes are those of the environment. What this job would do without reducers or ranks is
+    left out: it has nobody else.
+
+    Args:
+        address: ``host:port``.
+        connect_timeout: seconds for the reducer to answer.
+
+    Raises:
+        ReductionError: as `worker_client.init`.
+    """
+    settings = config.load(
+        servers=(address,),
+        embedded=False,
+        connect_timeout=connect_timeout,
+        fallback="error",
+        on_rank_lost="error",
+        hierarchy="off",
+        autotune=False,
+    )
+    # Below the name of the job that it is for, which a key may be bound to.
+    name = f"{_job_name(settings, None)}/doctor-{secrets.token_hex(4)}"
+    alone = 0, 1
+    settings = settings.model_copy(update={"job": name})
+    return _join(settings, None, alone, alone, lambda _: Client)
+
+
 def _join(
     settings: WorkerConfig,
     group: ProcessGroup | None,

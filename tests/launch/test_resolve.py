@@ -187,7 +187,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         },
     ),
     "SLURM, a shell that srun opened": (
-        {**SLURM, "SLURM_JOB_NAME": "bash"},
+        {**SLURM, "SLURM_PTY_PORT": "17154", "SLURM_STEP_NUM_TASKS": "1"},
         {"generation": 1, "restarts": 1},
     ),
     "SLURM, a batch script": (

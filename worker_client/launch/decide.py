@@ -93,8 +93,8 @@ def _reduce(environment: Mapping[str, str]) -> Decision:
     ):
         raise ConfigError(
             f"this replica is a reducer, and {bind} can be reached from other machines: set "
-            "REDUCTION_KEYS=DIRECTORY in all replicas, with the keys in it, or, if nobody else is "
-            "in the job's network, REDUCTION_INSECURE=1"
+            "REDUCTION_KEYS to the directory of its keys, or, if nobody else is in the job's "
+            "network, REDUCTION_INSECURE=1"
         )
     argv = (sys.executable, "-m", "reducer", "serve")
     why = "this replica is a reducer, and serves until the job's end, which sends it a SIGTERM"

@@ -26,6 +26,8 @@ def hosts(name: str, text: str) -> list[str]:
     """
     found: list[str] = []
     for word in _words(name, text):
+        if "[" in word and not word.endswith("]"):  # SLURM has no such names
+            refuse(name, "nothing follows the last bracket", word)
         parts: list[list[str]] = []
         at = 0
         while at < len(word):

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
     from worker_client.launch.notes import Notes
 
-_INTERACTIVE = {"bash", "interactive"}  # names of the jobs of shells, which are no ranks
+_INTERACTIVE = {"bash", "interactive"}  # names of the jobs of shells
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of a step's tasks.
 
-    A batch script has no step, and a shell that srun opened is nobody's rank.
+    A batch script has no step. A shell that srun opened is nobody's rank; what another srun starts
+    out of it inherits its variables, but for the number of tasks.
     """
-    return (
-        "SLURM_JOB_ID" in environment
-        and "SLURM_PROCID" in environment
-        and "SLURM_STEP_NODELIST" in environment
-        and environment.get("SLURM_JOB_NAME") not in _INTERACTIVE
+    shell = "SLURM_PTY_PORT" in environment or environment.get("SLURM_JOB_NAME") in _INTERACTIVE
+    names = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST")
+    return all(name in environment for name in names) and not (
+        shell and environment.get("SLURM_STEP_NUM_TASKS", "1") == "1"
     )
 
 
