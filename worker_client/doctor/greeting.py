@@ -7,8 +7,9 @@ import socket
 from typing import NamedTuple
 
 TIMEOUT_S = 2.0  # to connect, and for the answer
-_SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
-_GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+# Signature and major version. Told more, a server whose mechanism is another one says nothing.
+_BEGIN = b"\xff" + bytes(7) + b"\x01\x7f\x03"
+_GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
 _LINES = b"\r\n\r\n"
 
@@ -40,7 +41,7 @@ def greet(host: str, port: int) -> Greeting:
     with socket.create_connection((host, port), TIMEOUT_S) as connection:
         connection.settimeout(TIMEOUT_S)
         try:
-            connection.sendall(_GREETING)
+            connection.sendall(_BEGIN)
             heard = _hear(connection)
             if not heard:
                 connection.sendall(_LINES)  # a server of lines of text answers these
@@ -49,7 +50,7 @@ def greet(host: str, port: int) -> Greeting:
             return Greeting(silent=True)
         except ConnectionError:
             return Greeting()  # it went away, as what speaks another protocol may
-    if len(heard) < len(_GREETING) or heard[0] != 0xFF or heard[9] != 0x7F:
+    if len(heard) < _GREETING_BYTES or heard[0] != 0xFF or heard[9] != 0x7F:
         return Greeting()
     return Greeting(heard[_MECHANISM].rstrip(b"\0").decode("ascii", "replace"))
 
@@ -58,8 +59,8 @@ def _hear(connection: socket.socket) -> bytes:
     """Return what comes until a greeting is complete, the other side ends, or time is over."""
     heard = b""
     with contextlib.suppress(TimeoutError):
-        while len(heard) < len(_GREETING):
-            more = connection.recv(len(_GREETING) - len(heard))
+        while len(heard) < _GREETING_BYTES:
+            more = connection.recv(_GREETING_BYTES - len(heard))
             if not more:
                 break
             heard += more
