@@ -29,16 +29,18 @@ LAUNCH = [
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-RANKS = 4
+RANKS = 4  # of the runs that must lead to the same weights
 SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) reducers")
 LIMIT_S = 240
 
-# What every launcher must lead to: filled by the first test that trains.
-FINGERPRINTS: set[str] = set()
+# What every launcher must lead to, by the number of ranks: the first test that trains says.
+FINGERPRINTS: dict[int, set[str]] = {}
 
 
-def train(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> None:
-    """Run commands side by side, and check that four ranks trained to the same weights."""
+def train(
+    commands: Sequence[Sequence[str]], environment: dict[str, str], ranks: int = RANKS
+) -> None:
+    """Run commands side by side, and check that their ranks trained to the same weights."""
     with ExitStack() as stack:
         processes = []
         for command in commands:
@@ -55,10 +57,11 @@ def train(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> Non
         said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
         assert [process.returncode for process in processes] == [0] * len(processes), said
     found = SAID.findall(said)
-    assert sorted(int(rank) for rank, _, _ in found) == list(range(RANKS)), said
+    assert sorted(int(rank) for rank, _, _ in found) == list(range(ranks)), said
     assert {reducers for _, _, reducers in found} == {"2"}
-    FINGERPRINTS.update(weights for _, weights, _ in found)
-    assert len(FINGERPRINTS) == 1, f"another launcher led to other weights: {said}"
+    before = FINGERPRINTS.setdefault(ranks, set())
+    before.update(weights for _, weights, _ in found)
+    assert len(before) == 1, f"another launcher led to other weights: {said}"
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
         "AZUREML_RUN_ID": "digits_1700000000_ab",
         "MASTER_PORT": str(free_port()),
     }
-    train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], {**settings, **batch})
+    train([[*MPIRUN, "-n", "2", *LAUNCH, "--", SCRIPT]], {**settings, **batch}, ranks=2)
 
 
 @pytest.mark.timeout(300)
@@ -94,19 +97,11 @@ def test_srun(settings: dict[str, str], slurm: dict[str, str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_srun_starts_one_launch_on_each_node(
-    settings: dict[str, str], slurm: dict[str, str]
-) -> None:
-    command = ["srun", "-N", "2", "--ntasks-per-node", "1", *LAUNCH, "--nproc-per-node", "2"]
-    train([[*command, "--", SCRIPT]], {**settings, **slurm})
-
-
-@pytest.mark.timeout(300)
 def test_torchrun_on_two_nodes(settings: dict[str, str]) -> None:
     where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    shape = ["--nnodes", "2", "--nproc-per-node", "2"]
+    shape = ["--nnodes", "2", "--nproc-per-node", "1"]
     commands = [[*TORCHRUN, *shape, *where, "--node-rank", str(node), SCRIPT] for node in range(2)]
-    train(commands, settings)
+    train(commands, settings, ranks=2)
 
 
 # -- what becomes of the process ------------------------------------------------------------------
@@ -168,14 +163,6 @@ def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
-
-
-@pytest.mark.timeout(120)
-def test_a_failed_rank_is_a_failed_launch(tmp_path: Path) -> None:
-    script = "import os, sys\nsys.exit(int(os.environ['RANK']) * 3)\n"
-    with launched(tmp_path, script, "--nproc-per-node", "2") as process:
-        process.communicate(timeout=100)
-    assert process.returncode == 1  # torchrun's
 
 
 def test_a_dry_run_says_what_would_be_run_and_why(tmp_path: Path) -> None:
