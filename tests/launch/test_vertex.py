@@ -54,6 +54,7 @@ def test_the_same_command_does_the_right_thing_in_every_pool(
                 # What the user's container has beside: nobody else is in the job's network.
                 REDUCTION_INSECURE="1",
                 GLOO_SOCKET_IFNAME="eth0",  # a lab's host does not resolve its own name
+                RES_OPTIONS="timeout:1 attempts:1",  # nor has it a name server for others
             )
             return host.start(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
