@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 
     from worker_client.client import Client
 
+# What launchers, and whoever configures this project, tell a process.
+PREFIXES = (
+    "REDUCTION_",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "SLURM_",
+    "PET_",
+    "AZ_",
+    "AZUREML",
+)
+NAMES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "CLUSTER_SPEC", "TF_CONFIG", "JOB_COMPLETION_INDEX"),
+}
+
 
 @contextmanager
 def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
@@ -34,10 +51,8 @@ def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide what the environment says, perhaps because a launcher started these tests."""
     for name in list(os.environ):
-        if name.upper().startswith(("REDUCTION_", "TORCHELASTIC_")):
+        if name.upper().startswith(PREFIXES) or name in NAMES:
             monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture(scope="module", params=implementation.NAMES)

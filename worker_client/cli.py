@@ -40,6 +40,35 @@ def demo(
     raise typer.Exit(run_demo(workers=workers, reducers=reducers, epochs=epochs, plot_to=plot))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- train.py ARGS", help="A script, -m MODULE, or a program."),
+    ] = None,
+    nproc_per_node: Annotated[
+        str, typer.Option(help="Ranks on this node; auto: one for each GPU, at least one.")
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what was found out and would be run.")
+    ] = False,
+) -> None:
+    """Run a training script under any launcher; in a reducer's replica, serve."""
+    from worker_client.launching import launch as run  # noqa: PLC0415 (loads pydantic)
+
+    run(script or [], processes=nproc_per_node, dry_run=dry_run)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what was detected and why, and examine every reducer; exit 1 if something is wrong."""
+    from worker_client.doctor.run import doctor as examine  # noqa: PLC0415 (loads NumPy)
+
+    raise typer.Exit(examine(as_json=as_json))
+
+
 def main() -> None:
     """Run the command; our own errors become one sentence and exit code 2."""
     try:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    AliasChoices,
     BeforeValidator,
     ByteSize,
     Field,
@@ -23,6 +22,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT
+from worker_client.launch import resolve
+
+if TYPE_CHECKING:
+    from worker_client.launch import Resolved
 
 # Settings of the reducer that each rank hosts when there are no REDUCTION_SERVERS.
 REDUCER_SETTINGS = (
@@ -75,8 +78,9 @@ class WorkerConfig(BaseSettings):
     )
 
     servers: Annotated[tuple[str, ...], NoDecode] = ()
-    """Addresses of the reducers, ``host:port,host:port``, the same at every rank. Empty: every rank
-    hosts a reducer for its share (embedded)."""
+    """Addresses of the reducers, ``host:port,host:port``, the same at every rank. Those that a
+    launcher names by default (`worker_client.launch`). Empty: every rank hosts a reducer for its
+    share (embedded)."""
 
     embedded: bool | None = None
     """Whether every rank hosts a reducer for a share of each buffer: by default if there are no
@@ -88,8 +92,8 @@ class WorkerConfig(BaseSettings):
     process group; without a process group ``default``."""
 
     generation: int = Field(default=0, ge=0, lt=1 << 32)
-    """Membership version: a later one ends an earlier one of the same job. torchrun's restart count
-    by default."""
+    """Membership version: a later one ends an earlier one of the same job. The launcher's restart
+    count by default."""
 
     chunk_bytes: AutoBytes = Field(default=ByteSize(0), ge=0, le=MAX_CHUNK_BYTES)
     """Size of a chunk, a multiple of 64, at most 4 MiB; ``auto`` (0) follows what links carry."""
@@ -183,26 +187,6 @@ class WorkerConfig(BaseSettings):
         return value
 
 
-def _told_as(*names: str) -> Any:
-    return Field(default=None, validation_alias=AliasChoices(*names))
-
-
-class Launch(BaseSettings):
-    """What a launcher such as torchrun, or Open MPI's mpirun, tells every process."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="ignore")
-
-    rank: int | None = _told_as("RANK", "OMPI_COMM_WORLD_RANK")
-    world_size: int | None = _told_as("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
-    local_rank: int | None = _told_as("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    local_world_size: int | None = _told_as("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    group_rank: int | None = None  # torchrun's number of the machine
-    master_addr: str = "127.0.0.1"
-    master_port: int | None = None
-    torchelastic_run_id: str | None = None
-    torchelastic_restart_count: int = Field(default=0, ge=0)
-
-
 def load(**arguments: Any) -> WorkerConfig:
     """Build the configuration from arguments (None: not given) and the environment.
 
@@ -220,8 +204,11 @@ def load(**arguments: Any) -> WorkerConfig:
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]}: known are {', '.join(sorted(known))}")
     given = {name: value for name, value in arguments.items() if value is not None}
+    launched = launch()
     if "generation" not in given and "REDUCTION_GENERATION" not in os.environ:
-        given["generation"] = launch().torchelastic_restart_count
+        given["generation"] = launched.restarts
+    if "REDUCTION_SERVERS" not in os.environ and launched.reducers:
+        given.setdefault("servers", launched.reducers)
     for name, unit in _HOROVOD.items():
         theirs = os.environ.get(f"HOROVOD_{name.upper()}")
         if theirs and f"REDUCTION_{name.upper()}" not in os.environ:
@@ -245,16 +232,18 @@ def seconds(name: str, value: object) -> float:
         raise ConfigError(f"{name}: {message} (got {value!r})") from None
 
 
-def launch() -> Launch:
-    """Read what the launcher told this process.
+def environment() -> dict[str, str]:
+    """Return this process's variables, for those that hand them to programs."""
+    return dict(os.environ)
+
+
+def launch() -> Resolved:
+    """Find out what the launcher told this process.
 
     Raises:
-        ConfigError: a variable such as RANK is not a number.
+        ConfigError: a variable such as RANK is malformed; the message quotes it.
     """
-    try:
-        return Launch()
-    except ValidationError as error:
-        raise ConfigError(_explain(error, prefix="")) from None
+    return resolve(os.environ)
 
 
 def bind_is_set() -> bool:
@@ -262,10 +251,10 @@ def bind_is_set() -> bool:
     return "REDUCTION_BIND" in os.environ
 
 
-def _explain(error: ValidationError, prefix: str = "REDUCTION_") -> str:
+def _explain(error: ValidationError) -> str:
     mistakes = []
     for mistake in error.errors():
-        name = prefix + str(mistake["loc"][0]).upper() if mistake["loc"] else "settings"
+        name = "REDUCTION_" + str(mistake["loc"][0]).upper() if mistake["loc"] else "settings"
         message = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"].startswith("byte_size"):
             message = "write bytes such as 64MiB or 67108864"

@@ -52,7 +52,7 @@ def _own_address(several_hosts: bool) -> str:
     """Return the address by which other ranks reach this host."""
     if not several_hosts:
         return "127.0.0.1"
-    master = config.launch().master_addr
+    master = config.launch().master_addr or "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing; the kernel picks the route's own address
         return str(probe.getsockname()[0])

@@ -176,7 +176,7 @@ class ReductionEnvironment(_ClusterEnvironment):  # type: ignore[misc]
     @property
     def main_address(self) -> str:
         """Host of rank 0."""
-        return self._launch.master_addr
+        return self._launch.master_addr or "127.0.0.1"
 
     @property
     def main_port(self) -> int:
@@ -203,8 +203,8 @@ class ReductionEnvironment(_ClusterEnvironment):  # type: ignore[misc]
 
     def node_rank(self) -> int:
         """Return this machine's number."""
-        if self._launch.group_rank is not None:
-            return self._launch.group_rank
+        if self._launch.node_rank is not None:
+            return self._launch.node_rank
         return self.global_rank() // self._per_machine
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

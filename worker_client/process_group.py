@@ -127,7 +127,7 @@ def current() -> ProcessGroup | None:
 
     _joined[0] += 1
     # torchrun keeps one store over all its restarts.
-    start = config.launch().torchelastic_restart_count
+    start = config.launch().restarts
     store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
     ranks = range(dist.get_world_size())
     return ProcessGroup(dist.get_rank(), ranks, store, make_private=_private_group)

@@ -18,6 +18,7 @@ from worker_client.client import Client
 from worker_client.config import NAMED
 from worker_client.fusion import Fusion
 from worker_client.hierarchy import HierarchicalClient
+from worker_client.launch import Role
 from worker_client.mates import meet
 from worker_client.membership import PATIENCE_S
 from worker_client.nodes import arrange, host_identity
@@ -119,6 +120,35 @@ def connect_part(ranks: Sequence[int]) -> Client:
     part = group.part(ranks)
     who = part.rank, part.world_size
     return _join(config.load(), part, who, who, lambda _: Client)
+
+
+def connect_alone(address: str, *, connect_timeout: float) -> Client:
+    """Join a new job of one worker at one reducer, to see how both get along.
+
+    Keys and sizes are those of the environment. What this job would do without reducers or ranks is
+    left out: it has nobody else.
+
+    Args:
+        address: ``host:port``.
+        connect_timeout: seconds for the reducer to answer.
+
+    Raises:
+        ReductionError: as `worker_client.init`.
+    """
+    settings = config.load(
+        servers=(address,),
+        embedded=False,
+        connect_timeout=connect_timeout,
+        fallback="error",
+        on_rank_lost="error",
+        hierarchy="off",
+        autotune=False,
+    )
+    # Below the name of the job that it is for, which a key may be bound to.
+    name = f"{_job_name(settings, None)}/doctor-{secrets.token_hex(4)}"
+    alone = 0, 1
+    settings = settings.model_copy(update={"job": name})
+    return _join(settings, None, alone, alone, lambda _: Client)
 
 
 def _join(
@@ -243,8 +273,15 @@ def _identify(
     if group is not None:
         return group.rank, group.world_size
     launched = config.launch()
-    rank = launched.rank if rank is None else rank
-    world_size = launched.world_size if world_size is None else world_size
+    told = launched.identity
+    rank = told[0] if rank is None else rank
+    world_size = told[1] if world_size is None else world_size
+    if rank is None and launched.role is not Role.WORKER:
+        raise ConfigError(
+            f"this replica is no worker but a {launched.role.value}, as "
+            f"{launched.reasons['role']} says: start all replicas with worker-client launch, and "
+            "call init() in workers only"
+        )
     if rank is None or world_size is None:
         raise ConfigError(
             "rank and world size are unknown: start the script with torchrun or with RANK and "
@@ -303,7 +340,7 @@ def _place(settings: WorkerConfig, group: ProcessGroup | None) -> Place | None:
         )
     place = None
     if group is not None:
-        launched = config.launch().group_rank
+        launched = config.launch().node_rank
         key = host_identity() if launched is None else str(launched)
         place = arrange(group.gather("node", key), group.rank)
     if place is None:
@@ -349,13 +386,12 @@ def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
 def _job_name(settings: WorkerConfig, group: ProcessGroup | None) -> str:
     if settings.job is not None:
         return settings.job if group is None else group.named(settings.job)
-    base = config.launch().torchelastic_run_id
-    base = base if base and base != "none" else "job"
+    base = config.launch().job
     if group is None:
-        return base if base != "job" else "default"
+        return base or "default"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
-        group.share("job", group.named(f"{base[:24]}-{secrets.token_hex(4)}"))
+        group.share("job", group.named(f"{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
     return group.read("job", 0)
 
 

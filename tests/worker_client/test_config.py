@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from reducer import config as reducer_config
 from reducer.errors import ConfigError
 from worker_client import config
+from worker_client.launch import Launcher
 
 MIB = 1 << 20
 
@@ -249,37 +251,56 @@ def test_the_restart_count_is_the_generation(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = config.launch()
-    assert (nothing.rank, nothing.world_size, nothing.torchelastic_run_id) == (None, None, None)
-    assert (nothing.master_addr, nothing.torchelastic_restart_count) == ("127.0.0.1", 0)
+    assert (nothing.launcher, nothing.rank, nothing.world_size) == (Launcher.NONE, None, None)
+    assert (nothing.master_addr, nothing.job, nothing.restarts) == (None, None, 0)
 
     said = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "TORCHELASTIC_RUN_ID": "none"}
     said["GROUP_RANK"] = "2"
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     launched = config.launch()
-    assert (launched.rank, launched.world_size, launched.group_rank) == (1, 4, 2)
-    assert (launched.master_addr, launched.torchelastic_run_id) == ("node0", "none")
+    assert (launched.rank, launched.world_size, launched.node_rank) == (1, 4, 2)
+    assert (launched.master_addr, launched.job) == ("node0", None)
 
 
 def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for at, name in enumerate(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")):
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(at + 1))
+    said = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
+    for name, value in said.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     told = config.launch()
-    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (1, 2, 3, 4)
+    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (5, 8, 1, 4)
     monkeypatch.setenv("RANK", "7")  # torchrun, started by mpirun on each host
+    monkeypatch.setenv("WORLD_SIZE", "8")
     assert config.launch().rank == 7
 
 
 def test_what_a_launcher_says_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fields = ("local_rank", "local_world_size", "node_rank", "master_port")
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert [getattr(config.launch(), name.lower()) for name in names] == [None] * 4
+    assert [getattr(config.launch(), field) for field in fields] == [None] * 4
     for at, name in enumerate(names):
-        monkeypatch.setenv(name, str(at))
-    assert [getattr(config.launch(), name.lower()) for name in names] == [0, 1, 2, 3]
+        monkeypatch.setenv(name, str(at + 1) if at else "0")
+    assert [getattr(config.launch(), field) for field in fields] == [0, 2, 3, 4]
+
+
+def test_reducers_that_a_launcher_names_are_used_unless_others_are_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = {"worker": ["a:1", "b:1"], "ps": ["c:1", "d:1"]}
+    spec = {"cluster": cluster, "task": {"type": "worker", "index": 1}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(spec))
+    assert config.load().servers == ("c:5555", "d:5555")
+    assert config.load(servers="e:1").servers == ("e:1",)
+    monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:7000")
+    assert config.load().servers == ("c:7000", "d:7000")
+    monkeypatch.setenv("REDUCTION_SERVERS", "f:1")
+    assert config.load().servers == ("f:1",)
+    monkeypatch.setenv("REDUCTION_SERVERS", "")
+    assert config.load().servers == ()
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"])

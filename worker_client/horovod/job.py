@@ -17,6 +17,7 @@ from reducer.errors import ConfigError, ReductionError
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
 from worker_client.horovod.announcements import Announcements
+from worker_client.launch import Launcher
 from worker_client.nodes import host_identity
 
 if TYPE_CHECKING:
@@ -171,10 +172,14 @@ def _make_group() -> bool:
     if dist.is_initialized():
         return False
     told = config.launch()
-    if told.rank is not None and told.world_size is not None:
-        if told.master_port is None:
+    rank, world_size = told.identity
+    if rank is not None and world_size is not None:
+        if told.master_addr is None or told.master_port is None:
             return False
-        dist.init_process_group("gloo", rank=told.rank, world_size=told.world_size)
+        # torchrun's ranks share its own store, which they find by variables of theirs.
+        address = f"tcp://{told.master_addr}:{told.master_port}"
+        where = None if told.launcher is Launcher.TORCHRUN else address
+        dist.init_process_group("gloo", where, rank=rank, world_size=world_size)
         return True
     if config.load().servers:
         return False  # not to be taken for a job of one: who we are is said elsewhere, or missing

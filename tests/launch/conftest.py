@@ -1,0 +1,135 @@
+"""Launchers for tests: a small SLURM of this user's own, and a pool that every test shares."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reducer import local_pool
+from tests.conftest import NAMES, PREFIXES
+from tests.lab.conftest import namespaces  # noqa: F401 (a fixture)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+ROOT = Path(__file__).parents[2]
+SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "scontrol", "sinfo")
+NODES = ("127.0.0.1", "127.0.0.2")  # hosts of SLURM that need no name server
+START_S = 60.0
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/node-%n.pid
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/linear
+SlurmdParameters=config_overrides
+NodeName=127.0.0.[1-2] NodeHostname={host} Port={first},{second} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def bare_environment(**settings: str) -> dict[str, str]:
+    """Return this process's environment without what a launcher says, and with these."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.upper().startswith(PREFIXES) and name not in NAMES
+    }
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[list[str]]:
+    """Two real reducers."""
+    with local_pool(2) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Return what srun needs in its environment to reach a SLURM of two nodes on this machine."""
+    if os.geteuid() != 0:
+        pytest.skip("a SLURM of its own needs root")
+    for tool in SLURM_TOOLS:
+        if not shutil.which(tool):
+            pytest.skip(f"there is no `{tool}` (Debian: slurm-wlm)")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    with ExitStack() as held:
+        ports = [held.enter_context(socket.socket()) for _ in range(3)]
+        for port in ports:
+            port.bind(("127.0.0.1", 0))
+        controller, first, second = (port.getsockname()[1] for port in ports)
+    settings = folder / "slurm.conf"
+    settings.write_text(
+        CONFIGURATION.format(
+            host=socket.gethostname().partition(".")[0],
+            folder=folder,
+            controller=controller,
+            first=first,
+            second=second,
+        )
+    )
+    environment = {"SLURM_CONF": str(settings)}
+    commands = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
+    with (folder / "log").open("wb") as log:
+        daemons = [
+            subprocess.Popen(
+                command,
+                env=bare_environment(**environment),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            for command in commands
+        ]
+        try:
+            _wait_for_nodes(environment, daemons, folder / "log")
+            yield environment
+        finally:
+            for daemon in reversed(daemons):
+                daemon.send_signal(signal.SIGTERM)
+            for daemon in daemons:
+                with suppress(subprocess.TimeoutExpired):
+                    daemon.wait(10)
+                daemon.kill()
+                daemon.wait()
+
+
+def _wait_for_nodes(
+    environment: dict[str, str], daemons: list[subprocess.Popen[bytes]], log: Path
+) -> None:
+    until = time.monotonic() + START_S
+    while time.monotonic() < until and all(daemon.poll() is None for daemon in daemons):
+        asked = subprocess.run(
+            ["sinfo", "--noheader", "--states=idle", "--format=%D"],
+            env=bare_environment(**environment),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if asked.stdout.strip() == str(len(NODES)):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"SLURM did not start: {log.read_text()[-2000:]}")

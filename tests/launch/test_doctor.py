@@ -1,0 +1,271 @@
+"""`worker-client doctor` beside real reducers, each ill in a way of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+
+from reducer.errors import AuthError, ReducerLostError
+from tests.launch.conftest import bare_environment
+from tests.launch.environments import spec
+from worker_client.demo.ranks import free_port
+from worker_client.doctor import examine
+from worker_client.doctor.findings import Health, Kind, compare
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+DOCTOR = [sys.executable, "-c", "from worker_client.cli import main; main()", "doctor"]
+SERVE = ["serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
+OLDER = (
+    "import reducer.wire.header as header; header.VERSION_MAJOR, header.VERSION = 9, '9.0';"
+    "from reducer.cli import main; main()"
+)
+
+
+@contextmanager
+def reducer(*options: str, code: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A real reducer on loopback, perhaps one that was tampered with: its address and process."""
+    what = ["-c", code] if code else ["-m", "reducer"]
+    process = subprocess.Popen(
+        [sys.executable, *what, *SERVE, *options],
+        env=bare_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    try:
+        yield process.stdout.readline().removeprefix("reducer ready on ").strip(), process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(*options: str, **settings: str) -> tuple[int, str]:
+    """Return the doctor's exit code, and what it says."""
+    done = subprocess.run(
+        [*DOCTOR, *options],
+        env=bare_environment(**settings),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout
+
+
+def facts(servers: Sequence[str], **settings: str) -> dict[str, Any]:
+    """Return what it says to programs."""
+    code, said = ask("--json", REDUCTION_SERVERS=",".join(servers), **settings)
+    found: dict[str, Any] = json.loads(said)
+    assert code == (1 if found["problems"] else 0)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_each_illness_is_named() -> None:
+    with ExitStack() as stack:
+        well, _ = stack.enter_context(reducer("--threads", "2"))
+        dead, process = stack.enter_context(reducer())
+        process.kill()
+        process.wait()
+        hung, process = stack.enter_context(reducer())
+        process.send_signal(signal.SIGSTOP)
+        stack.callback(process.send_signal, signal.SIGCONT)
+        older, _ = stack.enter_context(reducer(code=OLDER))
+        keyed = stack.enter_context(server_with_keys())
+        text = stack.enter_context(server_of_text())
+        unknown = "no-such-host.invalid:5555"
+        found = facts([well, dead, hung, older, keyed, text, unknown])
+    assert {one["address"]: one["kind"] for one in found["problems"]} == {
+        dead: Kind.DEAD,
+        hung: Kind.SILENT,
+        older: Kind.VERSION,
+        keyed: Kind.KEYS,
+        text: Kind.PORT,
+        unknown: Kind.NAME,
+    }
+    says = {one["address"]: one["message"] + ": " + one["advice"] for one in found["problems"]}
+    assert f"port {dead.rpartition(':')[2]}" in says[dead]
+    assert "1.0" in says[older]
+    assert "9" in says[older]
+    assert "REDUCTION_KEYS" in says[keyed]
+    assert "is no reducer" in says[text]
+    assert "'no-such-host.invalid'" in says[unknown]
+    [healthy, *others] = found["reducers"]
+    assert healthy["lanes"] == 2
+    assert healthy["resolved"] == ["127.0.0.1"]
+    assert 0 < healthy["round_trip_s"] < 60
+    assert healthy["bytes_per_s"] > 0
+    assert all(one["bytes_per_s"] is None for one in others)
+
+
+@contextmanager
+def server_with_keys() -> Iterator[str]:
+    """A socket of ZeroMQ that demands keys."""
+    context = zmq.Context()
+    held = context.socket(zmq.ROUTER)
+    held.curve_secretkey = zmq.curve_keypair()[1]
+    held.curve_server = True
+    try:
+        yield f"127.0.0.1:{held.bind_to_random_port('tcp://127.0.0.1')}"
+    finally:
+        context.destroy(linger=0)
+
+
+@contextmanager
+def server_of_text() -> Iterator[str]:
+    """A web server, as the one that a reducer itself may have at another port."""
+    command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout
+        try:
+            port = process.stdout.readline().split(" port ")[1].split()[0]
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(120)
+def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it() -> None:
+    wrong = str(free_port())
+    with reducer() as (there, _):
+        right = there.rpartition(":")[2]
+        # The same machine by two names: the port that is right for one is tried for the other.
+        [problem] = facts([there, f"localhost:{wrong}"])["problems"]
+        assert (problem["kind"], problem["address"]) == (Kind.PORT, f"localhost:{wrong}")
+        assert f"localhost:{right}" in problem["advice"]
+        [problem] = facts([there, f"127.0.0.1:{wrong}"])["problems"]
+        assert problem["kind"] == Kind.DEAD
+
+
+def test_a_host_that_drops_packets_is_named() -> None:
+    with socket.socket() as full:  # a queue of connections that nobody takes, and that is full
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with ExitStack() as stack:
+            for _ in range(2):
+                one = stack.enter_context(socket.socket())
+                one.setblocking(False)
+                one.connect_ex(full.getsockname())
+            [problem] = facts([f"127.0.0.1:{full.getsockname()[1]}"])["problems"]
+    assert problem["kind"] == Kind.HOST
+    assert "firewall" in problem["advice"]
+
+
+def test_a_key_that_is_refused_is_named() -> None:
+    def connect(address: str) -> Any:
+        raise error
+
+    with reducer() as (there, _):
+        error: Exception = AuthError("this worker's key is not on the pool's allow-list")
+        found = examine.examine(there, connect, [there])
+        assert found.problem
+        assert (found.problem.kind, found.problem.message) == (Kind.KEYS, str(error))
+        error = ReducerLostError("it does not answer a HELLO", reducer=there)
+        found = examine.examine(there, connect, [there])
+        assert found.problem
+        assert found.problem.kind == Kind.SILENT
+
+
+def test_what_is_said_to_people() -> None:
+    wrong = f"127.0.0.1:{free_port()}"
+    with reducer() as (there, _):
+        code, said = ask(REDUCTION_SERVERS=f"{there},{wrong}", REDUCTION_JOB="mine")
+        assert code == 1
+        assert f"reducer {there}" in said
+        assert " well: round trip " in said
+        assert f"reducer {wrong}" in said
+        assert "what to do: the reducer has ended or was never started" in said
+        assert "1 of 2 reducers are well" in said
+        assert "(REDUCTION_JOB)" in said
+        code, said = ask(REDUCTION_SERVERS=there)
+    assert code == 0
+    assert "1 of 1 reducers are well" in said
+
+
+def test_without_reducers_there_is_nothing_to_examine() -> None:
+    code, said = ask()
+    assert (code, "every rank hosts one" in said) == (0, True)
+
+
+def test_settings_that_are_wrong_are_said() -> None:
+    assert ask(REDUCTION_SERVER="a:1")[0] == 1
+    code, said = ask("--json", TF_CONFIG=spec({"worker": ["a"]}, "worker", 0))
+    [problem] = json.loads(said)["problems"]
+    assert (code, problem["kind"]) == (1, "settings")
+    assert problem["message"].startswith("TF_CONFIG cluster.worker: write host:port (got 'a')")
+
+
+def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away() -> None:
+    with reducer() as (there, _):
+        found = facts(
+            [there],
+            REDUCTION_FALLBACK="process-group",
+            REDUCTION_ON_RANK_LOST="continue",
+            REDUCTION_EMBEDDED="1",
+            REDUCTION_AUTOTUNE="1",
+            REDUCTION_JOB="j" * 100,
+        )
+    assert found["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ([100.0, 100.0, 10.0], [2]),
+        ([100.0, 10.0], [1]),
+        ([100.0, 60.0, 40.0], []),
+        ([10.0, 10.0], []),
+        ([10.0], []),
+        ([100.0, None, 10.0], [2]),
+        ([], []),
+    ],
+)
+def test_a_slow_link_is_one_that_carries_far_less_than_the_others(
+    rates: list[float | None], slow: list[int]
+) -> None:
+    found = compare([Health(f"r{at}:1", bytes_per_s=rate) for at, rate in enumerate(rates)])
+    assert [at for at, one in enumerate(found) if one.problem] == slow
+    assert all(one.problem.kind is Kind.SLOW for one in found if one.problem)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_link_at_a_tenth_of_the_others_is_named(namespaces: None) -> None:
+    from bench.lab import Lab  # noqa: PLC0415 (needs nothing where it is skipped)
+
+    with Lab(hosts=4, mbit=200) as lab:
+        _, *pool = lab.hosts
+        lab.set_rate(pool[1], 20)
+        for host in pool:
+            process = host.start(
+                [sys.executable, "-m", "reducer", "serve", "--bind", f"tcp://{host.address}:5555"],
+                env={**bare_environment(), "REDUCTION_INSECURE": "1"},
+                stdout=subprocess.PIPE,
+            )
+            assert process.stdout
+            assert process.stdout.readline().startswith("reducer ready")
+        servers = ",".join(f"{host.name}:5555" for host in pool)
+        asking = lab.hosts[0].start(
+            [*DOCTOR, "--json"],
+            env={**bare_environment(), "REDUCTION_SERVERS": servers},
+            stdout=subprocess.PIPE,
+        )
+        said = json.loads(asking.communicate(timeout=100)[0])
+    [problem] = said["problems"]
+    assert (problem["address"], problem["kind"]) == (f"{pool[1].name}:5555", Kind.SLOW)
+    rates = [one["bytes_per_s"] * 8 / 1e6 for one in said["reducers"]]
+    assert rates[1] < 20
+    assert min(rates[0], rates[2]) > 60

@@ -1,0 +1,183 @@
+"""One training script, unchanged, under real launchers: the same bits from each of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.launch.conftest import ROOT, bare_environment
+from worker_client.demo.ranks import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+pytest.importorskip("torch", reason="needs torch")
+
+SCRIPT = str(ROOT / "examples" / "quickstart.py")
+LAUNCH = [
+    *(sys.executable, "-c", "from worker_client.cli import main; main()"),
+    "launch",
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+RANKS = 4  # of the runs that must lead to the same weights
+SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) reducers")
+LIMIT_S = 240
+
+# What every launcher must lead to, by the number of ranks: the first test that trains says.
+FINGERPRINTS: dict[int, set[str]] = {}
+
+
+def train(
+    commands: Sequence[Sequence[str]], environment: dict[str, str], ranks: int = RANKS
+) -> None:
+    """Run commands side by side, and check that their ranks trained to the same weights."""
+    with ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
+        assert [process.returncode for process in processes] == [0] * len(processes), said
+    found = SAID.findall(said)
+    assert sorted(int(rank) for rank, _, _ in found) == list(range(ranks)), said
+    assert {reducers for _, _, reducers in found} == {"2"}
+    before = FINGERPRINTS.setdefault(ranks, set())
+    before.update(weights for _, weights, _ in found)
+    assert len(before) == 1, f"another launcher led to other weights: {said}"
+
+
+@pytest.fixture
+def settings(pool: list[str]) -> dict[str, str]:
+    """What a user sets."""
+    return bare_environment(REDUCTION_SERVERS=",".join(pool))
+
+
+@pytest.mark.timeout(300)
+def test_mpirun(settings: dict[str, str]) -> None:
+    if not shutil.which("mpirun"):
+        pytest.skip("there is no `mpirun` (Debian: openmpi-bin)")
+    train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], settings)
+
+
+@pytest.mark.timeout(300)
+def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
+    if not shutil.which("mpirun"):
+        pytest.skip("there is no `mpirun` (Debian: openmpi-bin)")
+    batch = {
+        "AZ_BATCH_MASTER_NODE": "127.0.0.1:6000",
+        "AZUREML_RUN_ID": "digits_1700000000_ab",
+        "MASTER_PORT": str(free_port()),
+    }
+    train([[*MPIRUN, "-n", "2", *LAUNCH, "--", SCRIPT]], {**settings, **batch}, ranks=2)
+
+
+@pytest.mark.timeout(300)
+def test_srun(settings: dict[str, str], slurm: dict[str, str]) -> None:
+    # Two nodes: the ranks meet at the first host of 127.0.0.[1-2].
+    command = ["srun", "-n", str(RANKS), "-N", "2", *LAUNCH, "--", SCRIPT]
+    train([command], {**settings, **slurm})
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_on_two_nodes(settings: dict[str, str]) -> None:
+    where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    shape = ["--nnodes", "2", "--nproc-per-node", "1"]
+    commands = [[*TORCHRUN, *shape, *where, "--node-rank", str(node), SCRIPT] for node in range(2)]
+    train(commands, settings, ranks=2)
+
+
+# -- what becomes of the process ------------------------------------------------------------------
+
+MPI_RANK = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+def launched(tmp_path: Path, script: str, *options: str, **variables: str) -> subprocess.Popen[str]:
+    """Start `launch` with a script of these lines."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    return subprocess.Popen(
+        [*LAUNCH, *options, "--", str(path), "--epochs", "5"],
+        env=bare_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK',"
+        " 'MASTER_ADDR')\n"
+        "print(os.getpid(), *(os.environ[name] for name in names), *sys.argv[1:])\n"
+        "sys.exit(7)\n"
+    )
+    with launched(tmp_path, script, **MPI_RANK) as process:
+        said, complained = process.communicate(timeout=60)
+        assert said.split() == [
+            str(process.pid),
+            *["1", "2", "1", "2", "0", "127.0.0.1", "--epochs", "5"],
+        ]
+    assert process.returncode == 7
+    assert "Open MPI has started this process as rank 1 of 2" in complained
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, time\nprint(os.getpid(), flush=True)\nwhile True:\n    time.sleep(1)\n"
+    )
+    with launched(tmp_path, script, "--nproc-per-node", "2") as process:
+        assert process.stdout
+        try:
+            ranks = [int(process.stdout.readline()) for _ in range(2)]
+            assert process.pid not in ranks  # torchrun is what launch turned into
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
+
+
+def test_a_dry_run_says_what_would_be_run_and_why(tmp_path: Path) -> None:
+    with launched(tmp_path, "raise SystemExit(9)", "--dry-run", **MPI_RANK) as process:
+        said, complained = process.communicate(timeout=60)
+    assert (process.returncode, complained) == (0, "")
+    rows = {line.split()[0]: line for line in said.splitlines() if not line.startswith("sets")}
+    assert "Open MPI" in rows["launcher"]
+    assert "(OMPI_COMM_WORLD_RANK)" in rows["rank"]
+    assert "script.py --epochs 5" in rows["runs"]
+    assert re.search(r"^sets +WORLD_SIZE=2$", said, flags=re.M)
+
+
+def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
+    with launched(tmp_path, "", RANK="first", WORLD_SIZE="2") as process:
+        said, complained = process.communicate(timeout=60)
+    assert (process.returncode, said) == (2, "")
+    assert complained.strip() == "worker-client: RANK: write an integer (got 'first')"

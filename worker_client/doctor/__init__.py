@@ -1,0 +1,1 @@
+"""`worker-client doctor`: what was detected, and whether every reducer can be worked with."""

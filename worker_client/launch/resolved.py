@@ -1,0 +1,103 @@
+"""What can be known of a process from its environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Launcher(str, Enum):
+    """Who started this process."""
+
+    NONE = "none"
+    TORCHRUN = "torchrun"
+    ENV = "env://"
+    KUBEFLOW = "Kubeflow"
+    AZURE_ML = "Azure ML"
+    OPEN_MPI = "Open MPI"
+    MPICH = "MPICH"
+    SLURM = "SLURM"
+    VERTEX = "Vertex AI"
+    AI_PLATFORM = "AI Platform"
+    TF_CONFIG = "TF_CONFIG"
+
+
+class Role(str, Enum):
+    """What this replica is there for."""
+
+    WORKER = "worker"
+    REDUCER = "reducer"
+    EVALUATOR = "evaluator"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Who this process is; None is what nobody said.
+
+    Attributes:
+        launcher: whose variables said who this process is.
+        role: of this replica.
+        rank, world_size: of this process, if a process was started for each rank.
+        local_rank, local_world_size: of this process among those on its node.
+        node_rank, nodes: of this node. Launchers that start one process for each node say no more.
+        master_addr, master_port: where rank 0 lets the others meet.
+        reducers: ``host:port`` of each, in the same order at every replica.
+        job: its name, the same in all its processes, and not that of another job.
+        generation: version of its membership.
+        restarts: how often the launcher has started it anew.
+        trial: number of the trial, if hyperparameters are tuned.
+        processes: how many the launcher wants on each node, in torchrun's words.
+        reasons: by field, which variable said so.
+        also: other launchers whose variables are there.
+    """
+
+    launcher: Launcher = Launcher.NONE
+    role: Role = Role.WORKER
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    nodes: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    reducers: tuple[str, ...] = ()
+    job: str | None = None
+    generation: int = 0
+    restarts: int = 0
+    trial: str | None = None
+    processes: str | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    also: tuple[Launcher, ...] = ()
+
+    @property
+    def identity(self) -> tuple[int | None, int | None]:
+        """Rank and world size; where only nodes are known, this process is its node's only one."""
+        if self.rank is None and self.world_size is None:
+            return self.node_rank, self.nodes
+        return self.rank, self.world_size
+
+    def described(self) -> list[tuple[str, str, str]]:
+        """Return what is known, for people: field, value, and the variable that said so."""
+        rows = []
+        for name in _SHOWN:
+            value = getattr(self, name)
+            if value not in {None, ()}:
+                text = ",".join(value) if isinstance(value, tuple) else str(value)
+                text = value.value if isinstance(value, Enum) else text
+                rows.append((name, text, self.reasons.get(name, "")))
+        if self.also:
+            others = ", ".join(other.value for other in self.also)
+            rows.append(("also there", others, f"{self.launcher.value} goes before"))
+        return rows
+
+
+_SHOWN = (
+    *("launcher", "role"),
+    *("rank", "world_size", "local_rank", "local_world_size", "node_rank", "nodes"),
+    *("master_addr", "master_port", "reducers", "job", "generation", "trial", "processes"),
+)

@@ -1,0 +1,77 @@
+"""`worker-client launch`: turns this process into what its replica is to run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from reducer.errors import ConfigError
+from worker_client import config
+from worker_client.launch import decide, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from worker_client.launch import Decision, Resolved
+
+
+def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
+    """Resolve, decide, and become the program; with `dry_run`, say so instead.
+
+    What it turns into has this process's number: signals and exit codes are its own.
+
+    Args:
+        script: what the user wants to be run, and its arguments.
+        processes: on this node: a number, or ``auto``.
+        dry_run: whether to print the decision and do nothing.
+
+    Raises:
+        ConfigError: it cannot be run here; the message says what to change.
+    """
+    environment = config.environment()
+    resolved = resolve(environment)
+    decision = decide(resolved, environment, script, processes=processes, devices=_devices)
+    if dry_run:
+        for line in report(resolved, decision):
+            typer.echo(line)
+        return
+    typer.echo(f"worker-client launch: {decision.why}", err=True)
+    _become(decision, {**environment, **decision.sets})
+
+
+def report(resolved: Resolved, decision: Decision | None = None) -> Iterable[str]:
+    """Say, line by line, what was found out, which variable said so, and what is run."""
+    rows = resolved.described()
+    if decision is not None:
+        rows += [("runs", shlex.join(decision.argv), decision.why)]
+        rows += [("sets", f"{name}={value}", "") for name, value in sorted(decision.sets.items())]
+    widths = [max(len(row[at]) for row in rows) for at in (0, 1)]
+    widths[1] = min(widths[1], 48)
+    for name, value, because in rows:
+        reason = f"  ({because})" if because else ""
+        yield f"{name:<{widths[0]}}  {value:<{widths[1]}}{reason}".rstrip()
+
+
+def _become(decision: Decision, environment: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(decision.argv[0], decision.argv, environment)  # noqa: S606 (the user's)
+    except OSError as error:
+        raise ConfigError(f"cannot run {decision.argv[0]!r}: {error.strerror}") from None
+
+
+def _devices() -> int:
+    """Count the GPUs that torch sees, as torchrun does; without torch there are no ranks of it."""
+    try:
+        import torch  # noqa: PLC0415 (takes seconds, and a reducer's machine may not have it)
+    except ImportError:
+        raise ConfigError(
+            'the ranks are started by torchrun, and there is no torch: pip install "reduction-'
+            'server[torch]"'
+        ) from None
+    return torch.cuda.device_count()
