@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from enum import Enum
+from pathlib import Path  # noqa: TC003 (typer reads it)
 from typing import TYPE_CHECKING, Annotated
 
 import structlog
@@ -15,6 +16,8 @@ import typer
 
 from reducer import __version__, config
 from reducer.errors import ReductionError
+from reducer.keygen import keygen as make_keys
+from reducer.keyring import Keyring
 from reducer.pool import READY
 from reducer.server import Server
 
@@ -52,6 +55,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     memory_limit: Annotated[
         str | None, typer.Option(help="Memory for contributions and results, such as 8GiB.")
     ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="Directory of the pool's keys, as `keygen` makes it.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond this machine without authentication.")
     ] = False,
@@ -81,6 +87,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     settings = config.load(
         bind=bind,
         memory_limit=memory_limit,
+        keys=keys,
         insecure=insecure or None,
         kernel=kernel,
         threads=threads,
@@ -97,7 +104,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    server = Server(settings)
+    server = Server(settings, None if settings.keys is None else Keyring.load(settings.keys))
+    if settings.keys is not None:
+        signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
     server.start()
     print(f"{READY}{server.address}", flush=True)  # noqa: T201 (the line that a caller waits for)
     if stop_at_eof:
@@ -108,7 +117,25 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     log.info("stopped", **{name: getattr(server.counters, name) for name in _COUNTED})
 
 
-_COUNTED = ("contributions", "results", "bytes_in", "bytes_out", "refused", "rounds_failed")
+_COUNTED = (
+    *("contributions", "results", "bytes_in", "bytes_out"),
+    *("refused", "unauthenticated", "rounds_failed"),
+)
+
+
+@app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(help="Where; made if need be, for you alone.")],
+    job: Annotated[
+        list[str] | None, typer.Option(help="A job to make keys for; may be repeated.")
+    ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="New keys for jobs that have some, beside the old.")
+    ] = False,
+) -> None:
+    """Make keys for a pool (DIRECTORY/pool) and its jobs (DIRECTORY/jobs/JOB), or add jobs."""
+    for made in make_keys(directory, job or ["default"], rotate=rotate):
+        print(made)  # noqa: T201 (what a script goes on with)
 
 
 def _wait_for_eof(stop: threading.Event) -> None:

@@ -18,6 +18,7 @@ from worker_client.client import Client
 from worker_client.config import NAMED
 from worker_client.fusion import Fusion
 from worker_client.hierarchy import HierarchicalClient
+from worker_client.keys import load as load_keys
 from worker_client.mates import meet
 from worker_client.membership import PATIENCE_S
 from worker_client.nodes import arrange, host_identity
@@ -25,11 +26,13 @@ from worker_client.settings import Settings
 from worker_client.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
 
     from reducer.server import Server
     from worker_client.config import WorkerConfig
     from worker_client.fallback import Fallback
+    from worker_client.keys import Curve, Keys
     from worker_client.nodes import Place
     from worker_client.process_group import ProcessGroup
 
@@ -53,6 +56,7 @@ def connect(
     on_rank_lost: str | None = None,
     hierarchy: str | None = None,
     wire_dtype: str | None = None,
+    keys: str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
@@ -73,6 +77,7 @@ def connect(
         on_rank_lost=on_rank_lost,
         hierarchy=hierarchy,
         wire_dtype=wire_dtype,
+        keys=keys,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
@@ -143,13 +148,15 @@ def _join(
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
+    keys = load_keys(settings.keys)
     if _hosts_reducer(settings, world_size):
-        hosted, own = _embed(group)
+        hosted, own, curves = _embed(group)
+        keys = replace(keys, hosts=curves)
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
         ours = Settings(
-            job=_job_name(settings, group),
+            job=_job_name(settings, group, keys),
             generation=settings.generation,
             rank=rank,
             world_size=world_size,
@@ -168,6 +175,7 @@ def _join(
             "impl": settings.impl,
             "io_threads": settings.io_threads,
             "context": hosted.context if hosted else None,
+            "keys": keys,
             "failpoints": parse(settings.failpoints),
             "wire_dtype": WIRE_DTYPES[settings.wire_dtype],
         }
@@ -334,7 +342,9 @@ def _fallback(
     return Fallback(group.make_private(settings.timeout), announced=announced)
 
 
-def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
+def _embed(
+    group: ProcessGroup | None,
+) -> tuple[Server, tuple[str, ...], Mapping[str, Curve | None]]:
     if group is None:
         raise ConfigError(
             "there are no reducers to use: start some and set REDUCTION_SERVERS=host:port,"
@@ -346,16 +356,18 @@ def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
     return embedded.start(group)
 
 
-def _job_name(settings: WorkerConfig, group: ProcessGroup | None) -> str:
+def _job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys) -> str:
     if settings.job is not None:
         return settings.job if group is None else group.named(settings.job)
     base = config.launch().torchelastic_run_id
     base = base if base and base != "none" else "job"
+    # The pool wants names that begin as the key's.
+    ours = f"{keys.job}/" if keys.job else ""
     if group is None:
-        return base if base != "job" else "default"
+        return f"{ours}{base}" if base != "job" else keys.job or "default"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
-        group.share("job", group.named(f"{base[:24]}-{secrets.token_hex(4)}"))
+        group.share("job", group.named(f"{ours}{base[:24]}-{secrets.token_hex(4)}"))
     return group.read("job", 0)
 
 
