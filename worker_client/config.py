@@ -29,6 +29,7 @@ from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_AL
 REDUCER_SETTINGS = (
     "bind",
     "memory_limit",
+    "keys",
     "insecure",
     "kernel",
     "threads",
