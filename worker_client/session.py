@@ -133,8 +133,10 @@ class Session:
     def refusal(self) -> ReductionError | None:
         """Why a reducer refused this worker, if one did, and there is no going on without it."""
         refusals = [link.refusal for link in self.links if link.refusal is not None]
-        if self.settings.patience_s < math.inf and len(refusals) < len(self.links):
-            refusals = [one for one in refusals if isinstance(one, StaleGenerationError)]
+        if self.settings.patience_s < math.inf:
+            barred = all(isinstance(link.refusal, AuthError) for link in self.links)
+            final = (AuthError,) if barred else (StaleGenerationError,)
+            refusals = [one for one in refusals if isinstance(one, final)]
         return next(iter(refusals), None)
 
     @property

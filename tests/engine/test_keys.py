@@ -15,7 +15,10 @@ from reducer.errors import (
 )
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
+from tests.engine.driven import Driven, error, errors, join, operation, sent
 from tests.engine.words import M, Reducer, kinds, told
+from worker_client.actions import Reset
+from worker_client.joining import RETRY_S
 
 BOTH = AllowList({"key-1": frozenset({"job"}), "key-2": frozenset({"other"})})
 FIRST = AllowList({"key-1": frozenset({"job"})})
@@ -77,9 +80,9 @@ def test_a_name_with_another_ones_fingerprint_is_refused(
 ) -> None:
     hello(guarded, 0, "key-1")
     monkeypatch.setattr("reducer.engine.fingerprint", lambda _: fingerprint("job"))
-    error = refused(hello(guarded, 1, "key-2", "other", claims="job"))
-    assert isinstance(error, RemoteProtocolError)
-    assert "another name" in str(error)
+    found = refused(hello(guarded, 1, "key-2", "other", claims="job"))
+    assert isinstance(found, RemoteProtocolError)
+    assert "another name" in str(found)
 
 
 def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
@@ -96,8 +99,8 @@ def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
     assert guarded.engine.counters.unauthenticated == 2
     # What they say on the connection that they still have is a stranger's.
     header = Header(M.ABORT, job=fingerprint("other"), sequence=0)
-    error = refused(guarded.engine.receive(b"other 0", header.pack(), b"", "key-2"))
-    assert isinstance(error, MembershipError)
+    found = refused(guarded.engine.receive(b"other 0", header.pack(), b"", "key-2"))
+    assert isinstance(found, MembershipError)
     assert isinstance(refused(hello(guarded, 0, "key-2", "other", peer=b"other 0")), AuthError)
     # And the others have their result.
     assert kinds(guarded.contribute(1)) == [M.RESULT] * 2
@@ -145,3 +148,47 @@ def test_a_rank_that_another_holds(guarded: Reducer) -> None:
     hello(guarded, 1, "key-1", peer=b"twin")
     guarded.now += 10
     assert isinstance(refused(guarded.tick()), DuplicateRankError)
+
+
+# -- the worker's side ----------------------------------------------------------------------------
+
+
+def test_a_worker_without_the_right_key_does_not_join(implementation: str) -> None:
+    newcomer = Driven(implementation, 0, 1, ("a:1",), 4096)
+    why = AuthError("wrong key")
+    assert newcomer.refused(0, why) == []
+    assert newcomer.session.refusal is why
+    assert not newcomer.session.joined
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_who_begins_without_all_waits_for_those_that_admit_it(
+    implementation: str, refused: int
+) -> None:
+    newcomer = Driven(implementation, 0, 1, ("a:1", "b:2"), 4096, patience_s=1.0)
+    for index in range(refused):
+        newcomer.refused(index, AuthError("wrong key"))
+    assert isinstance(newcomer.session.refusal, AuthError) == (refused == 2)
+
+
+def test_calls_end_with_why_the_only_reducer_is_closed(implementation: str) -> None:
+    lone = Driven(implementation, 1, 2, ("a:1",), 4096, 64)
+    join(lone, 0)
+    lone.submit(operation(), 0.0)
+    actions = error(lone, 0, AuthError("revoked"))
+    assert [type(failure) for failure in errors(actions)] == [AuthError]
+    assert Reset(0) in actions
+    assert [type(failure) for failure in errors(lone.submit(operation(), 0.0))] == [AuthError]
+    lone.released(0)
+    lone.refused(0, AuthError("not on the list"))
+    (failure,) = errors(lone.submit(operation(), 0.0))
+    assert str(failure) == "not on the list"
+    assert Reset(0) in lone.tick(RETRY_S + 1.0)  # it may be back on the list
+
+
+def test_a_reducer_that_drops_us_is_lost_and_the_other_one_serves(session: Driven) -> None:
+    session.submit(operation(), 0.0)
+    actions = error(session, 0, AuthError("revoked"))
+    assert errors(actions) == []
+    assert Reset(0) in actions
+    assert [link for link, _ in sent(actions, M.SHARD_MAP)] == [1]
