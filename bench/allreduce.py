@@ -33,6 +33,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     wire: Annotated[
         str, typer.Option(help="Each pool also with these on the wire, of bf16 and fp16.")
     ] = "",
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Each pool also with keys: encrypted.")
+    ] = False,
     mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 400.0,
     unshaped: Annotated[
         bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
@@ -47,7 +50,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
 ) -> None:
     """Compare all-reduces in one run, alternating, and print medians."""
-    contenders = options.ours(workers, reducers, embedded, mixed, wire)
+    contenders = options.ours(workers, reducers, embedded, mixed, wire, keys=keys)
     contenders += options.baselines(baselines)
     names = [contender.name for contender in contenders if not contender.ours]
     found = options.begin("allreduce", None if unshaped else mbit, [workers], rounds)

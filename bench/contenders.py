@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["pool", "embedded", "mixed", "gloo", "mpi", "ring"]
 OURS = ("pool", "embedded", "mixed")
+KEY = "bench"  # what a key of ours is bound to
 JOIN_S = 120.0
 
 
@@ -32,16 +33,18 @@ class Contender:
         kind: which implementation, and for ours which topology.
         reducers: those on hosts of their own.
         wire_dtype: what ours sends float32 as, such as ``bf16``; empty for itself.
+        keyed: whether its pool has keys, so that everything is encrypted.
     """
 
     kind: Kind
     reducers: int = 0
     wire_dtype: str = ""
+    keyed: bool = False
 
     @property
     def name(self) -> str:
-        """A short name, such as ``pool-8``, ``pool-8-bf16``, ``embedded`` or ``gloo``."""
-        parts = (self.kind, str(self.reducers or ""), self.wire_dtype)
+        """A short name, such as ``pool-8``, ``pool-8-bf16-keys``, ``embedded`` or ``gloo``."""
+        parts = (self.kind, str(self.reducers or ""), self.wire_dtype, "keys" * self.keyed)
         return "-".join(part for part in parts if part)
 
     @property
@@ -61,6 +64,7 @@ class Place:
         leader: address of rank 0's host.
         servers: the reducers as ``host:port``, in the same order at every rank.
         wire_dtype: as of `Contender`.
+        keys: directory of the job's keys, empty for none.
     """
 
     rank: int
@@ -69,6 +73,7 @@ class Place:
     leader: str
     servers: tuple[str, ...] = ()
     wire_dtype: str = ""
+    keys: str = ""
 
 
 class AllReduce(Protocol):
@@ -108,8 +113,9 @@ class Pool:
             servers=place.servers,
             rank=place.rank,
             world_size=place.world_size,
-            job=f"bench-{len(place.servers)}-{place.wire_dtype}",
+            job=f"{KEY}/{len(place.servers)}/{place.wire_dtype}",
             wire_dtype=place.wire_dtype or None,
+            keys=place.keys or None,
         )
 
     def bind(self, array: Array) -> Callable[[], object]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench import pool, theory
+from bench.contenders import KEY
 from bench.crew import REPLY_S, Control, Crew, CrewError, unavailable
 from bench.results import Row
+from reducer.keygen import keygen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +85,7 @@ class Contest:
         self._contenders = contenders
         self._crews: list[Crew] = []
         self._reducers: dict[str, list[pool.Reducer]] = {}
+        self._keys = Path()  # what `reducer keygen` has made, if a contender needs it
         self._stack = ExitStack()
 
     def __enter__(self) -> Contest:
@@ -95,7 +100,8 @@ class Contest:
                     self.skipped[contender.name] = reason
                     continue
                 servers = tuple(reducer.address for reducer in self._reducers[contender.name])
-                crew = Crew(contender, self._lab, self._workers, servers)
+                keys = str(self._keys / "jobs" / KEY) if contender.keyed else ""
+                crew = Crew(contender, self._lab, self._workers, servers, keys)
                 stack.callback(crew.stop)
                 crew.start(control)
                 self._crews.append(crew)
@@ -157,11 +163,17 @@ class Contest:
 
     def _start_reducers(self, stack: ExitStack) -> None:
         n, hosts = self._workers, self._lab.hosts
-        reducers = pool.start(hosts[n : hosts_needed(n, self._contenders)])
-        for reducer in reducers:
-            stack.callback(reducer.stop)
-        for contender in self._contenders:
-            self._reducers[contender.name] = reducers[: contender.reducers]
+        for keyed in {contender.keyed for contender in self._contenders}:
+            if keyed:
+                self._keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                keygen(self._keys, [KEY])
+            alike = [contender for contender in self._contenders if contender.keyed == keyed]
+            there = hosts[n : hosts_needed(n, alike)]
+            reducers = pool.start(there, str(self._keys / "pool") if keyed else "")
+            for reducer in reducers:
+                stack.callback(reducer.stop)
+            for contender in alike:
+                self._reducers[contender.name] = reducers[: contender.reducers]
 
     def _attempt(self, crew: Crew, action: Any, *arguments: Any) -> None:
         """Do something with a crew; one that fails is out, and the others go on."""

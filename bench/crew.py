@@ -111,7 +111,12 @@ class Crew:
     """
 
     def __init__(
-        self, contender: Contender, lab: Lab, workers: int, servers: tuple[str, ...]
+        self,
+        contender: Contender,
+        lab: Lab,
+        workers: int,
+        servers: tuple[str, ...],
+        keys: str = "",
     ) -> None:
         self.contender = contender
         self.name = contender.name
@@ -120,6 +125,7 @@ class Crew:
         self._lab = lab
         self._size = workers
         self._servers = servers
+        self._keys = keys
         self._said: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives with the crew)
         self._processes: list[subprocess.Popen[str]] = []
 
@@ -147,6 +153,7 @@ class Crew:
                 hosts[0].address,
                 self._servers,
                 self.contender.wire_dtype,
+                self._keys,
             )
             for host in hosts
         ]

@@ -48,11 +48,17 @@ def iterations(text: str) -> int | None:
 
 
 def ours(
-    workers: int, reducers: str, embedded: bool, mixed: int, wire_dtypes: str = ""
+    workers: int,
+    reducers: str,
+    embedded: bool,
+    mixed: int,
+    wire_dtypes: str = "",
+    *,
+    keys: bool = False,
 ) -> list[Contender]:
     """List the topologies that were asked for; a pool of as many reducers as workers if none.
 
-    Of each pool there is a further one for each wire dtype.
+    Of each pool there is a further one for each wire dtype, and of all these one with keys.
     """
     found = [Contender("pool", count) for count in counts(reducers)]
     found += [Contender("embedded")] if embedded else []
@@ -63,6 +69,8 @@ def ours(
         if wire_dtype not in {"bf16", "fp16"}:
             raise typer.BadParameter(f"{wire_dtype!r} is none of bf16, fp16")
         found += [replace(pool, wire_dtype=wire_dtype) for pool in pools]
+    if keys:
+        found += [replace(pool, keyed=True) for pool in found if pool.kind == "pool"]
     return found
 
 

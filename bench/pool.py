@@ -43,13 +43,14 @@ class Reducer:
         self.process.terminate()
 
 
-def start(hosts: Iterable[Host]) -> list[Reducer]:
-    """Start a reducer on every host and wait until all listen.
+def start(hosts: Iterable[Host], keys: str = "") -> list[Reducer]:
+    """Start a reducer on every host, with keys if there is a directory of some, and wait for all.
 
     Raises:
         CrewError: one did not start.
     """
-    processes = [launch(host) for host in hosts]
+    environment = {"REDUCTION_KEYS": keys} if keys else {}
+    processes = [launch(host, port=0, **environment) for host in hosts]
     return [Reducer(process) for process in processes]
 
 

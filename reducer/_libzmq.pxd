@@ -10,3 +10,4 @@ cdef extern from "libzmq.h" nogil:
         void *(*msg_data)(zmq_msg_t *message) noexcept nogil
         size_t (*msg_size)(const zmq_msg_t *message) noexcept nogil
         int (*last_errno)() noexcept nogil
+        const char *(*msg_gets)(const zmq_msg_t *message, const char *property) noexcept nogil

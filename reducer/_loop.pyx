@@ -25,8 +25,10 @@ from reducer.kernels._kernels cimport CompiledKernels, fold_table
 
 import time
 
+from reducer.admission import LOCAL
 from reducer.loop import Loop as PlainLoop
 from reducer.reductions import Send
+from reducer.wire.constants import TYPE_AT, MessageType
 
 
 cdef extern from "slots.h" nogil:
@@ -168,15 +170,25 @@ cdef class Core:
         return held
 
     cdef message(self):
-        """Take the message that the loop has left: routing id, header, payload."""
+        """Take the message that the loop has left: routing id, header, payload, sender's key."""
         cdef int received = self.its.received
+        cdef str key = self.key() if received > 1 else ""
         cdef bytes peer = self.take(&self.its.frames[0])
         cdef bytes header = self.take(&self.its.frames[1]) if received > 1 else b""
         cdef bytes payload = self.take(&self.its.frames[2]) if received > 2 else b""
         self.its.received = 0
         if received > LOOP_FRAMES:
             header = b""  # no message of ours has so many frames
-        return peer, header, payload
+        hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
+        return peer, header, payload, key if hello else ""
+
+    cdef str key(self):
+        """Return what the sender of the message has shown; see `transport._key`."""
+        cdef const char *found = self.its.zmq.msg_gets(&self.its.frames[1], b"User-Id")
+        if found != NULL:
+            return found.decode("ascii", "replace")
+        found = self.its.zmq.msg_gets(&self.its.frames[1], b"Peer-Address")
+        return LOCAL if found == NULL else ""
 
     cdef list unreachable(self):
         """Take the peers that could not be sent to."""

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from enum import Enum
+from pathlib import Path  # noqa: TC003 (typer reads it)
 from typing import TYPE_CHECKING, Annotated
 
 import structlog
@@ -17,6 +18,8 @@ import typer
 from reducer import __version__, config, plan_command, status_command
 from reducer.errors import ReductionError
 from reducer.http_port import HttpPort
+from reducer.keygen import keygen as make_keys
+from reducer.keyring import Keyring
 from reducer.pool import READY
 from reducer.server import Server
 
@@ -59,6 +62,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     memory_limit: Annotated[
         str | None, typer.Option(help="Memory for contributions and results, such as 8GiB.")
     ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="Directory of the pool's keys, as `keygen` makes it.")
+    ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond this machine without authentication.")
     ] = False,
@@ -91,6 +97,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     settings = config.load(
         bind=bind,
         memory_limit=memory_limit,
+        keys=keys,
         insecure=insecure or None,
         kernel=kernel,
         threads=threads,
@@ -112,7 +119,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         port = HttpPort(settings.http) if settings.http else None
         if port:
             stack.callback(port.close)
-        server = Server(settings)
+        server = Server(settings, None if settings.keys is None else Keyring.load(settings.keys))
+        if settings.keys is not None:
+            signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()
         print(f"{READY}{server.address}", flush=True)  # noqa: T201 (a caller waits for the line)
         if port:
@@ -127,7 +136,25 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
 
 
 HTTP_READY = "reducer answers HTTP on "
-_COUNTED = ("contributions", "results", "bytes_in", "bytes_out", "refused", "rounds_failed")
+_COUNTED = (
+    *("contributions", "results", "bytes_in", "bytes_out"),
+    *("refused", "unauthenticated", "rounds_failed"),
+)
+
+
+@app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(help="Where; made if need be, for you alone.")],
+    job: Annotated[
+        list[str] | None, typer.Option(help="A job to make keys for; may be repeated.")
+    ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="New keys for jobs that have some, beside the old.")
+    ] = False,
+) -> None:
+    """Make keys for a pool (DIRECTORY/pool) and its jobs (DIRECTORY/jobs/JOB), or add jobs."""
+    for made in make_keys(directory, job or ["default"], rotate=rotate):
+        print(made)  # noqa: T201 (what a script goes on with)
 
 
 def _wait_for_eof(stop: threading.Event) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from pathlib import Path  # noqa: TC003 (pydantic reads it)
 from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
@@ -25,15 +26,21 @@ class ReducerConfig(BaseSettings):
     )
 
     bind: str = "tcp://127.0.0.1:5555"
-    """Where to listen, ``tcp://HOST:PORT``; port 0 takes a free one. Only this machine by default:
-    the protocol has no authentication of its own."""
+    """Where to listen, ``tcp://HOST:PORT``; port 0 takes a free one. Only this machine by default;
+    for more it takes `keys`."""
 
     memory_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(8 << 30)
     """Bytes that contributions and results of all jobs may take; a job that does not fit is refused
     before it takes any."""
 
+    keys: Path | None = None
+    """Directory with the pool's keys and its allow-list, from ``reducer keygen``: who has no key
+    that is on the list is refused, and everything is encrypted. The list is read again when it
+    changes."""
+
     insecure: bool = False
-    """Listen beyond this machine although any host that reaches the port may then take part."""
+    """Listen beyond this machine without keys, although any host that reaches the port may then
+    take part."""
 
     kernel: str | None = None
     """Which kernel variant sums: avx512, avx2, generic or numpy; the CPU's best by default. All
@@ -87,10 +94,11 @@ class ReducerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ReducerConfig:
-        if not self.insecure and not is_loopback(self.bind):
+        if not self.insecure and self.keys is None and not is_loopback(self.bind):
             raise ValueError(
                 f"{self.bind} can be reached from other machines, and nothing would check who "
-                "connects: pass --insecure if the network is private, or bind 127.0.0.1"
+                "connects: pass --keys with a directory that `reducer keygen` made, or pass "
+                "--insecure if the network is private (or bind 127.0.0.1)"
             )
         return self
 

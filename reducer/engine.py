@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import (
+    AuthError,
     MembershipError,
     RankLostError,
     ReducerLostError,
@@ -20,7 +21,7 @@ from reducer.errors import (
 from reducer.membership import Job, Membership
 from reducer.reductions import Counters, Reductions, Send
 from reducer.wire.constants import MessageType
-from reducer.wire.header import Buffer, Header
+from reducer.wire.header import Buffer, Header, fingerprint
 from reducer.wire.messages import (
     MAX_NAMED_RANKS,
     Hello,
@@ -36,6 +37,7 @@ from reducer.wire.states import Role, after
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reducer.admission import AllowList
     from reducer.kernels import Kernels
     from reducer.slots import Member, SlotsModule
 
@@ -55,6 +57,7 @@ class Claim(NamedTuple):
     header: Header
     hello: Hello
     due: float
+    key: str
 
 
 class Engine:
@@ -67,6 +70,7 @@ class Engine:
         incarnation: hexadecimal, another one at every start.
         address: how this reducer calls itself in errors, ``host:port``.
         lanes: ports of the reducer's other threads, told to every worker.
+        allowed: whom to admit; None for everybody.
     """
 
     def __init__(
@@ -78,7 +82,9 @@ class Engine:
         incarnation: str,
         address: str,
         lanes: tuple[int, ...] = (),
+        allowed: AllowList | None = None,
     ) -> None:
+        self._allowed = allowed
         self._reductions = Reductions(kernels)
         self._members = Membership(memory_limit, slots)
         self._incarnation = incarnation
@@ -130,18 +136,19 @@ class Engine:
         """Bytes of contributions in open slots."""
         return sum(member.held for member in self._members.members())
 
-    def receive(self, peer: bytes, frame: Buffer, payload: Buffer) -> list[Send]:
+    def receive(self, peer: bytes, frame: Buffer, payload: Buffer, key: str = "") -> list[Send]:
         """Take one message from a peer; whatever is wrong with it concerns that peer alone.
 
         Args:
             peer: the transport's name for the connection.
             frame: frame 0.
             payload: frame 1, empty if there was none.
+            key: public key that the peer of a HELLO has shown; `admission.LOCAL` without a network.
         """
         try:
             header = Header.unpack(frame)
             if header.type is MessageType.HELLO:
-                return self._hello(peer, header, payload)
+                return self._hello(peer, header, payload, key)
             found = self._members.find(peer)
             if found is None:
                 raise MembershipError(
@@ -160,6 +167,7 @@ class Engine:
             return self._handlers[header.type](job, member, header, payload)
         except ReductionError as error:
             self.counters.refused += 1
+            self.counters.unauthenticated += isinstance(error, AuthError)
             log.info("refused a message: %s", error)
             return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
 
@@ -192,6 +200,35 @@ class Engine:
             sends += [Send(member.peer, ping, gone) for member in job.members.values()]
         return sends
 
+    def allow(self, allowed: AllowList) -> list[Send]:
+        """Admit others from now on; members whose keys are gone from the list are told, and lost.
+
+        Their connections cannot be closed from here, but nothing that they say is heard.
+        """
+        self._allowed = allowed
+        peers = [
+            (member.peer, rank, job.keys[rank], job.name)
+            for job in self.jobs
+            for rank, member in job.members.items()
+        ]
+        peers += [
+            (claim.peer, claim.header.rank, claim.key, claim.hello.job) for claim in self._claims
+        ]
+        told: dict[bytes, bytes] = {}
+        lost: list[Send] = []
+        for peer, rank, key, name in peers:
+            error = allowed.refusal(key, name)
+            if error is not None:
+                log.warning("rank %d of job %r: %s", rank, name, error)
+                told[peer] = encode_error(error)
+                why = RankLostError(f"rank {rank}'s key was revoked", rank=rank)
+                lost += self._leave(peer, why)
+        self._claims = [claim for claim in self._claims if claim.peer not in told]
+        self.counters.unauthenticated += len(told)
+        frame = Header(MessageType.ERROR).pack()
+        sends = [Send(peer, frame, body) for peer, body in told.items()]
+        return sends + [send for send in lost if send.peer not in told]
+
     def drain(self) -> list[Send]:
         """Tell every member that this reducer shuts down; open rounds may still be finished."""
         self._reductions.closed = ReducerLostError(
@@ -205,18 +242,26 @@ class Engine:
 
     # -- joining and leaving ------------------------------------------------------------------
 
-    def _hello(self, peer: bytes, header: Header, payload: Buffer) -> list[Send]:
+    def _hello(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Send]:
         hello = decode(Hello, payload)
+        if header.job != fingerprint(hello.job):
+            raise RemoteProtocolError("the header's job is not the fingerprint of the job's name")
+        job = self._members.jobs.get(header.job)
+        if job is not None and job.name != hello.job:
+            raise RemoteProtocolError("a job with the same fingerprint has another name")
+        refusal = None if self._allowed is None else self._allowed.refusal(key, hello.job)
+        if refusal is not None:
+            raise refusal
         known = self._members.find(peer) is not None and peer not in self._away
         if known or any(peer == claim.peer for claim in self._claims):
             raise RemoteProtocolError("HELLO was said already")
         holder = self._members.holder(header)
         if holder is not None and holder.peer not in self._away:
-            self._claims.append(Claim(peer, header, hello, self._now + CLAIM_PATIENCE_S))
+            self._claims.append(Claim(peer, header, hello, self._now + CLAIM_PATIENCE_S, key))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
-        return self._join(peer, header, hello)
+        return self._join(peer, header, hello, key)
 
-    def _join(self, peer: bytes, header: Header, hello: Hello) -> list[Send]:
+    def _join(self, peer: bytes, header: Header, hello: Hello, key: str) -> list[Send]:
         sends = self._make_way(header)
         if peer in self._away:  # it speaks for another rank or job now
             sends += self._give_up(peer)
@@ -224,6 +269,7 @@ class Engine:
             if self._reductions.closed is not None:
                 raise copy.copy(self._reductions.closed)
             job, member, earlier = self._members.join(peer, header, hello)
+            job.keys[member.rank] = key
         except ReductionError as error:
             self.counters.refused += 1
             return [*sends, Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
@@ -287,7 +333,7 @@ class Engine:
         self._claims = [claim for claim in self._claims if not due(claim)]
         sends: list[Send] = []
         for claim in decided:
-            sends += self._join(claim.peer, claim.header, claim.hello)
+            sends += self._join(claim.peer, claim.header, claim.hello, claim.key)
         return sends
 
     def _supersede(self, job: Job, header: Header) -> list[Send]:

@@ -36,7 +36,7 @@ class FaultyTransport(Transport):
         super().__init__(*arguments)
         self._hit = hit
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer]]:
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:
         """Yield messages that are not dropped."""
         for message in super().receive(timeout_s):
             contribution = message_type(message[1]) == MessageType.CONTRIBUTION
@@ -70,10 +70,12 @@ class FaultyEngine(Engine):
         return self._real_kernels
 
     # The loop sends each message before it takes the next one, so that here is between two sends.
-    def receive(self, peer: bytes, frame: Buffer, payload: Buffer) -> Iterator[Send]:  # type: ignore[override]
+    def receive(  # type: ignore[override]
+        self, peer: bytes, frame: Buffer, payload: Buffer, key: str = ""
+    ) -> Iterator[Send]:
         """Take one message and yield the answers that are not dropped."""
         placed, summed = self.counters.contributions, self.counters.results
-        sends = super().receive(peer, frame, payload)
+        sends = super().receive(peer, frame, payload, key)
         results = self.counters.results - summed
         if self.counters.contributions > placed and not results:
             self._hit(Place.REDUCER_PLACED)

@@ -32,6 +32,7 @@ struct libzmq {
     int (*msg_send)(zmq_msg_t *message, void *socket, int flags); /* takes the message if >= 0 */
     int (*msg_recv)(zmq_msg_t *message, void *socket, int flags);
     int (*last_errno)(void);
+    const char *(*msg_gets)(const zmq_msg_t *message, const char *property); /* NULL: not set */
 };
 
 #endif

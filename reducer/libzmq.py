@@ -25,6 +25,7 @@ FUNCTIONS = (
     "zmq_msg_send",
     "zmq_msg_recv",
     "zmq_errno",
+    "zmq_msg_gets",
 )
 
 

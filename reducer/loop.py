@@ -25,8 +25,8 @@ class Loop:
 
     def step(self, timeout_s: float) -> None:
         """Serve for `timeout_s` seconds at most, and let the engine see the clock."""
-        for peer, header, payload in self._transport.receive(timeout_s):
-            self.send(self._engine.receive(peer, header, payload))
+        for message in self._transport.receive(timeout_s):
+            self.send(self._engine.receive(*message))
         self.send(self._engine.tick(time.monotonic()))
 
     def send(self, sends: Iterable[Send]) -> None:

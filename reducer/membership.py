@@ -39,6 +39,7 @@ class Job:
             `ALL_REDUCERS` if a rank could reach none.
         given_up: all-reduces that a rank has given up, as first, last, and why.
         reserved: bytes of the reducer's memory set aside for this job.
+        keys: public key that each rank came with.
     """
 
     def __init__(self, header: Header, hello: Hello, rounds: Rounds) -> None:
@@ -55,6 +56,7 @@ class Job:
         self.losses: dict[int, int] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
         self.reserved = 0
+        self.keys: dict[int, str] = {}
 
     def absent(self) -> tuple[int, ...]:
         """Ranks that have not joined, or have gone."""

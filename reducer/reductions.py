@@ -60,6 +60,8 @@ class Counters:
     Attributes:
         claims: chunks whose result a rank held from another reducer, which was lost.
         supplied: results that such a rank has sent for those that lacked them.
+        unauthenticated: connections, HELLOs and members that were refused for want of a key that
+            allows them.
     """
 
     contributions: int = 0
@@ -72,6 +74,7 @@ class Counters:
     rounds_failed: int = 0
     claims: int = 0
     supplied: int = 0
+    unauthenticated: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         """Return the sum of both, counter by counter."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer import implementation, kernels
+from reducer.authentication import Gate, Refusals
 from reducer.engine import Engine
 from reducer.failpoints import parse
 from reducer.faults import FaultyEngine, FaultyTransport
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from reducer.config import ReducerConfig
     from reducer.implementation import MakeLoop
+    from reducer.keyring import Keyring
+    from reducer.loop import Loop
 
 TICK_S = 0.1
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
@@ -36,6 +39,7 @@ class Server:
 
     Args:
         config: where to listen and what to spend.
+        keyring: what to show to workers, and whom to admit; None for everybody, without encryption.
 
     Attributes:
         address: ``host:port`` under which workers reach it (the port is known once it is built);
@@ -48,7 +52,7 @@ class Server:
         ConfigError: an endpoint cannot be bound, or the kernel variant or loop does not exist here.
     """
 
-    def __init__(self, config: ReducerConfig) -> None:
+    def __init__(self, config: ReducerConfig, keyring: Keyring | None = None) -> None:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
         make_transport: Callable[..., Transport] = Transport
@@ -59,12 +63,17 @@ class Server:
             log.warning("failpoints are set: %s", config.failpoints)
             make_transport, make_engine = partial(FaultyTransport, hit), partial(FaultyEngine, hit)
         self.context = make_context(config.io_threads * config.threads, config.cpus)
+        self._keyring = keyring
+        self._gate = None if keyring is None else Gate(self.context, keyring)
+        pair = None if keyring is None else keyring.pair
         try:
             transports = [
-                make_transport(_endpoint(config.bind, lane), self.context)
+                make_transport(_endpoint(config.bind, lane), self.context, pair)
                 for lane in range(config.threads)
             ]
         except BaseException:
+            if self._gate is not None:
+                self._gate.stop()
             self.context.destroy(linger=0)
             raise
         first, *others = transports
@@ -82,11 +91,13 @@ class Server:
                     incarnation=incarnation,
                     address=f"{host}:{transport.port}",
                     lanes=tuple(other.port for other in others),
+                    allowed=None if keyring is None else keyring.allowed,
                 ),
                 transport,
                 chosen.loop,
                 self._stopping,
                 config.cpus,
+                keyring=keyring,
             )
             for transport in transports
         ]
@@ -106,8 +117,15 @@ class Server:
 
     def start(self) -> None:
         """Begin to serve."""
+        if self._gate is not None:
+            self._gate.start()
         for lane in self._lanes:
             lane.start()
+
+    def reload_keys(self) -> None:
+        """Read the allow-list again, at the next tick; a signal handler may call this."""
+        if self._keyring is not None:
+            self._keyring.reload()
 
     def stop(self) -> None:
         """Say goodbye, finish open rounds until the workers leave or half a second is over.
@@ -118,6 +136,8 @@ class Server:
         self._stopping.set()  # seen at the next tick
         for lane in self._lanes:
             lane.join()
+        if self._gate is not None:
+            self._gate.stop()
         self.context.destroy()
         for lane in self._lanes:
             if lane.failure is not None:
@@ -134,6 +154,8 @@ class _Lane(threading.Thread):
         make_loop: MakeLoop,
         stopping: threading.Event,
         cpus: tuple[int, ...] | None,
+        *,
+        keyring: Keyring | None,
     ) -> None:
         super().__init__(name=f"reducer-{transport.port}", daemon=True)
         self.engine = engine
@@ -143,6 +165,9 @@ class _Lane(threading.Thread):
         self._make_loop = make_loop
         self._stopping = stopping
         self._cpus = cpus
+        self._keyring = keyring
+        self._allowed = None if keyring is None else keyring.allowed
+        self._refusals = Refusals()
 
     def run(self) -> None:
         """Serve until the reducer is to stop."""
@@ -153,6 +178,8 @@ class _Lane(threading.Thread):
             while not self._stopping.is_set():
                 self.desk.answer()
                 loop.step(TICK_S)
+                if self._keyring is not None:
+                    self._mind_keys(self._keyring, loop)
             loop.send(self.engine.drain())
             give_up = time.monotonic() + DRAIN_S
             while self.engine.jobs and time.monotonic() < give_up:
@@ -164,6 +191,16 @@ class _Lane(threading.Thread):
             raise
         finally:
             self._transport.close()
+
+    def _mind_keys(self, keyring: Keyring, loop: Loop) -> None:
+        """Go by the allow-list as it is now, and count who was refused."""
+        allowed = keyring.refresh(time.monotonic())
+        if allowed is not self._allowed:
+            self._allowed = allowed
+            loop.send(self.engine.allow(allowed))
+        refused = self._transport.refusals()
+        self.engine.counters.unauthenticated += len(refused)
+        self._refusals.note(refused)
 
 
 def _endpoint(bind: str, lane: int) -> str:

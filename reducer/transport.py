@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import struct
 from typing import TYPE_CHECKING
 
 import zmq
 
+from reducer.admission import LOCAL
 from reducer.errors import ConfigError
-from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
+from reducer.keyfiles import KeyPair
+from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, TYPE_AT, MessageType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +25,14 @@ HEARTBEAT_TIMEOUT_MS = 1000  # a peer that is stopped or cut off shows within th
 LINGER_MS = 1000  # for the last results and farewells
 _RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
+
+ZAP_DOMAIN = "reducer"  # what libzmq calls us when it asks whether to admit a key
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_REASONS = {
+    zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "without a key",
+    zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "with another pool's public key",
+}
+_EVENT = struct.Struct("=HI")  # of a socket monitor: what happened, and more about it
 
 
 def heartbeats(socket: zmq.Socket[bytes]) -> None:
@@ -46,12 +57,19 @@ def make_context(
     return context
 
 
+def make_pair() -> KeyPair:
+    """Return a new key pair of CURVE."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode("ascii"), secret.decode("ascii"))
+
+
 class Transport:
     """A bound ROUTER socket. One thread uses it.
 
     Args:
         endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
         context: libzmq's, see `make_context`; whoever made it destroys it.
+        pair: the reducer's keys, if peers must have some; the context's gate says which.
 
     Attributes:
         inproc: where workers of this process connect that use the same context; nothing is copied
@@ -63,13 +81,21 @@ class Transport:
         ConfigError: the endpoint cannot be bound; the message says what to change.
     """
 
-    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        pair: KeyPair | None = None,
+    ) -> None:
         self._router = context.socket(zmq.ROUTER)
+        self._monitor: zmq.Socket[bytes] | None = None
         try:
             self._configure(ipv6="[" in endpoint)
+            if pair is not None:
+                self._demand_keys(context, pair)
             self._bind(endpoint)
         except BaseException:
-            self._router.close(linger=0)
+            self._close(linger_ms=0)
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
@@ -80,10 +106,11 @@ class Transport:
         self.fd = self._router.fileno()
         self._shared: tuple[object, zmq.Frame] | None = None
 
-    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer]]:
-        """Wait for messages and yield ``(peer, header frame, payload frame)`` of each.
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:
+        """Wait for messages and yield ``(peer, header frame, payload frame, key)`` of each.
 
-        A message of three frames or more is no message of ours: it comes with an empty header.
+        A message of three frames or more is no message of ours: it comes with an empty header. The
+        key is known of a HELLO alone: the peer's public one, or `LOCAL` if it is in this process.
         """
         if not self._router.poll(int(timeout_s * 1000)):
             return
@@ -94,7 +121,8 @@ class Transport:
                 return
             header = frames[0].buffer if 1 <= len(frames) <= 2 else b""
             payload = frames[1].buffer if len(frames) == 2 else b""
-            yield peer.bytes, header, payload
+            hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
+            yield peer.bytes, header, payload, _key(frames[0]) if hello else ""
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
         """Hand a message to libzmq, which shares the payload's memory until it is sent.
@@ -113,9 +141,42 @@ class Transport:
             raise
         return True
 
+    def refusals(self) -> list[str]:
+        """Say why connections were refused since the last call, for each one."""
+        found: list[str] = []
+        while self._monitor is not None:
+            try:
+                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                break
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                found.append("with a key that is not on the allow-list")
+            elif value in _REASONS:
+                found.append(_REASONS[value])
+        return found
+
     def close(self) -> None:
         """Send nothing more; the last messages have a moment to leave."""
-        self._router.close(linger=LINGER_MS)
+        self._close(LINGER_MS)
+
+    def _close(self, linger_ms: int) -> None:
+        if self._monitor is not None:
+            self._router.disable_monitor()
+            self._monitor.close(linger=0)
+        self._router.close(linger=linger_ms)
+
+    def _demand_keys(self, context: zmq.Context[zmq.Socket[bytes]], pair: KeyPair) -> None:
+        """Have libzmq encrypt, and ask the gate about every connection; without one, admit none."""
+        self._router.setsockopt(zmq.CURVE_SERVER, 1)
+        self._router.setsockopt_string(zmq.CURVE_SECRETKEY, pair.secret)
+        self._router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        # libzmq's thread waits when this queue is full, so it has no limit and is read often.
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        endpoint = f"inproc://monitor-{id(self)}"
+        self._router.monitor(endpoint, _FAILURES)
+        self._monitor.connect(endpoint)
 
     def _frame(self, payload: Buffer | np.ndarray) -> zmq.Frame:
         # The n sends of one result come one after the other and share one frame.
@@ -139,6 +200,19 @@ class Transport:
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(_explain_bind(endpoint, error)) from None
+
+
+def _key(frame: zmq.Frame) -> str:
+    """Return the public key of a message's sender; nothing if it has none, and no excuse."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        pass  # the socket demands no keys, or the peer is in this process
+    try:
+        frame.get("Peer-Address")
+    except zmq.ZMQError:
+        return LOCAL
+    return ""
 
 
 def _explain_bind(endpoint: str, error: zmq.ZMQError) -> str:

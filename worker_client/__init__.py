@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from os import PathLike
 
     from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,7 @@ def init(
     on_rank_lost: str | None = None,
     hierarchy: str | None = None,
     wire_dtype: str | None = None,
+    keys: str | PathLike[str] | None = None,
 ) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
 
@@ -63,6 +65,7 @@ def init(
             may differ in the last place; or ``"off"``.
         wire_dtype: ``"bf16"`` or ``"fp16"``: float32 buffers from 16 KiB on travel in 16 bits, the
             same at every rank; or ``"none"``.
+        keys: directory of the job's keys, as `reducer keygen` makes it.
 
     Raises:
         ConfigError: a setting is wrong or missing; the message says what to write.
@@ -86,6 +89,7 @@ def init(
         on_rank_lost=on_rank_lost,
         hierarchy=hierarchy,
         wire_dtype=wire_dtype,
+        keys=keys,
     )
     return client
 

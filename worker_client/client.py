@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from worker_client.fusion import Fusion
     from worker_client.handover import Unfinished
     from worker_client.host_buffer import HostBuffer
+    from worker_client.keys import Keys
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
 
@@ -62,6 +63,7 @@ class Client:
         impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of the reducer that this process hosts, if it does.
+        keys: what to show to reducers; by default none.
         fusion: what reduces tensors that have names; without it, names are merely compared.
         fallback: what brings all-reduces to their end when no reducer is left, if
             `settings.fallback`.
@@ -88,6 +90,7 @@ class Client:
         impl: str | None = None,
         io_threads: int = 1,
         context: Any = None,
+        keys: Keys | None = None,
         fusion: Fusion[Client] | None = None,
         fallback: Fallback | None = None,
         on_shutdown: Callable[[], None] | None = None,
@@ -116,6 +119,7 @@ class Client:
                 chosen,
                 io_threads=io_threads,
                 context=context,
+                keys=keys,
                 ended=ended,
                 left=left,
                 hand_over=lambda calls: self._hand_over(calls, ended),

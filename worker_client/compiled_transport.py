@@ -12,6 +12,7 @@ from worker_client.transport import Completed, Message, Transport
 if TYPE_CHECKING:
     from reducer.wire.header import Buffer
     from worker_client._flight import CompiledFlight
+    from worker_client.keys import Keys
     from worker_client.operation import Operation
     from worker_client.transport import Event
 
@@ -34,8 +35,10 @@ class CompiledTransport(Transport):
         """
         libzmq.addresses()
 
-    def __init__(self, flight: CompiledFlight, io_threads: int, context: Any = None) -> None:
-        super().__init__(io_threads, context)
+    def __init__(
+        self, flight: CompiledFlight, io_threads: int, context: Any = None, keys: Keys | None = None
+    ) -> None:
+        super().__init__(io_threads, context, keys)
         self._flight = flight
         self._loop = Loop(flight, libzmq.addresses())
 

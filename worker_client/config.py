@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path  # noqa: TC003 (pydantic reads it)
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 REDUCER_SETTINGS = (
     "bind",
     "memory_limit",
+    "keys",
     "insecure",
     "kernel",
     "threads",
@@ -138,6 +140,10 @@ class WorkerConfig(BaseSettings):
     wire_dtype: Literal["none", "bf16", "fp16"] = "none"
     """What float32 buffers from 16 KiB on travel as, the same at every rank: ``bf16`` and ``fp16``
     halve the bytes, and round what is sent and the result."""
+
+    keys: Path | None = None
+    """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``; needed for a pool that
+    has keys."""
 
     impl: Literal["plain", "compiled"] | None = None
     """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.actions import Connect, HandOver, Reset, Send
-from worker_client.transport import Completed, Connected, Disconnected, Released
+from worker_client.transport import Completed, Connected, Disconnected, Refused, Released
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -307,6 +307,8 @@ class Driver:
             return self._session.connected(event.link)
         if isinstance(event, Disconnected):
             return self._session.disconnected(event.link, event.reason)
+        if isinstance(event, Refused):
+            return self._session.refused(event.link, event.error)
         if isinstance(event, Released):
             return self._session.released(event.link)
         return self._session.receive(*event, time.monotonic())

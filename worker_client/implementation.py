@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from reducer.failpoints import Failpoint, Place
     from worker_client.flight import Flight
+    from worker_client.keys import Keys
     from worker_client.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 class MakeTransport(Protocol):
     """The constructor of the two transports."""
 
-    def __call__(self, flight: Any, io_threads: int, context: Any = None) -> Transport:
+    def __call__(
+        self, flight: Any, io_threads: int, context: Any = None, keys: Keys | None = None
+    ) -> Transport:
         """Make a transport for a flight of the same implementation."""
 
 

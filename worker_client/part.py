@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from worker_client.handover import Unfinished
     from worker_client.implementation import Implementation
+    from worker_client.keys import Keys
     from worker_client.operation import Operation
     from worker_client.settings import Settings
 
@@ -27,6 +28,7 @@ class Part:
         implementation: of the flight and the transport.
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of the reducer that this process hosts, if it does.
+        keys: what to show to reducers.
         ended, left, hand_over: as of `Driver`.
 
     Raises:
@@ -40,6 +42,7 @@ class Part:
         *,
         io_threads: int,
         context: Any,
+        keys: Keys | None = None,
         ended: Callable[[Operation, ReductionError | None], None],
         left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
         hand_over: Callable[[list[Unfinished]], None],
@@ -47,7 +50,7 @@ class Part:
         self.session = Session(settings, implementation.flight)
         for address in settings.reducers:
             _resolve(address)
-        transport = implementation.transport(self.session.flight, io_threads, context)
+        transport = implementation.transport(self.session.flight, io_threads, context, keys)
         for link in self.session.links:
             transport.connect(self.session.endpoint(link))
         self.driver = Driver(self.session, transport, ended, left, hand_over)

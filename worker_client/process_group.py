@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
+from reducer.wire.jobs import is_owner, owner
 from worker_client import config
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class ProcessGroup:
         own = f"{job}.{self.name}" if self.name else job
         if len(own.encode()) <= MAX_JOB_NAME_BYTES - len(config.NAMED):
             return own
-        return hashlib.sha256(own.encode()).hexdigest()
+        digest = hashlib.sha256(own.encode()).hexdigest()
+        # A key is bound to the first part.
+        return f"{owner(job)}.{digest}" if is_owner(owner(job)) else digest
 
     def part(self, ranks: Sequence[int]) -> ProcessGroup:
         """Return the meeting of some, this one among them; each is in one part of a meeting.

@@ -11,6 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from reducer.errors import (
+    AuthError,
     MembershipError,
     MismatchError,
     ReductionError,
@@ -133,7 +134,9 @@ class Session:
         """Why a reducer refused this worker, if one did, and there is no going on without it."""
         refusals = [link.refusal for link in self.links if link.refusal is not None]
         if self.settings.patience_s < math.inf:
-            refusals = [one for one in refusals if isinstance(one, StaleGenerationError)]
+            barred = all(isinstance(link.refusal, AuthError) for link in self.links)
+            final = (AuthError,) if barred else (StaleGenerationError,)
+            refusals = [one for one in refusals if isinstance(one, final)]
         return next(iter(refusals), None)
 
     @property
@@ -178,6 +181,16 @@ class Session:
             return self.losses.disconnected(link, reason)
         link.disconnect()
         self.flight.shut(index)
+        return []
+
+    def refused(self, index: int, error: AuthError) -> list[Action]:
+        """Take note that there is no connection to a reducer, for want of the right key."""
+        link = self.links[index]
+        if self._joining.complete and link.refusal is None:  # else the caller hears, or has
+            log.warning("%s", error)
+        link.disconnect()
+        self.flight.shut(index)
+        self._joining.refuse(link, error, self._now)
         return []
 
     def released(self, index: int) -> list[Action]:
@@ -373,7 +386,11 @@ class Session:
 
     def _failed(self, link: Link, header: Header, error: ReductionError) -> list[Action]:
         if header.sequence == NO_SEQUENCE:
-            if type(error) is MembershipError or isinstance(error, RemoteProtocolError):
+            if isinstance(error, AuthError):
+                link.refusal = error  # what later calls end with if there is no way without it
+            if type(error) is MembershipError or isinstance(
+                error, (AuthError, RemoteProtocolError)
+            ):
                 return self.losses.lose(link, error)  # it does not know us, or not what we said
             return self.calls.fail_all(error)
         operation = self.calls.active.get(header.sequence)

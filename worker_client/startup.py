@@ -18,6 +18,7 @@ from worker_client.client import Client
 from worker_client.config import NAMED
 from worker_client.fusion import Fusion
 from worker_client.hierarchy import HierarchicalClient
+from worker_client.keys import load as load_keys
 from worker_client.launch import Role
 from worker_client.mates import meet
 from worker_client.membership import PATIENCE_S
@@ -26,11 +27,13 @@ from worker_client.settings import Settings
 from worker_client.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from os import PathLike
 
     from reducer.server import Server
     from worker_client.config import WorkerConfig
     from worker_client.fallback import Fallback
+    from worker_client.keys import Curve, Keys
     from worker_client.nodes import Place
     from worker_client.process_group import ProcessGroup
 
@@ -54,6 +57,7 @@ def connect(
     on_rank_lost: str | None = None,
     hierarchy: str | None = None,
     wire_dtype: str | None = None,
+    keys: str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
 ) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
@@ -74,6 +78,7 @@ def connect(
         on_rank_lost=on_rank_lost,
         hierarchy=hierarchy,
         wire_dtype=wire_dtype,
+        keys=keys,
     )
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
@@ -145,7 +150,7 @@ def connect_alone(address: str, *, connect_timeout: float) -> Client:
         autotune=False,
     )
     # Below the name of the job that it is for, which a key may be bound to.
-    name = f"{_job_name(settings, None)}/doctor-{secrets.token_hex(4)}"
+    name = f"{_job_name(settings, None, load_keys(settings.keys))}/doctor-{secrets.token_hex(4)}"
     alone = 0, 1
     settings = settings.model_copy(update={"job": name})
     return _join(settings, None, alone, alone, lambda _: Client)
@@ -173,13 +178,15 @@ def _join(
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
+    keys = load_keys(settings.keys)
     if _hosts_reducer(settings, world_size):
-        hosted, own = _embed(group)
+        hosted, own, curves = _embed(group)
+        keys = replace(keys, hosts=curves)
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
         ours = Settings(
-            job=_job_name(settings, group),
+            job=_job_name(settings, group, keys),
             generation=settings.generation,
             rank=rank,
             world_size=world_size,
@@ -198,6 +205,7 @@ def _join(
             "impl": settings.impl,
             "io_threads": settings.io_threads,
             "context": hosted.context if hosted else None,
+            "keys": keys,
             "failpoints": parse(settings.failpoints),
             "wire_dtype": WIRE_DTYPES[settings.wire_dtype],
         }
@@ -371,7 +379,9 @@ def _fallback(
     return Fallback(group.make_private(settings.timeout), announced=announced)
 
 
-def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
+def _embed(
+    group: ProcessGroup | None,
+) -> tuple[Server, tuple[str, ...], Mapping[str, Curve | None]]:
     if group is None:
         raise ConfigError(
             "there are no reducers to use: start some and set REDUCTION_SERVERS=host:port,"
@@ -383,15 +393,17 @@ def _embed(group: ProcessGroup | None) -> tuple[Server, tuple[str, ...]]:
     return embedded.start(group)
 
 
-def _job_name(settings: WorkerConfig, group: ProcessGroup | None) -> str:
+def _job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys) -> str:
     if settings.job is not None:
         return settings.job if group is None else group.named(settings.job)
     base = config.launch().job
+    # The pool wants names that begin as the key's.
+    ours = f"{keys.job}/" if keys.job else ""
     if group is None:
-        return base or "default"
+        return f"{ours}{base}" if base else keys.job or "default"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
-        group.share("job", group.named(f"{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
+        group.share("job", group.named(f"{ours}{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
     return group.read("job", 0)
 
 

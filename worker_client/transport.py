@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from reducer.keyfiles import KeyPair
 from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
+from worker_client import keys as reasons
+from worker_client.greeting import mechanism
+from worker_client.keys import Keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from reducer.errors import AuthError
     from reducer.wire.header import Buffer
     from worker_client.flight import Flight
     from worker_client.operation import Operation
@@ -32,12 +37,14 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 LINGER_MS = 500  # for the farewell
 _RECEIVES_PER_POLL = 64  # per reducer, so that none starves the others
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
+_SLAMMED = 3  # handshakes in a row that were ended without a word: not by chance
 
 _INPROC = "inproc://"
 _WATCHED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
 )
 
@@ -53,6 +60,13 @@ class Disconnected(NamedTuple):
 
     link: int
     reason: str
+
+
+class Refused(NamedTuple):
+    """A reducer does not accept our key, or that we have none; nothing is tried before a reset."""
+
+    link: int
+    error: AuthError
 
 
 class Released(NamedTuple):
@@ -75,7 +89,13 @@ class Completed(NamedTuple):
     sequences: list[int]
 
 
-Event = Connected | Disconnected | Released | Message | Completed
+Event = Connected | Disconnected | Refused | Released | Message | Completed
+
+
+def make_pair() -> KeyPair:
+    """Return a new key pair of CURVE."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 
 
 class Transport(ABC):
@@ -86,6 +106,7 @@ class Transport(ABC):
     Args:
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of a reducer in this process, to reach it at ``inproc://``.
+        keys: what to show to reducers, and which to expect.
 
     Attributes:
         any_thread: whether any thread may use it in turn, even one that Ctrl-C interrupts.
@@ -93,7 +114,10 @@ class Transport(ABC):
 
     any_thread = False  # pyzmq may be interrupted between the two frames of a message
 
-    def __init__(self, io_threads: int, context: Any = None) -> None:
+    def __init__(self, io_threads: int, context: Any = None, keys: Keys | None = None) -> None:
+        self._keys = keys or Keys()
+        self._slammed: dict[int, int] = {}  # links: handshakes that have failed in a row
+        self._refused: set[int] = set()  # links whose sockets have given up
         self._shared = context is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context(io_threads)
         self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
@@ -122,6 +146,7 @@ class Transport(ABC):
         """Close a link's connection, drop what it has not sent, and connect anew."""
         _close(*self._links[link], linger_ms=0)
         self._links[link] = self._socket(link)
+        self._refused.discard(link)
         self._leaving.add(link)
 
     @property
@@ -181,6 +206,12 @@ class Transport(ABC):
             (zmq.IPV6, 1),
         ):
             socket.setsockopt(option, value)
+        curve = None if endpoint.startswith(_INPROC) else self._keys.at(_address(endpoint))
+        if curve is not None:
+            secret = curve.secret.encode("ascii")
+            socket.setsockopt(zmq.CURVE_SERVERKEY, curve.server.encode("ascii"))
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
         monitor = socket.get_monitor_socket(_WATCHED)
         socket.connect(endpoint)
         return socket, monitor
@@ -212,9 +243,16 @@ class Transport(ABC):
     def _changes(self, link: int) -> Iterator[Event]:
         _, monitor = self._links[link]
         while self._links[link][1] is monitor and monitor.poll(0):
-            event = recv_monitor_message(monitor)["event"]
+            message = recv_monitor_message(monitor)
+            event = message["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._slammed.pop(link, None)
                 yield Connected(link)
+            elif link in self._refused:
+                continue
+            elif (error := self._refusal(link, event, message["value"])) is not None:
+                self._refused.add(link)
+                yield Refused(link, error)
             elif event == zmq.EVENT_DISCONNECTED:
                 # What was said before the connection ended still counts: the last results.
                 yield from self._messages(link)
@@ -222,7 +260,28 @@ class Transport(ABC):
                     return
                 yield Disconnected(link, "closed the connection, died or cannot be reached")
             else:
-                yield Disconnected(link, "is not a reducer, or demands keys")
+                yield Disconnected(link, "is not a reducer")
+
+    def _refusal(self, link: int, event: int, value: int) -> AuthError | None:
+        """Say what is wrong with our keys, if a failed handshake tells."""
+        address = _address(self._endpoints[link])
+        keyed = self._keys.at(address) is not None
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return reasons.unknown(address)
+        differs = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and differs:
+            return reasons.mechanism_differs(address, keyed=keyed)
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            # A reducer that finds a fault of ours before we do just closes the connection.
+            self._slammed[link] = self._slammed.get(link, 0) + 1
+            if self._slammed[link] == _SLAMMED:
+                del self._slammed[link]
+                return reasons.guess(address, mechanism(address), keyed=keyed)
+        return None
+
+
+def _address(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://")
 
 
 def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int) -> None:
@@ -235,8 +294,10 @@ def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], linger_ms: int
 class PlainTransport(Transport):
     """A transport that needs nothing compiled."""
 
-    def __init__(self, flight: Flight, io_threads: int, context: Any = None) -> None:
-        super().__init__(io_threads, context)
+    def __init__(
+        self, flight: Flight, io_threads: int, context: Any = None, keys: Keys | None = None
+    ) -> None:
+        super().__init__(io_threads, context, keys)
         self._flight = flight
         # Per link, what libzmq sends out of the caller's memory: in the order of sending.
         self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = []

@@ -12,6 +12,7 @@ VERSION_MAJOR = 1  # peers of another major version are refused
 VERSION_MINOR = 0  # minor versions interoperate: each uses the features both announced
 
 HEADER_BYTES = 96
+TYPE_AT = 5  # where a header says what type of message it is
 SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
 MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame must be short
 MAX_BODY_BYTES = 4096  # of a control message's JSON

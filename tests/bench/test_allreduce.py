@@ -74,6 +74,15 @@ def test_16_bits_on_the_wire_are_a_contender(tmp_path: Path) -> None:
     assert all(row.wrong == 0 and row.exact for row in rows)
 
 
+def test_a_pool_with_keys_is_a_contender(tmp_path: Path) -> None:
+    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--keys", "--baselines", ""]
+    file = tmp_path / "found.json"
+    bench("allreduce", *given, "--sizes", "64KiB", "--rounds", "1", "--json", file)
+    rows = Results.read(file).rows
+    assert [row.contender for row in rows] == ["pool-1", "pool-1-keys"]
+    assert all(row.wrong == 0 and row.exact for row in rows)
+
+
 def test_embedded_and_mixed_pools_take_part(tmp_path: Path) -> None:
     given = ["--unshaped", "--workers", "2", "--embedded", "--mixed", "1", "--baselines", ""]
     file = tmp_path / "found.json"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from reducer import config as reducer_config
@@ -19,6 +21,7 @@ def test_the_reducers_defaults() -> None:
     assert settings.model_dump() == {
         "bind": "tcp://127.0.0.1:5555",
         "memory_limit": 8 << 30,
+        "keys": None,
         "insecure": False,
         "kernel": None,
         "threads": 1,
@@ -33,6 +36,7 @@ def test_the_reducers_defaults() -> None:
 def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
     monkeypatch.setenv("REDUCTION_INSECURE", "1")
+    monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
     monkeypatch.setenv("REDUCTION_MEMORY_LIMIT", "2GiB")
     monkeypatch.setenv("REDUCTION_KERNEL", "generic")
     monkeypatch.setenv("REDUCTION_THREADS", "2")
@@ -45,6 +49,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reducer_config.load(kernel="numpy").model_dump() == {
         "bind": "tcp://0.0.0.0:0",
         "memory_limit": 2 << 30,
+        "keys": Path("/etc/keys"),
         "insecure": True,
         "kernel": "numpy",
         "threads": 2,
@@ -79,7 +84,7 @@ def test_this_machine_needs_no_permission(host: str) -> None:
 def test_beyond_this_machine_only_when_insecure(host: str) -> None:
     bind = f"tcp://{host}:5555"
     assert not reducer_config.is_loopback(bind)
-    with pytest.raises(ConfigError, match=r"other machines.*pass --insecure"):
+    with pytest.raises(ConfigError, match=r"other machines.*pass --keys.*pass --insecure"):
         reducer_config.load(bind=bind)
     with pytest.raises(ConfigError, match="--insecure"):
         reducer_config.load(bind=bind, insecure=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("hierarchy", "auto", "auto"),
     ("wire_dtype", "bf16", "bf16"),
     ("wire_dtype", "fp16", "fp16"),
+    ("keys", "/etc/job keys", Path("/etc/job keys")),
     ("impl", "plain", "plain"),
     ("impl", "compiled", "compiled"),
     ("io_threads", "2", 2),
@@ -79,6 +81,7 @@ DEFAULTS = {
     "on_rank_lost": "error",
     "hierarchy": "off",
     "wire_dtype": "none",
+    "keys": None,
     "impl": None,
     "io_threads": 1,
     "failpoints": "",

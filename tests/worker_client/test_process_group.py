@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
+from reducer.wire.jobs import MAX_OWNER_BYTES, owner
+from worker_client.config import NAMED
 from worker_client.process_group import ProcessGroup
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -27,3 +29,10 @@ def test_groups_of_one_job_have_names_that_fit() -> None:
     names = {group(name).named(long) for name in ("1", "2")}
     assert len(names) == 2
     assert all(len(name.encode()) <= MAX_JOB_NAME_BYTES for name in names)
+
+
+def test_a_name_that_is_cut_begins_with_what_a_key_is_bound_to() -> None:
+    owned = "k" * MAX_OWNER_BYTES
+    name = group("3").named(f"{owned}/{'long' * 30}")
+    assert owner(name) == owned
+    assert len(name) <= MAX_JOB_NAME_BYTES - len(NAMED)

@@ -1,0 +1,96 @@
+"""Files that hold keys, one each: as `reducer keygen` writes them, or Kubernetes mounts a Secret.
+
+A pool's directory has `POOL_SECRET`, `POOL_PUBLIC` and `ALLOWED`; a worker's has `JOB_SECRET`,
+`JOB_NAME` and `POOL_PUBLIC`. Both packages read them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reducer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+POOL_SECRET = "pool.secret"  # noqa: S105 (names of files)
+POOL_PUBLIC = "pool.public"
+ALLOWED = "allowed"
+JOB_SECRET = "job.secret"  # noqa: S105
+JOB_NAME = "job.name"
+POOL, JOBS = "pool", "jobs"  # directories that `reducer keygen` makes
+_MOST_BYTES = 1 << 20  # far more than any of them has
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A key pair of CURVE, in Z85; neither part shows in logs by accident."""
+
+    public: str = field(repr=False)
+    secret: str = field(repr=False)
+
+
+def is_key(text: str) -> bool:
+    """Whether this can be a key: 40 characters of Z85."""
+    return _KEY.fullmatch(text) is not None
+
+
+def read(directory: Path, name: str) -> str:
+    """Return a file's text, without spaces around it.
+
+    Raises:
+        ConfigError: it is missing, cannot be read, or anybody on this machine may change it.
+    """
+    path = directory / name
+    try:
+        _check_modes(directory, path)
+        with path.open(encoding="utf-8") as file:
+            return file.read(_MOST_BYTES).strip()
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {path}: {_advice(directory)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"{path} cannot be read ({why}): it must be readable for user {os.getuid()}; of a "
+            "Kubernetes Secret set defaultMode: 0440 and the pod's fsGroup"
+        ) from None
+
+
+def read_key(directory: Path, name: str) -> str:
+    """Return the key that a file holds; raises as `read`, or if it holds none."""
+    key = read(directory, name)
+    if not is_key(key):
+        raise ConfigError(f"{directory / name} holds no key: 40 characters, as made by keygen")
+    return key
+
+
+def _check_modes(directory: Path, path: Path) -> None:
+    # A mounted Secret's directory is open to all, with the sticky bit, in a mount of its own, and
+    # its files are by default readable for everyone in the container.
+    mounted = (directory / "..data").is_symlink()
+    mode, folder = path.stat().st_mode, directory.stat().st_mode
+    open_to_all = folder & stat.S_IWOTH and not (folder & stat.S_ISVTX or mounted)
+    if mode & stat.S_IWOTH or open_to_all:
+        raise ConfigError(
+            f"anybody on this machine can change {path}: run chmod 700 {directory} and chmod 600 "
+            f"{path}"
+        )
+    if mode & stat.S_IROTH and path.name.endswith(".secret") and not mounted:
+        log.warning("anybody on this machine can read %s: run chmod 600 on it", path)
+
+
+def _advice(directory: Path) -> str:
+    if (directory / POOL).is_dir():
+        return (
+            f"give a pool {directory / POOL}, and a job's workers their directory below "
+            f"{directory / JOBS}"
+        )
+    return "run `reducer keygen DIR`, and give a pool DIR/pool, and a job's workers DIR/jobs/NAME"

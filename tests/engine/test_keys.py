@@ -1,0 +1,194 @@
+"""What an engine makes of the keys that peers come with."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.admission import LOCAL, AllowList
+from reducer.errors import (
+    AuthError,
+    DuplicateRankError,
+    MembershipError,
+    RankLostError,
+    ReductionError,
+    RemoteProtocolError,
+)
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, encode
+from tests.engine.driven import Driven, error, errors, join, operation, sent
+from tests.engine.words import M, Reducer, kinds, told
+from worker_client.actions import Reset
+from worker_client.joining import RETRY_S
+
+BOTH = AllowList({"key-1": frozenset({"job"}), "key-2": frozenset({"other"})})
+FIRST = AllowList({"key-1": frozenset({"job"})})
+NOBODY = AllowList({})
+
+
+@pytest.fixture
+def guarded(implementation: str) -> Reducer:
+    reducer = Reducer(implementation)
+    assert reducer.engine.allow(BOTH) == []
+    return reducer
+
+
+def hello(
+    guarded: Reducer, rank: int, key: str, job: str = "job", peer: bytes = b"", **change
+) -> list:
+    claims = change.pop("claims", job)
+    header = Header(M.HELLO, job=fingerprint(claims), rank=rank, window=1 << 16)._replace(**change)
+    body = encode(Hello(job=job, world_size=2, reducers=1, reducer_index=0))
+    return guarded.engine.receive(peer or b"%d" % rank, header.pack(), body, key)
+
+
+def refused(sends: list) -> ReductionError:
+    (error,) = told(sends).values()
+    return error
+
+
+@pytest.mark.parametrize("key", ["", "key-2", "key-3", "job"])
+def test_only_the_jobs_key_admits(guarded: Reducer, key: str) -> None:
+    assert isinstance(refused(hello(guarded, 0, key)), AuthError)
+    assert guarded.engine.counters.unauthenticated == guarded.engine.counters.refused == 1
+    assert guarded.engine.jobs == []
+    for rank in range(2):
+        assert kinds(hello(guarded, rank, "key-1")) == [M.WELCOME]
+
+
+def test_a_peer_of_this_process_needs_none(guarded: Reducer) -> None:
+    assert kinds(hello(guarded, 0, LOCAL)) == [M.WELCOME]
+    assert guarded.engine.allow(NOBODY) == []
+    assert [len(job.members) for job in guarded.engine.jobs] == [1]
+
+
+@pytest.mark.parametrize("allowed", [True, False], ids=["keys", "no keys"])
+def test_the_names_of_header_and_body_are_one(implementation: str, allowed: bool) -> None:
+    # Else who has a key for one job could throw a rank out of another, whose connection broke.
+    guarded = Reducer(implementation)
+    if allowed:
+        guarded.engine.allow(BOTH)
+    for rank in range(2):
+        hello(guarded, rank, "key-1")
+    guarded.engine.unreachable(b"0")
+    sends = hello(guarded, 0, "key-2", "other", peer=b"x", claims="job")
+    assert isinstance(refused(sends), RemoteProtocolError)
+    assert [len(job.members) for job in guarded.engine.jobs] == [2]
+
+
+def test_a_name_with_another_ones_fingerprint_is_refused(
+    guarded: Reducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello(guarded, 0, "key-1")
+    monkeypatch.setattr("reducer.engine.fingerprint", lambda _: fingerprint("job"))
+    found = refused(hello(guarded, 1, "key-2", "other", claims="job"))
+    assert isinstance(found, RemoteProtocolError)
+    assert "another name" in str(found)
+
+
+def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
+    for rank in range(2):
+        hello(guarded, rank, "key-1")
+        hello(guarded, rank, "key-2", "other", peer=b"other %d" % rank)
+    guarded.contribute(0)
+    sends = guarded.engine.allow(FIRST)
+    assert {peer: type(error) for peer, error in told(sends).items()} == {
+        b"other 0": AuthError,
+        b"other 1": AuthError,
+    }
+    assert [job.name for job in guarded.engine.jobs] == ["job"]
+    assert guarded.engine.counters.unauthenticated == 2
+    # What they say on the connection that they still have is a stranger's.
+    header = Header(M.ABORT, job=fingerprint("other"), sequence=0)
+    found = refused(guarded.engine.receive(b"other 0", header.pack(), b"", "key-2"))
+    assert isinstance(found, MembershipError)
+    assert isinstance(refused(hello(guarded, 0, "key-2", "other", peer=b"other 0")), AuthError)
+    # And the others have their result.
+    assert kinds(guarded.contribute(1)) == [M.RESULT] * 2
+
+
+def test_of_two_keys_of_one_job_the_other_hears_whom_it_has_lost(implementation: str) -> None:
+    guarded = Reducer(implementation)
+    guarded.engine.allow(AllowList({key: frozenset({"job"}) for key in ("old", "new")}))
+    hello(guarded, 0, "old")
+    hello(guarded, 1, "new")
+    guarded.contribute(1)
+    errors = told(guarded.engine.allow(AllowList({"new": frozenset({"job"})})))
+    assert isinstance(errors.pop(b"0"), AuthError)
+    (lost,) = errors.values()
+    assert isinstance(lost, RankLostError)
+    assert lost.rank == 0
+    assert "revoked" in str(lost)
+
+
+def test_who_waits_for_a_rank_is_revoked_too(guarded: Reducer) -> None:
+    hello(guarded, 0, "key-1")
+    assert kinds(hello(guarded, 0, "key-1", peer=b"again")) == [M.PING]
+    errors = told(guarded.engine.allow(NOBODY))
+    assert {peer: type(error) for peer, error in errors.items()} == {
+        b"0": AuthError,
+        b"again": AuthError,
+    }
+    guarded.now += 10
+    assert guarded.tick() == []
+    assert guarded.engine.jobs == []
+
+
+def test_a_claim_keeps_its_key(guarded: Reducer) -> None:
+    hello(guarded, 0, "key-1")
+    hello(guarded, 0, "key-1", peer=b"again")
+    sends = guarded.engine.unreachable(b"0")
+    assert kinds(sends) == [M.WELCOME]
+    assert told(guarded.engine.allow(FIRST)) == {}
+    assert isinstance(refused(guarded.engine.allow(NOBODY)), AuthError)
+
+
+def test_a_rank_that_another_holds(guarded: Reducer) -> None:
+    for rank in range(2):
+        hello(guarded, rank, "key-1")
+    hello(guarded, 1, "key-1", peer=b"twin")
+    guarded.now += 10
+    assert isinstance(refused(guarded.tick()), DuplicateRankError)
+
+
+# -- the worker's side ----------------------------------------------------------------------------
+
+
+def test_a_worker_without_the_right_key_does_not_join(implementation: str) -> None:
+    newcomer = Driven(implementation, 0, 1, ("a:1",), 4096)
+    why = AuthError("wrong key")
+    assert newcomer.refused(0, why) == []
+    assert newcomer.session.refusal is why
+    assert not newcomer.session.joined
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_who_begins_without_all_waits_for_those_that_admit_it(
+    implementation: str, refused: int
+) -> None:
+    newcomer = Driven(implementation, 0, 1, ("a:1", "b:2"), 4096, patience_s=1.0)
+    for index in range(refused):
+        newcomer.refused(index, AuthError("wrong key"))
+    assert isinstance(newcomer.session.refusal, AuthError) == (refused == 2)
+
+
+def test_calls_end_with_why_the_only_reducer_is_closed(implementation: str) -> None:
+    lone = Driven(implementation, 1, 2, ("a:1",), 4096, 64)
+    join(lone, 0)
+    lone.submit(operation(), 0.0)
+    actions = error(lone, 0, AuthError("revoked"))
+    assert [type(failure) for failure in errors(actions)] == [AuthError]
+    assert Reset(0) in actions
+    assert [type(failure) for failure in errors(lone.submit(operation(), 0.0))] == [AuthError]
+    lone.released(0)
+    lone.refused(0, AuthError("not on the list"))
+    (failure,) = errors(lone.submit(operation(), 0.0))
+    assert str(failure) == "not on the list"
+    assert Reset(0) in lone.tick(RETRY_S + 1.0)  # it may be back on the list
+
+
+def test_a_reducer_that_drops_us_is_lost_and_the_other_one_serves(session: Driven) -> None:
+    session.submit(operation(), 0.0)
+    actions = error(session, 0, AuthError("revoked"))
+    assert errors(actions) == []
+    assert Reset(0) in actions
+    assert [link for link, _ in sent(actions, M.SHARD_MAP)] == [1]

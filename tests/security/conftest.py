@@ -1,0 +1,142 @@
+"""Pools with keys: real sockets, in this process or in one of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reducer import config
+from reducer.keygen import keygen
+from reducer.keyring import Keyring
+from reducer.server import Server
+from tests.conftest import joined
+from tests.integration.calls import all_reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from reducer.reductions import Counters
+    from worker_client.client import Client
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Keys of a pool and of two jobs."""
+    keygen(tmp_path / "keys", ["one", "two"])
+    return tmp_path / "keys"
+
+
+class Pool:
+    """A reducer with keys in this process.
+
+    Attributes:
+        home: what `reducer keygen` has made.
+        address: of the reducer.
+    """
+
+    def __init__(self, server: Server, home: Path) -> None:
+        self._server = server
+        self._stack = ExitStack()
+        self.home = home
+        self.address = server.address
+
+    @property
+    def counters(self) -> Counters:
+        return self._server.counters
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Number of members by job."""
+        return {
+            job.name: len(job.members) for lane in self._server._lanes for job in lane.engine.jobs
+        }
+
+    def join(self, key: str, world_size: int = 2, **arguments: Any) -> list[Client]:
+        """All ranks of a job as clients that have the keys of `key`."""
+        arguments = {"servers": self.address, "keys": self.home / "jobs" / key, **arguments}
+        return self._stack.enter_context(joined(world_size, **arguments))
+
+    def allow(self, *jobs: str, extra: str = "") -> None:
+        """Leave only the lines of these jobs on the allow-list, and add some text."""
+        path = self.home / "pool" / "allowed"
+        if not (lines := getattr(self, "_lines", None)):
+            lines = self._lines = path.read_text().splitlines()
+        kept = [line for line in lines if line.split(" ")[0] in {*jobs, "#"}]
+        path.with_suffix(".new").write_text("\n".join(kept) + "\n" + extra)
+        path.with_suffix(".new").replace(path)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._server.stop()
+
+
+@pytest.fixture
+def pool(impl: str, home: Path) -> Iterator[Pool]:
+    settings = config.load(bind="tcp://127.0.0.1:0", impl=impl)
+    server = Server(settings, Keyring.load(home / "pool"))
+    server.start()
+    pool = Pool(server, home)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@contextmanager
+def serving(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A reducer with keys in a process of its own, and its address."""
+    command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
+    with subprocess.Popen(
+        [*command, "--keys", str(home / "pool"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, process.stdout.readline().split()[-1]
+        finally:
+            process.kill()
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.01)
+
+
+@contextmanager
+def busy(clients: list[Client]) -> Iterator[list[int]]:
+    """Make all-reduces without end meanwhile; none may fail, each must be exact.
+
+    Yields:
+        A list with one number: how many were made.
+    """
+    stop, made, failure = threading.Event(), [0], []
+
+    def run() -> None:
+        try:
+            while not stop.is_set():
+                all_reduce(clients)
+                made[0] += 1
+        except BaseException as error:  # noqa: BLE001 (raised below, by the test's own thread)
+            failure.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        thread.join()
+    assert not failure, failure

@@ -1,0 +1,84 @@
+"""Ranks that host reducers beyond loopback give them keys by themselves."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.integration.launch import rank_environment
+
+pytest.importorskip("torch", reason="needs torch")
+
+RANK = """
+import numpy, torch, torch.distributed as dist, worker_client
+from reducer.errors import AuthError
+from worker_client.greeting import mechanism
+from worker_client.startup import connect
+dist.init_process_group("gloo")
+rank, n = dist.get_rank(), dist.get_world_size()
+client = worker_client.init()
+for step in range(10):
+    works = [client.all_reduce(torch.full((100_000,), float(rank + step)), op="sum")]
+    works += [client.all_reduce(torch.ones(10), op="sum", name=name) for name in "ab"]
+    assert (works[0].wait(20) == n * (n - 1) / 2 + n * step).all()
+    assert all((work.wait(20) == n).all() for work in works[1:])
+reducers = client.settings.reducers
+print(*(mechanism(address) for address in reducers))
+try:
+    connect(servers=reducers, rank=0, world_size=1, embedded=False, job="x").shutdown()
+    print("welcome")
+except AuthError as error:
+    assert "demands a key" in str(error)
+    print("refused")
+dist.barrier()
+client.shutdown()
+"""
+
+
+def ranks(world_size: int, **settings: str) -> list[str]:
+    """What every rank prints."""
+    environment = rank_environment(world_size, **settings)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**environment, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [process.communicate(timeout=50) for process in started]
+        assert [process.returncode for process in started] == [0] * world_size, said
+        return [out for out, _ in said]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.fixture
+def exposed() -> dict[str, str]:
+    """What makes embedded reducers listen beyond this machine."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), 1)
+    except OSError:
+        pytest.skip("this machine's name cannot be resolved")
+    return {"REDUCTION_BIND": "tcp://0.0.0.0:0"}
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_what_others_can_reach_has_keys(exposed: dict[str, str], threads: str) -> None:
+    said = ranks(2, **exposed, REDUCTION_THREADS=threads)
+    assert said == ["CURVE CURVE\nrefused\n"] * 2
+
+
+def test_a_private_network_needs_none(exposed: dict[str, str]) -> None:
+    assert ranks(2, **exposed, REDUCTION_INSECURE="1") == ["NULL NULL\nwelcome\n"] * 2
+
+
+def test_nor_does_this_machine() -> None:
+    assert ranks(2) == ["NULL NULL\nwelcome\n"] * 2

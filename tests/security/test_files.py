@@ -1,0 +1,367 @@
+"""Keys in files: what `reducer keygen` writes, what is refused, and what is noticed of a change."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reducer import admission, config
+from reducer.admission import ANY, LOCAL
+from reducer.errors import AuthError, ConfigError
+from reducer.keyfiles import KeyPair, is_key
+from reducer.keygen import keygen
+from reducer.keyring import LOOK_S, Keyring
+from reducer.transport import make_pair
+from reducer.wire.jobs import MAX_OWNER_BYTES, is_owner, owner
+from tests.security.conftest import serving, until
+from worker_client import keys as worker_keys
+from worker_client.startup import connect
+
+A, B = (make_pair().public for _ in range(2))
+
+
+def files(home: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()
+    }
+
+
+# -- reducer keygen -------------------------------------------------------------------------------
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "reducer", "keygen", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_makes_what_each_needs_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+    home = tmp_path / "new" / "keys"
+    done = command(home, "--job", "a", "--job", "b_1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(home / name) for name in ("pool", "jobs/a", "jobs/b_1")]
+    made = files(home)
+    assert set(made) == {
+        *(f"pool/{name}" for name in ("pool.secret", "pool.public", "allowed")),
+        *(f"jobs/{job}/{name}" for job in ("a", "b_1") for name in ("job.name", "job.secret")),
+        *(f"jobs/{job}/pool.public" for job in ("a", "b_1")),
+    }
+    for path in (tmp_path / "new").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+    secrets = [text for name, text in made.items() if name.endswith(".secret")]
+    assert len(set(secrets)) == 3
+    assert all(is_key(secret) for secret in secrets)
+    # A worker's directory holds nothing of the pool's but its public key, and no other job's.
+    for name, secret in made.items():
+        if name.endswith(".secret"):
+            assert [other for other, text in made.items() if secret in text] == [name]
+    assert made["jobs/a/job.name"] == "a"
+    assert made["jobs/a/pool.public"] == made["pool/pool.public"]
+
+
+def test_one_job_by_default_and_another_one_later(tmp_path: Path) -> None:
+    assert command(tmp_path).returncode == 0
+    before = files(tmp_path)
+    assert set(before) >= {"jobs/default/job.secret"}
+    assert command(tmp_path, "--job", "other").returncode == 0
+    after = files(tmp_path)
+    assert {n: t for n, t in after.items() if before.get(n) == t} == {
+        n: t for n, t in before.items() if n != "pool/allowed"
+    }
+    assert set(after) - set(before) == {
+        f"jobs/other/{name}" for name in ("job.name", "job.secret", "pool.public")
+    }
+    assert after["pool/allowed"].startswith(before["pool/allowed"])
+    assert len(admission.parse(after["pool/allowed"])) == 2
+
+
+@pytest.mark.parametrize("jobs", [("one",), ("new", "one")])
+def test_nothing_is_overwritten(home: Path, jobs: tuple[str, ...]) -> None:
+    before = files(home)
+    arguments = [part for job in jobs for part in ("--job", job)]
+    done = command(home, *arguments)
+    assert done.returncode == 2
+    assert "are not overwritten: remove it, choose another name" in done.stderr
+    assert files(home) == before
+
+
+@pytest.mark.parametrize("job", ["", "a/b", "a.b", "..", "a~b", "-a", "a b", "ä", "x" * 49, "*"])
+def test_names_that_no_key_is_bound_to(tmp_path: Path, job: str) -> None:
+    with pytest.raises(ConfigError, match="a job's name has letters"):
+        keygen(tmp_path / "keys", [job])
+    assert not (tmp_path / "keys").exists()
+
+
+def test_new_keys_for_a_job_stand_beside_the_old_ones(home: Path) -> None:
+    before = files(home)
+    keygen(home, ["one"], rotate=True)
+    after = files(home)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"jobs/one/job.secret", "pool/allowed"}
+    assert after["pool/allowed"].startswith(before["pool/allowed"])
+    assert len(admission.parse(after["pool/allowed"])) == 3
+
+
+# -- what is read ---------------------------------------------------------------------------------
+
+
+def test_an_allow_list() -> None:
+    allowed = admission.parse(f"# a comment\n\none {A}\ntwo,three_3   {B}\n  four {B}\n")
+    assert len(allowed) == 2
+    assert allowed.knows(A)
+    assert not allowed.knows(A[::-1])
+    for key, job, welcome in (
+        (A, "one", True),
+        (A, "one/named", True),
+        (A, "two", False),
+        (A, "on", False),
+        (B, "two.1", True),
+        (B, "three_3~x", True),
+        (B, "four", True),
+        (B, "one", False),
+        ("", "one", False),
+        (LOCAL, "one", True),
+    ):
+        refused = allowed.refusal(key, job)
+        assert (refused is None) == welcome
+        assert refused is None or A not in str(refused)
+    anything = admission.parse(f"{ANY} {A}")
+    assert anything.refusal(A, "what/ever") is None
+
+
+@pytest.mark.parametrize(
+    "line", [A, f"one{A}", f"one {A}x", "one ", f"a.b {A}", f"a, {A}", f"a/* {A}", f"one {A} two"]
+)
+def test_a_line_that_is_wrong_is_named_without_its_key(line: str) -> None:
+    with pytest.raises(ConfigError, match=r"^line 2 of the allow-list is wrong: write") as error:
+        admission.parse(f"one {B}\n{line}\n")
+    assert A not in str(error.value)
+
+
+def test_whose_a_name_is() -> None:
+    for name in ("a", "a/b", "a.b/c", "a~b.c", "a/"):
+        assert owner(name) == "a"
+    assert owner("a-b_c") == "a-b_c"
+    assert owner("/a") == owner(".a") == ""
+    assert is_owner("x" * MAX_OWNER_BYTES)
+    assert not is_owner("")
+
+
+def test_nothing_of_a_key_shows_by_accident(home: Path) -> None:
+    ours = worker_keys.load(home / "jobs" / "one")
+    shown = repr([KeyPair("public", "secret"), ours, ours.pool, Keyring.load(home / "pool")])
+    for text in files(home).values():
+        for key in filter(is_key, text.split()):
+            assert key not in shown
+    assert "secret" not in shown.replace("home", "")
+
+
+@pytest.mark.parametrize("name", ["pool.secret", "pool.public", "allowed"])
+def test_what_a_pool_lacks_is_named(home: Path, name: str) -> None:
+    (home / "pool" / name).unlink()
+    with pytest.raises(ConfigError, match=f"there is no .*/{name}: run `reducer keygen DIR`"):
+        Keyring.load(home / "pool")
+
+
+@pytest.mark.parametrize("name", ["job.secret", "pool.public", "job.name"])
+def test_what_a_worker_lacks_is_named(home: Path, name: str) -> None:
+    (home / "jobs" / "one" / name).write_text("nonsense!")
+    with pytest.raises(ConfigError, match=f"/{name} (holds no key|must hold)"):
+        worker_keys.load(home / "jobs" / "one")
+    (home / "jobs" / "one" / name).unlink()
+    with pytest.raises(ConfigError, match=f"there is no .*/{name}: run `reducer keygen DIR`"):
+        worker_keys.load(home / "jobs" / "one")
+
+
+def test_the_directory_above_is_a_common_mistake(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
+        Keyring.load(home)
+    with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
+        worker_keys.load(home)
+
+
+def test_what_anybody_can_change_is_refused(home: Path) -> None:
+    pool = home / "pool"
+    (pool / "allowed").chmod(0o622)
+    with pytest.raises(ConfigError, match=r"can change .*/allowed: run chmod"):
+        Keyring.load(pool)
+    (pool / "allowed").chmod(0o600)
+    pool.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"can change .*: run chmod 700"):
+        Keyring.load(pool)
+
+
+def test_a_secret_that_anybody_can_read_is_said(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = home / "jobs" / "one" / "job.secret"
+    secret.chmod(0o640)
+    (home / "jobs" / "one" / "pool.public").chmod(0o644)
+    worker_keys.load(home / "jobs" / "one")
+    assert not caplog.records
+    secret.chmod(0o644)
+    worker_keys.load(home / "jobs" / "one")
+    assert [f"can read {secret}" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_secret_that_cannot_be_read(home: Path) -> None:
+    (home / "pool" / "pool.secret").chmod(0)
+    with pytest.raises(ConfigError, match="defaultMode: 0440"):
+        Keyring.load(home / "pool")
+
+
+# -- a file that changes --------------------------------------------------------------------------
+
+
+class Clock:
+    """Looks at the file as time passes."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self.keyring = keyring
+        self.now = 0.0
+
+    def looks(self, times: int = 2) -> int:
+        """Look, and return how many keys are allowed then."""
+        for _ in range(times):
+            self.now += LOOK_S
+            allowed = self.keyring.refresh(self.now)
+        return len(allowed)
+
+
+def test_a_change_is_noticed_once_it_stays(home: Path) -> None:
+    path = home / "pool" / "allowed"
+    clock = Clock(Keyring.load(home / "pool"))
+    first = clock.keyring.allowed
+    assert clock.looks() == 2
+    assert clock.keyring.refresh(clock.now) is first
+    path.write_text(f"one {A}\n")
+    clock.keyring.refresh(clock.now + LOOK_S / 2)
+    assert clock.looks(1) == 2  # somebody may be writing still
+    assert clock.looks(1) == 1
+    path.write_text("")
+    assert clock.looks() == 0
+
+
+def test_what_is_wrong_changes_nothing(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = home / "pool" / "allowed"
+    clock = Clock(Keyring.load(home / "pool"))
+    text = path.read_text()
+    path.write_text(f"{text}three {A[:20]}")
+    assert clock.looks() == 2
+    assert "the earlier one holds" in caplog.text
+    assert A[:20] not in caplog.text
+    path.unlink()
+    assert clock.looks() == 2
+    path.write_text(f"{text}three {A}")
+    assert clock.looks() == 3
+
+
+def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
+    path = home / "pool" / "allowed"
+    before, text = path.stat(), path.read_text()
+    with serving(home) as (process, address):
+        keys = {"servers": address, "rank": 0, "world_size": 1, "keys": home / "jobs" / "two"}
+        connect(**keys).shutdown()
+        path.write_text(text.replace("two ", "#wo "))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        process.send_signal(signal.SIGHUP)
+
+        def refused() -> bool:
+            try:
+                connect(**keys).shutdown()
+            except AuthError:
+                return True
+            return False
+
+        until(refused)
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+def mount(secret: Path, source: Path, version: str) -> None:
+    """Show a directory's files as Kubernetes does: links through ``..data``, swapped at once."""
+    shutil.copytree(source, secret / version)
+    for path in (secret / version).iterdir():
+        path.chmod(0o444)
+        if not (secret / path.name).is_symlink():
+            (secret / path.name).symlink_to(Path("..data") / path.name)
+    (secret / "..new").symlink_to(version)
+    (secret / "..new").replace(secret / "..data")
+
+
+def test_a_mounted_secret_is_read_as_it_is(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, job = tmp_path / "mounted-pool", tmp_path / "mounted-job"
+    for secret, source in ((pool, home / "pool"), (job, home / "jobs" / "one")):
+        secret.mkdir()
+        secret.chmod(0o3777)
+        mount(secret, source, "..2026_01")
+    keyring = Keyring.load(pool)
+    assert worker_keys.load(job) == worker_keys.load(home / "jobs" / "one")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    keygen(home, ["three"])
+    mount(pool, home / "pool", "..2026_02")
+    shutil.rmtree(pool / "..2026_01")
+    clock = Clock(keyring)
+    assert clock.looks() == 3
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def test_beyond_this_machine_with_keys_or_without_caution(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bind in ("tcp://0.0.0.0:0", "tcp://192.0.2.7:5555"):
+        with pytest.raises(ConfigError, match=r"pass --keys .* or pass --insecure"):
+            config.load(bind=bind)
+        assert config.load(bind=bind, keys=home / "pool").keys == home / "pool"
+        assert config.load(bind=bind, insecure=True).keys is None
+    monkeypatch.setenv("REDUCTION_KEYS", str(home / "pool"))
+    assert config.load(bind="tcp://0.0.0.0:0").keys == home / "pool"
+
+
+def test_no_log_has_a_key(home: Path, tmp_path: Path) -> None:
+    keygen(tmp_path / "other", ["one"])
+    stranger = tmp_path / "other" / "jobs" / "one"
+    (stranger / "pool.public").write_text((home / "pool" / "pool.public").read_text())
+    texts = [*files(home).values(), *files(tmp_path / "other").values()]
+    keys = {key for text in texts for key in text.split() if is_key(key)}
+    assert len(keys) == 10
+    said = []
+    with serving(home, "--log-level", "debug") as (process, address):
+
+        def join(directory: Path | None, job: str) -> None:
+            connect(servers=address, rank=0, world_size=1, keys=directory, job=job).shutdown()
+
+        for directory, job in itertools.product(
+            (home / "jobs" / "one", home / "jobs" / "two", stranger, None), ("one", "two")
+        ):
+            if directory is not None and directory == home / "jobs" / job:
+                join(directory, job)
+                continue
+            with pytest.raises(AuthError) as error:
+                join(directory, job)
+            said.append(str(error.value))
+        path = home / "pool" / "allowed"
+        path.write_text("\n".join(path.read_text().splitlines()[:-1]))
+        process.send_signal(signal.SIGHUP)
+        process.terminate()
+        said.append(process.communicate(timeout=20)[1])
+    assert len(said) == 7
+    assert "settings" in said[-1]
+    assert "refused connections" in said[-1]
+    assert not [key for key in keys if any(key in text for text in said)]

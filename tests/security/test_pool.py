@@ -1,0 +1,308 @@
+"""A pool with keys: who gets in, what others cannot reach, and what a refused worker hears."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import zmq
+
+from reducer import config, local_pool
+from reducer.errors import (
+    AuthError,
+    MembershipError,
+    ReductionError,
+    RemoteProtocolError,
+)
+from reducer.keygen import keygen
+from reducer.keyring import Keyring
+from reducer.server import Server
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, decode_error, encode
+from tests.conftest import joined
+from tests.integration.calls import all_reduce, errors_of, ones
+from tests.security.conftest import busy, until
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.security.conftest import Pool
+
+M = MessageType
+
+
+def refusal(pool: Pool, **arguments: object) -> str:
+    """What a worker hears that is refused; at once, not when it has waited long enough."""
+    with pytest.raises(AuthError) as error:
+        connect(
+            servers=pool.address,
+            rank=0,
+            world_size=1,
+            connect_timeout=60,  # longer than this test may take
+            **arguments,
+        )
+    return str(error.value)
+
+
+def test_jobs_with_keys_of_their_own_share_a_pool(pool: Pool) -> None:
+    one, two = pool.join("one"), pool.join("two", 3)
+    for _ in range(5):
+        all_reduce(one)
+        all_reduce(two)
+    works = [client.all_reduce(ones(), name="by name") for client in two]
+    assert all((work.wait(10) == 1).all() for work in works)
+    assert pool.members == {"one": 2, "two": 3, "two/named": 3}
+    assert pool.counters.unauthenticated == 0
+
+
+@pytest.mark.parametrize("job", ["two", "two/named", "two.1", "two~0", "onetwo", "default", "ONE"])
+def test_a_key_is_for_one_job(pool: Pool, job: str) -> None:
+    with busy(pool.join("two")):
+        said = refusal(pool, keys=pool.home / "jobs" / "one", job=job)
+    assert "is for job one" in said
+    assert repr(job) in said
+    assert pool.counters.unauthenticated == 1
+
+
+@pytest.mark.parametrize("job", ["one", "one/a run", "one.3", "one~0123", "one/two"])
+def test_a_key_is_for_all_names_that_begin_with_its_job(pool: Pool, job: str) -> None:
+    all_reduce(pool.join("one", job=job))
+    assert set(pool.members) == {job}
+
+
+def test_without_a_key(pool: Pool) -> None:
+    with busy(pool.join("one")):
+        assert "this worker has none: set REDUCTION_KEYS" in refusal(pool)
+        until(lambda: pool.counters.unauthenticated >= 1)
+
+
+def test_with_a_key_that_nobody_allowed(pool: Pool, tmp_path: Path) -> None:
+    keygen(tmp_path / "other", ["one"])
+    stranger = tmp_path / "other" / "jobs" / "one"
+    with busy(pool.join("one")):
+        said = refusal(pool, keys=stranger)
+        assert "is not of the pool that this worker's keys are for" in said
+        (stranger / "pool.public").write_text((pool.home / "pool" / "pool.public").read_text())
+        assert "not on the pool's allow-list" in refusal(pool, keys=stranger)
+        until(lambda: pool.counters.unauthenticated >= 2)
+
+
+def test_with_a_key_where_the_pool_has_none(impl: str, home: Path) -> None:
+    with local_pool(1) as servers, pytest.raises(AuthError, match="has no keys, and this worker"):
+        connect(
+            servers=servers,
+            rank=0,
+            world_size=1,
+            keys=home / "jobs" / "one",
+            connect_timeout=60,
+        )
+
+
+def test_many_refusals_are_one_line(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = pool.address.split(":")
+    for _ in range(30):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL".ljust(56, b"\0"))
+            while stranger.recv(100):
+                pass
+    until(lambda: pool.counters.unauthenticated == 30)
+    lines = [record for record in caplog.records if "refused connections" in record.message]
+    assert len(lines) == 1
+    assert "without a key" in lines[0].message
+
+
+# -- a tenant that wants more ---------------------------------------------------------------------
+
+
+class Tenant:
+    """What a job with a key can say if it keeps to no rule."""
+
+    def __init__(self, pool: Pool, job: str) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        files = pool.home / "jobs" / job
+        secret = (files / "job.secret").read_bytes()
+        self.socket.curve_serverkey = (files / "pool.public").read_bytes()
+        self.socket.curve_secretkey = secret
+        self.socket.curve_publickey = zmq.curve_public(secret)
+        self.socket.connect(f"tcp://{pool.address}")
+
+    def says(self, header: Header, payload: bytes) -> ReductionError | None:
+        """Say something; return the error that is answered, None of a WELCOME."""
+        self.socket.send_multipart([header.pack(), payload])
+        while True:
+            frame, *body = self.socket.recv_multipart()
+            if Header.unpack(frame).type is M.WELCOME:
+                return None
+            if Header.unpack(frame).type is M.ERROR:
+                return decode_error(body[0])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def tenant(pool: Pool) -> Iterator[Tenant]:
+    tenant = Tenant(pool, "two")
+    yield tenant
+    tenant.close()
+
+
+def hello(job: str, *, claims: str | None = None, **change: int) -> tuple[Header, bytes]:
+    """A HELLO whose body names a job, and whose header perhaps another one."""
+    header = Header(M.HELLO, job=fingerprint(claims or job), window=1 << 20)._replace(**change)
+    return header, encode(Hello(job=job, world_size=2, reducers=1, reducer_index=0))
+
+
+def test_a_tenant_cannot_speak_for_another_job(pool: Pool, tenant: Tenant) -> None:
+    victims = pool.join("one")
+    with busy(victims) as made:
+        for rank in range(3):
+            for generation in range(2):
+                forged = {"rank": rank, "generation": generation}
+                assert isinstance(tenant.says(*hello("one", **forged)), AuthError)
+                error = tenant.says(*hello("two", claims="one", **forged))
+                assert isinstance(error, RemoteProtocolError)
+        frame = Header(
+            M.CONTRIBUTION,
+            job=fingerprint("one"),
+            sequence=made[0],
+            total_bytes=280_000,
+            nbytes=64,
+            dtype=DType.FLOAT32,
+            op=ReduceOp.SUM,
+            wire_dtype=DType.FLOAT32,
+        )
+        # It says what a member of the other job would, or what one has said: before and after it
+        # is a member of its own job.
+        assert isinstance(tenant.says(frame, bytes(64)), MembershipError)
+        assert tenant.says(*hello("two")) is None
+        for change in (
+            {},
+            {"rank": 1},
+            {"generation": 1},
+            {"type": M.ABORT},
+            {"type": M.RETAINED},
+            {"type": M.GOODBYE},
+            {"job": fingerprint("two"), "generation": 1},
+            {"job": fingerprint("two"), "rank": 1},
+        ):
+            assert isinstance(tenant.says(frame._replace(**change), bytes(64)), ReductionError)
+        count = made[0]
+        until(lambda: made[0] > count + 20)
+    assert tenant.socket.poll(0) == 0  # nor has it heard anything of theirs
+
+
+def test_a_connection_without_curve_reaches_nobody(pool: Pool) -> None:
+    with busy(pool.join("one")), zmq.Context() as context, context.socket(zmq.DEALER) as plain:
+        plain.linger = 0
+        plain.connect(f"tcp://{pool.address}")
+        header, body = hello("one", rank=1)
+        plain.send_multipart([header.pack(), body])
+        assert plain.poll(500) == 0
+
+
+# -- revocation and rotation ----------------------------------------------------------------------
+
+
+def test_a_revoked_key_is_out_at_once(pool: Pool) -> None:
+    kept, revoked = pool.join("one"), pool.join("two")
+    with busy(kept) as made:
+        all_reduce(revoked)
+        pool.allow("one")
+        until(lambda: "two" not in pool.members)
+        for error in errors_of([client.all_reduce(ones()) for client in revoked]):
+            assert isinstance(error, AuthError)
+            assert "not on the pool's allow-list" in str(error)
+        assert "revoked" in refusal(pool, keys=pool.home / "jobs" / "two")
+        assert pool.counters.unauthenticated >= 2
+        pool.allow("one", "two")
+        late = pool.home / "jobs" / "two"
+        until(lambda: admitted(pool, late))
+        count = made[0]
+        until(lambda: made[0] > count)
+    all_reduce(kept)
+
+
+def test_a_worker_in_the_middle_of_an_all_reduce_hears_that_its_key_is_revoked(pool: Pool) -> None:
+    one, two = pool.join("one"), pool.join("two")
+    waiting = [one[0].all_reduce(ones()), two[0].all_reduce(ones())]
+    pool.allow("one")
+    with pytest.raises(AuthError):
+        waiting[1].wait(20)
+    assert not waiting[0].done()
+    assert (one[1].all_reduce(np.full(1000, 3.0, np.float32)).wait(10) == 2).all()
+    assert (waiting[0].wait(10) == 2).all()
+
+
+def admitted(pool: Pool, keys: Path) -> bool:
+    job = f"{keys.name}/a look"
+    try:
+        connect(servers=pool.address, rank=0, world_size=1, keys=keys, job=job).shutdown()
+    except AuthError:
+        return False
+    return True
+
+
+def test_rotation_under_load(pool: Pool) -> None:
+    clients = pool.join("one")
+    allowed = pool.home / "pool" / "allowed"
+    (old,) = [line for line in allowed.read_text().splitlines() if line.startswith("one ")]
+    with busy(clients) as made:
+        for turn in range(3):
+            pool.allow("one", "two" if turn % 2 else "")
+            count = made[0]
+            until(lambda: ("two" in allowed.read_text()) == admitted(pool, pool.home / "jobs/two"))
+            until(lambda count=count: made[0] > count + 5)
+        keygen(pool.home, ["one"], rotate=True)
+        assert old in allowed.read_text()
+        until(lambda: admitted(pool, pool.home / "jobs" / "one"))
+        # Who starts now has the new key, in a run of its own.
+        successors = pool.join("one", job="one/next")
+        all_reduce(successors)
+    for client in clients:
+        client.shutdown()
+    allowed.write_text(allowed.read_text().replace(old, "# revoked"))
+    with busy(successors) as made:
+        count = made[0]
+        until(lambda: made[0] > count + 200)
+    assert pool.members == {"one/next": 2}
+
+
+# -- what else workers do, with keys --------------------------------------------------------------
+
+
+def test_survivors_and_trials_have_names_of_their_own(pool: Pool) -> None:
+    clients = pool.join("one", 3, on_rank_lost="continue")
+    all_reduce(clients)
+    clients[2].shutdown()
+    works = [client.all_reduce(ones(), op="sum") for client in clients[:2]]
+    assert all((work.wait(20) == 2).all() for work in works)
+    assert any(name.startswith("one~") for name in pool.members)
+
+
+def test_another_reducer_takes_over(impl: str, home: Path) -> None:
+    servers = [Server(config.load(bind="tcp://127.0.0.1:0"), Keyring.load(home / "pool"))]
+    servers += [Server(config.load(bind="tcp://127.0.0.1:0"), Keyring.load(home / "pool"))]
+    for server in servers:
+        server.start()
+    stopped = False
+    try:
+        addresses = [server.address for server in servers]
+        with joined(2, servers=addresses, keys=home / "jobs" / "one") as clients:
+            all_reduce(clients)
+            with busy(clients) as made:
+                servers[1].stop()
+                stopped = True
+                count = made[0]
+                until(lambda: made[0] > count + 20)
+            assert clients[0].counters.losses == 1
+    finally:
+        for server in servers[: 1 if stopped else 2]:
+            server.stop()
