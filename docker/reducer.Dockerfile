@@ -21,9 +21,13 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         /build/bin/pip wheel -q --no-deps -w /wheels . \
     && /build/bin/pip --python /opt/reducer/bin/python install -q --no-cache-dir --no-compile \
         -c constraints.txt /wheels/*.whl
-# Bytecode of what a reducer imports, and of nothing else: its root cannot be written to later.
+# Bytecode of what a reducer imports, and of nothing else: its root cannot be written to later. What
+# NumPy carries for tests, type checkers and the building of extensions stays behind, too.
 RUN /opt/reducer/bin/python -c "import reducer.cli" \
-    && find /opt/reducer -depth -type d -name tests -path '*/numpy/*' -exec rm -r {} +
+    && cd /opt/reducer/lib/python3*/site-packages/numpy \
+    && rm -r distutils f2py _core/include _core/lib random/lib \
+    && find . -depth -type d -name tests -exec rm -r {} + \
+    && find . -name '*.pyi' -delete
 
 FROM ${BASE}
 ARG VERSION=0.1.0
@@ -33,7 +37,7 @@ LABEL org.opencontainers.image.title="reducer" \
       org.opencontainers.image.version="${VERSION}"
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 \
-    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/* \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/* /usr/share/zoneinfo \
     && groupadd --gid 10001 reducer \
     && useradd --uid 10001 --gid 10001 --home-dir /nonexistent --no-create-home \
         --shell /usr/sbin/nologin reducer
