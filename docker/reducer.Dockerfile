@@ -35,9 +35,13 @@ LABEL org.opencontainers.image.title="reducer" \
       org.opencontainers.image.description="CPU-only reducer of the reduction server" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
-RUN apt-get update \
+# The same goes for the standard library's bytecode; Debian compiles all of it.
+RUN --mount=type=bind,from=build,source=/opt/reducer,target=/opt/reducer \
+    apt-get update \
     && apt-get install -y --no-install-recommends python3 \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/* /usr/share/zoneinfo \
+    && find /usr/lib/python3* -depth -name __pycache__ -exec rm -r {} + \
+    && /opt/reducer/bin/python -c "import reducer.cli" \
     && groupadd --gid 10001 reducer \
     && useradd --uid 10001 --gid 10001 --home-dir /nonexistent --no-create-home \
         --shell /usr/sbin/nologin reducer
