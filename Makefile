@@ -33,10 +33,11 @@ test-clouds: .venv-clouds/ready
 	.venv-clouds/bin/python -m pytest -rs tests/containers/test_manifests.py
 
 container-tools:
-	@if test "$$(id -u)" = 0 && command -v apt-get && ! command -v $(CONTAINER_TOOLS); then \
-		{ apt-get update && apt-get install -y --no-install-recommends $(CONTAINER_TOOLS) iproute2; } \
-			|| echo "the tools for containers could not be installed"; \
-	fi >/dev/null
+	@for tool in $(CONTAINER_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
+	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		{ apt-get update && apt-get install -y --no-install-recommends $(CONTAINER_TOOLS); } \
+			>/dev/null || echo "the tools for containers could not be installed"; \
+	fi
 
 lint: .venv/ready
 	$(BIN)/ruff check .

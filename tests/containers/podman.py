@@ -93,6 +93,12 @@ def contained(
         podman("rm", "--force", "--time=0", name)
 
 
+def run(image: str, *argv: str, entrypoint: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run an image to its end, without a network."""
+    options = [] if entrypoint is None else [f"--entrypoint={entrypoint}"]
+    return podman("run", "--rm", "--network=none", *OPTIONS, *options, image, *argv)
+
+
 def podman(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run podman with a runtime that also works where cgroups are of both versions."""
     command = ["podman", "--runtime=runc", *arguments]

@@ -14,7 +14,7 @@ import pytest
 
 import reducer
 from bench.lab import Host, Lab
-from tests.containers.podman import Container, contained, podman
+from tests.containers.podman import Container, contained, podman, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,8 +53,8 @@ def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image: str) 
     assert image["Healthcheck"]["Test"][0] == "CMD"
     assert image["Labels"]["org.opencontainers.image.version"] == reducer.__version__
     for absent in ("torch", "pip"):
-        command = ["--entrypoint=python", reducer_image, "-c", f"import {absent}"]
-        assert "ModuleNotFoundError" in podman("run", "--rm", "--network=none", *command).stderr
+        said = run(reducer_image, "-c", f"import {absent}", entrypoint="python").stderr
+        assert f"No module named '{absent}'" in said
 
 
 def test_the_workers_image_has_torch_and_both_commands(worker_image: str) -> None:
@@ -62,7 +62,7 @@ def test_the_workers_image_has_torch_and_both_commands(worker_image: str) -> Non
     assert image["Config"]["User"] == "10001:10001"
     assert image["Labels"]["org.opencontainers.image.version"] == reducer.__version__
     for command in (["worker-client"], ["reducer", "serve"], ["torchrun"]):
-        done = podman("run", "--rm", "--network=none", worker_image, *command, "--help")
+        done = run(worker_image, *command, "--help")
         assert done.returncode == 0, done.stderr
 
 
@@ -118,7 +118,7 @@ class Job:
     def start_workers(self, *arguments: str) -> list[Container]:
         """Start both workers' containers."""
         servers, workers = self._lab.hosts[:2], self._lab.hosts[2:]
-        run = ["torchrun", f"--nnodes={len(workers)}", f"--master-addr={workers[0].name}"]
+        command = ["torchrun", f"--nnodes={len(workers)}", f"--master-addr={workers[0].name}"]
         env = {
             "REDUCTION_SERVERS": ",".join(f"{server.name}:5555" for server in servers),
             "OMP_NUM_THREADS": "1",
@@ -130,7 +130,7 @@ class Job:
                     self._lab,
                     host,
                     self._worker_image,
-                    [*run, f"--node-rank={rank}", "/train.py", *arguments],
+                    [*command, f"--node-rank={rank}", "/train.py", *arguments],
                     env=env,
                     volumes=volumes,
                 )
