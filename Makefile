@@ -5,22 +5,39 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c \
 	worker_client/_cast.c
+CONTAINER_TOOLS := buildah podman runc debootstrap
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 
-.PHONY: demo test test-integrations test-torch-suite lint bench clean
+.PHONY: demo test test-integrations test-torch-suite test-containers test-clouds container-tools lint \
+	bench clean
 
 demo: .venv/ready
 	$(BIN)/worker-client demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest --durations=10 --ignore tests/integrations
+	$(BIN)/python -m pytest --durations=10 --ignore tests/integrations --ignore tests/containers
 
 test-integrations: .venv/integrations-ready
 	$(BIN)/python -m pytest --durations=10 -m "not slow" tests/integrations
 
 test-torch-suite: .venv/integrations-ready
 	$(BIN)/python -m pytest -m slow tests/integrations
+
+# Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
+test-containers: .venv/manifests-ready container-tools
+	$(BIN)/python -m pytest --durations=10 -rs tests/containers
+
+# The job files of Vertex AI and Azure ML. Their clients are large and pin what others need newer.
+test-clouds: .venv-clouds/ready
+	.venv-clouds/bin/python -m pytest -rs tests/containers/test_manifests.py
+
+container-tools:
+	@for tool in $(CONTAINER_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
+	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		{ apt-get update && apt-get install -y --no-install-recommends $(CONTAINER_TOOLS); } \
+			>/dev/null || echo "the tools for containers could not be installed"; \
+	fi
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -33,7 +50,7 @@ bench: .venv/bench-ready
 	$(BIN)/python -m bench
 
 clean:
-	rm -rf .venv build dist *.egg-info $(GENERATED)
+	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)
 	rm -f reducer/*.so reducer/kernels/*.so worker_client/*.so
 
 .venv/ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
@@ -44,6 +61,15 @@ clean:
 # Apart, so that no other test ever needs the frameworks, nor any test what the benchmarks need.
 .venv/integrations-ready: .venv/ready
 	$(INSTALL) -e ".[dev,demo,integrations]"
+	touch $@
+
+.venv/manifests-ready: .venv/ready
+	$(INSTALL) -e ".[manifests]"
+	touch $@
+
+.venv-clouds/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-clouds
+	.venv-clouds/bin/python -m pip install -q ".[clouds,dev]"
 	touch $@
 
 .venv/bench-ready: .venv/ready

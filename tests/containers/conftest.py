@@ -1,0 +1,27 @@
+"""The two images, built once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.containers import images
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip where images can neither be built nor run."""
+    try:
+        images.check_tools()
+        images.make_base(tmp_path_factory.mktemp("base"))
+    except images.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def reducer_image(base: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return images.build("reducer", tmp_path_factory.mktemp("reducer"))
+
+
+@pytest.fixture(scope="session")
+def worker_image(base: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return images.build("worker", tmp_path_factory.mktemp("worker"))

@@ -1,0 +1,116 @@
+"""Build the images of `docker/` without an engine, a registry or a name of one.
+
+The base that the Dockerfiles name is a Debian without documentation. Here it is made from the
+mirror that this machine's apt uses; everything else is what the Dockerfiles say. pip's
+configuration goes in as a build secret, and folders that it names are mounted.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+BASE = "localhost/reduction-base:bookworm"
+TOOLS = ("buildah", "podman", "runc", "debootstrap", "ip", "tc")
+CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where the Dockerfiles mount the secret `ca`
+
+# As Debian's own "slim" images leave documentation out.
+SLIM = "".join(f"path-exclude /usr/share/{part}/*\n" for part in ("doc", "info", "locale", "man"))
+
+
+class Unavailable(RuntimeError):  # noqa: N818 (it is a condition of the machine)
+    """What images need cannot be had here; the message says what."""
+
+
+def check_tools() -> None:
+    """Raise `Unavailable` where images cannot be built and run."""
+    if os.geteuid() != 0:
+        raise Unavailable("containers on hosts of a lab need root")
+    for tool in TOOLS:
+        if not shutil.which(tool):
+            raise Unavailable(f"there is no `{tool}`: `make container-tools` installs it")
+    if subprocess.run(["unshare", "--net", "--mount", "true"], check=False).returncode:
+        raise Unavailable("the kernel refuses namespaces")
+
+
+def make_base(folder: Path) -> None:
+    """Import a Debian from apt's mirror as `BASE`, unless an earlier run has.
+
+    Raises:
+        Unavailable: the mirror cannot be reached.
+    """
+    if not subprocess.run(["podman", "image", "exists", BASE], check=False).returncode:
+        return
+    root = folder / "base"
+    made = subprocess.run(
+        ["debootstrap", "--variant=minbase", "bookworm", root, _mirror()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        raise Unavailable(f"debootstrap made no base: {made.stdout[-300:]}{made.stderr[-300:]}")
+    (root / "etc/dpkg/dpkg.cfg.d/slim").write_text(SLIM)
+    for waste in ("usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man"):
+        shutil.rmtree(root / waste, ignore_errors=True)
+    for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
+        shutil.rmtree(root / waste)
+        (root / waste / "partial").mkdir(parents=True)
+    with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as packed:
+        command = ["podman", "import", "--quiet", "-", BASE]
+        subprocess.run(command, stdin=packed.stdout, capture_output=True, check=True)
+    shutil.rmtree(root)
+
+
+def build(name: str, folder: Path) -> str:
+    """Build ``docker/NAME.Dockerfile`` and return the image's name.
+
+    Raises:
+        subprocess.CalledProcessError: it does not build; what was printed is on standard error.
+    """
+    image = f"localhost/reduction-{name}:test"
+    command = ["buildah", "bud", "--isolation=chroot", "--layers", "--format=docker", "--quiet"]
+    command += [f"--build-arg=BASE={BASE}", f"--tag={image}", *_pip(folder)]
+    command += ["--file", str(ROOT / f"docker/{name}.Dockerfile"), str(ROOT)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return image
+
+
+def _mirror() -> str:
+    command = ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    for line in listed.splitlines():
+        label, _, mirror = line.partition(" ")
+        if label == "Debian":
+            return mirror
+    raise Unavailable("apt knows no mirror of Debian: run `apt-get update` first")
+
+
+def _pip(folder: Path) -> list[str]:
+    """Return the options of a build that give it this machine's pip configuration."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # Environment beats files, and comes first.
+    lines = (line.partition("=") for line in reversed(listed.splitlines()))
+    settings = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in lines}
+    options = []
+    if "cert" in settings:
+        options += ["--secret", f"id=ca,src={settings['cert']}"]
+        settings["cert"] = CERTIFICATES
+    path = folder / "pip.conf"
+    words = [f"{name} = {' '.join(value.split())}\n" for name, value in settings.items()]
+    path.write_text("[global]\n" + "".join(words))
+    options += ["--secret", f"id=pip,src={path}"]
+    for name in ("index-url", "extra-index-url", "find-links"):
+        for place in settings.get(name, "").split():
+            local = Path(place.removeprefix("file://"))
+            if place.startswith("file://"):
+                local = local.parent  # an index points into a folder beside it
+            if local.is_absolute() and local.is_dir() and local != Path("/"):
+                options += ["--volume", f"{local}:{local}:ro"]
+    return options

@@ -1,0 +1,87 @@
+"""The services of `docker/compose.yaml` as podman runs them, each on a host of its own.
+
+It does what an engine for Compose does with the keys that the file has, in the order that its
+`depends_on` asks for.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.lab import Lab
+from tests.containers.images import ROOT
+from tests.containers.podman import Container, contained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(1200)  # it may have to build the images
+
+READY_S = 60.0
+KNOWN = {"build", "cap_drop", "command", "depends_on", "environment", "healthcheck", "hostname"}
+KNOWN |= {"image", "networks", "read_only", "security_opt", "volumes"}
+
+
+def options(service: dict[str, Any]) -> list[str]:
+    """Return what podman calls a service's rights."""
+    said = ["--read-only", "--read-only-tmpfs=false"] if service.get("read_only") else []
+    said += [f"--cap-drop={right.lower()}" for right in service.get("cap_drop", ())]
+    return said + [f"--security-opt={option}" for option in service.get("security_opt", ())]
+
+
+def volumes(service: dict[str, Any]) -> dict[Path, str]:
+    pairs = (volume.split(":", 1) for volume in service.get("volumes", ()))
+    return {(ROOT / "docker" / source).resolve(): target for source, target in pairs}
+
+
+def wait_until_healthy(container: Container, check: dict[str, Any]) -> None:
+    kind, *command = check["test"]
+    assert kind == "CMD"
+    deadline = time.monotonic() + READY_S
+    while container.execute(*command).returncode:
+        assert time.monotonic() < deadline, container.logs()
+        time.sleep(0.5)
+
+
+def test_the_services_train_together(base: None, reducer_image: str, worker_image: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    images = {"reducer": reducer_image, "worker": worker_image}
+    # Those that others depend on are first.
+    order = sorted(services, key=lambda name: "depends_on" in services[name])
+    with Lab(hosts=len(services)) as lab, ExitStack() as stack:
+        hosts = dict(zip(order, lab.hosts, strict=True))
+        names = [f"--add-host={name}:{host.address}" for name, host in hosts.items()]
+        running: dict[str, Container] = {}
+        for name in order:
+            service = services[name]
+            assert set(service) <= KNOWN
+            assert service["hostname"] == name
+            for needed, how in service.get("depends_on", {}).items():
+                assert how == {"condition": "service_healthy"}
+                wait_until_healthy(running[needed], services[needed]["healthcheck"])
+            running[name] = stack.enter_context(
+                contained(
+                    lab,
+                    hosts[name],
+                    images[service["image"]],
+                    service["command"],
+                    env=service.get("environment"),
+                    volumes=volumes(service),
+                    options=[*options(service), *names],
+                )
+            )
+        workers = [running[name] for name in order if name.startswith("worker")]
+        assert [worker.wait() for worker in workers] == [0, 0], [each.logs() for each in workers]
+        said = re.findall(
+            r"rank (\d): loss \S+, weights (\w+), (\d) reducers",
+            "".join(worker.logs() for worker in workers),
+        )
+        assert sorted(rank for rank, _, _ in said) == ["0", "1"]
+        assert {servers for _, _, servers in said} == {"2"}
+        assert len({weights for _, weights, _ in said}) == 1

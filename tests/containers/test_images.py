@@ -1,0 +1,188 @@
+"""Images built from their Dockerfiles: what is in them, and one job of containers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import reducer
+from bench.lab import Host, Lab
+from tests.containers.podman import Container, contained, podman, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(1200)  # the first of these tests builds an image
+
+TRAIN = Path(__file__).parent / "train.py"
+MBIT = 200
+LARGEST_REDUCER = 200_000_000
+LOCKED = ["--read-only", "--read-only-tmpfs=false", "--cap-drop=all"]
+LOCKED += ["--security-opt=no-new-privileges"]
+INSECURE = {"REDUCTION_INSECURE": "1"}
+USED_BYTES = 1_000_000  # far more than hellos and heartbeats take
+
+
+def about(image: str) -> dict[str, Any]:
+    (found,) = json.loads(podman("image", "inspect", image).stdout)
+    print(f"\n{image}: {found['Size'] / 1e6:.0f} MB")  # noqa: T201 (with -s)
+    return found
+
+
+@pytest.fixture
+def lab(base: None) -> Iterator[Lab]:
+    with Lab(hosts=4, mbit=MBIT) as lab:
+        yield lab
+
+
+# -- what they are --------------------------------------------------------------------------------
+
+
+def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image: str) -> None:
+    image = about(reducer_image)
+    assert image["Size"] < LARGEST_REDUCER
+    assert image["Config"]["User"] == "10001:10001"
+    assert image["Config"]["Entrypoint"] == ["reducer"]
+    assert image["Healthcheck"]["Test"][0] == "CMD"
+    assert image["Labels"]["org.opencontainers.image.version"] == reducer.__version__
+    for absent in ("torch", "pip"):
+        said = run(reducer_image, "-c", f"import {absent}", entrypoint="python").stderr
+        assert f"No module named '{absent}'" in said
+
+
+def test_the_workers_image_has_torch_and_both_commands(worker_image: str) -> None:
+    image = about(worker_image)
+    assert image["Config"]["User"] == "10001:10001"
+    assert image["Labels"]["org.opencontainers.image.version"] == reducer.__version__
+    for command in (["worker-client"], ["reducer", "serve"], ["torchrun"]):
+        done = run(worker_image, *command, "--help")
+        assert done.returncode == 0, done.stderr
+
+
+# -- a reducer's container ------------------------------------------------------------------------
+
+
+def test_a_reducer_serves_with_no_rights_at_all(lab: Lab, reducer_image: str) -> None:
+    with contained(
+        lab, lab.hosts[0], reducer_image, ["serve"], env=INSECURE, options=LOCKED
+    ) as server:
+        server.wait_for("reducer ready on ")
+        assert server.execute("id", "-u").stdout == "10001\n"
+        assert "Read-only file system" in server.execute("touch", "/tmp/x").stderr  # noqa: S108
+        assert server.healthy()
+        assert server.stop() == 0
+
+
+def test_a_reducer_that_answers_no_probe_is_not_healthy(lab: Lab, reducer_image: str) -> None:
+    env = {**INSECURE, "REDUCTION_HTTP": "0.0.0.0:9091"}
+    with contained(lab, lab.hosts[0], reducer_image, ["serve"], env=env) as server:
+        server.wait_for("reducer ready on ")
+        assert not server.healthy()
+
+
+def test_a_reducer_does_not_serve_strangers_unless_it_is_told_to(
+    lab: Lab, reducer_image: str
+) -> None:
+    with contained(lab, lab.hosts[0], reducer_image, ["serve"], options=LOCKED) as server:
+        assert server.wait() == 2
+        assert "--insecure" in server.logs()
+
+
+# -- a job ----------------------------------------------------------------------------------------
+
+
+class Job:
+    """Reducers on the first two hosts of a lab, and workers on the other two."""
+
+    def __init__(self, lab: Lab, images: tuple[str, str], signals: Path, stack: ExitStack) -> None:
+        self._lab, self._signals, self._stack = lab, signals, stack
+        self._reducer_image, self._worker_image = images
+        self.pool = [self.start_reducer(host) for host in lab.hosts[:2]]
+
+    def start_reducer(self, host: Host) -> Container:
+        """Start a reducer's container on a host, and wait until it serves."""
+        server = contained(
+            self._lab, host, self._reducer_image, ["serve"], env=INSECURE, options=LOCKED
+        )
+        started = self._stack.enter_context(server)
+        started.wait_for("reducer ready on ")
+        return started
+
+    def start_workers(self, *arguments: str) -> list[Container]:
+        """Start both workers' containers."""
+        servers, workers = self._lab.hosts[:2], self._lab.hosts[2:]
+        command = ["torchrun", f"--nnodes={len(workers)}", f"--master-addr={workers[0].name}"]
+        env = {
+            "REDUCTION_SERVERS": ",".join(f"{server.name}:5555" for server in servers),
+            "OMP_NUM_THREADS": "1",
+        }
+        volumes = {TRAIN: "/train.py:ro", self._signals: "/signals:ro"}
+        return [
+            self._stack.enter_context(
+                contained(
+                    self._lab,
+                    host,
+                    self._worker_image,
+                    [*command, f"--node-rank={rank}", "/train.py", *arguments],
+                    env=env,
+                    volumes=volumes,
+                )
+            )
+            for rank, host in enumerate(workers)
+        ]
+
+
+def outcome(workers: list[Container]) -> tuple[int, str, int]:
+    """Wait for the end of a training; return its steps, its weights, and reducers lost."""
+    said = set()
+    for worker in workers:
+        code, logs = worker.wait(), worker.logs()
+        assert code == 0, logs
+        match = re.search(r"rank \d of 2 on \S+: (\d+) steps, (\w+), (\d+) lost", logs)
+        assert match, logs
+        said.add((int(match[1]), match[2], int(match[3])))
+    assert len(said) == 1, said
+    return said.pop()
+
+
+def received(host: Host) -> int:
+    """Return the bytes that a host's network card has received."""
+    command = ["ip", "-n", host.name, "-j", "-s", "link", "show", "eth0"]
+    (card,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return int(card["stats64"]["rx"]["bytes"])
+
+
+@pytest.fixture
+def job(lab: Lab, reducer_image: str, worker_image: str, tmp_path: Path) -> Iterator[Job]:
+    with ExitStack() as stack:
+        yield Job(lab, (reducer_image, worker_image), tmp_path, stack)
+
+
+def test_a_reducers_container_is_killed_and_replaced_while_others_train(
+    job: Job, lab: Lab, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o755)
+    host = lab.hosts[0]
+    workers = job.start_workers()
+    workers[0].wait_for("trained 20 steps")
+    job.pool[0].kill()
+    replacement = job.start_reducer(host)
+    before = received(host)
+    while received(host) < before + USED_BYTES:
+        assert workers[0].state("Running") == "true", workers[0].logs()
+        time.sleep(0.2)
+    (tmp_path / "stop").touch()
+    steps, weights, lost = outcome(workers)
+    assert lost == 1
+    assert replacement.stop() == 0
+    print(f"\n{steps} steps, a reducer killed and replaced: weights {weights}")  # noqa: T201
+
+    job.pool[0] = job.start_reducer(host)
+    assert outcome(job.start_workers(str(steps))) == (steps, weights, 0)

@@ -1,0 +1,222 @@
+"""What `docker/` gives to other systems, judged offline by these systems' own schemas.
+
+The schemas come in packages: Kubernetes' own in `kubernetes-validate`, JobSet's and the Trainer's
+in `kubeflow-trainer-api`, Compose's in `compose-spec`, Vertex AI's and Azure ML's in their clients.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reducer
+
+yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
+
+ROOT = Path(__file__).parent.parent.parent
+DOCKER = ROOT / "docker"
+POOL = DOCKER / "kubernetes/pool"
+KUBERNETES = "1.31.0"  # the oldest that is looked after; later ones take what it takes
+
+
+def read(path: str | Path) -> Any:
+    return yaml.safe_load((DOCKER / path).read_text())
+
+
+def check_kubernetes(resource: dict[str, Any]) -> None:
+    """Validate a resource strictly: an unknown field is an error."""
+    judge = pytest.importorskip("kubernetes_validate", reason="needs the extra `manifests`")
+    judge.validate(resource, KUBERNETES, strict=True)
+
+
+def check_model(name: str, resource: dict[str, Any]) -> None:
+    """Validate one of JobSet's or the Trainer's, and each job in it as Kubernetes does."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs `manifests`")
+    spec = resource["spec"]
+    for job in (spec if "replicatedJobs" in spec else spec["template"]["spec"])["replicatedJobs"]:
+        template = job["template"]["spec"]["template"]
+        # The Trainer's own controller gives its nodes this.
+        template["spec"].setdefault("restartPolicy", "Never")
+        described = {"metadata": {"name": job["name"]}, "spec": job["template"]["spec"]}
+        check_kubernetes({"apiVersion": "batch/v1", "kind": "Job", **described})
+        # These models know no quantity, nor a port that has a name.
+        template["spec"] = {"containers": [{"name": job["name"]}]}
+    getattr(models, name).model_validate(resource, extra="forbid", by_alias=True)
+
+
+def pods() -> list[tuple[str, dict[str, Any]]]:
+    """Return every pod that runs a reducer or a worker, with the file that it is in."""
+    found = [("pool", read("kubernetes/pool/statefulset.yaml")["spec"]["template"]["spec"])]
+    for path, keys in (
+        ("kubernetes/job/jobset.yaml", ["spec"]),
+        ("kubernetes/kubeflow/runtime.yaml", ["spec", "template", "spec"]),
+    ):
+        spec = read(path)
+        for key in keys:
+            spec = spec[key]
+        jobs = spec["replicatedJobs"]
+        found += [(path, job["template"]["spec"]["template"]["spec"]) for job in jobs]
+    return found
+
+
+# -- by the schemas -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", sorted(path.name for path in POOL.glob("*.yaml") if path.stem != "kustomization")
+)
+def test_the_shared_pool(path: str) -> None:
+    check_kubernetes(read(POOL / path))
+
+
+def test_the_schema_knows_a_misspelt_field() -> None:
+    resource = read(POOL / "statefulset.yaml")
+    resource["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
+    judge = pytest.importorskip("kubernetes_validate", reason="needs the extra `manifests`")
+    with pytest.raises(judge.ValidationError):
+        check_kubernetes(resource)
+
+
+def test_the_shared_pool_as_kustomize_prints_it() -> None:
+    if not shutil.which("kubectl"):
+        pytest.skip("there is no `kubectl`")
+    done = subprocess.run(["kubectl", "kustomize", POOL], capture_output=True, check=True)
+    resources = list(yaml.safe_load_all(done.stdout))
+    listed = read(POOL / "kustomization.yaml")["resources"]
+    assert len(resources) == len(listed)
+    assert sorted(path.name for path in POOL.iterdir()) == sorted([*listed, "kustomization.yaml"])
+    for resource in resources:
+        check_kubernetes(resource)
+    (image,) = re.findall(rb"image: (\S+)", done.stdout)
+    assert image.decode() == f"REGISTRY/reducer:{reducer.__version__}"
+
+
+def test_a_pool_of_a_jobs_own() -> None:
+    check_model("JobsetV1alpha2JobSet", read("kubernetes/job/jobset.yaml"))
+
+
+def test_the_trainers_runtime() -> None:
+    check_model("TrainerV1alpha1ClusterTrainingRuntime", read("kubernetes/kubeflow/runtime.yaml"))
+
+
+def test_the_trainers_job() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs `manifests`")
+    job = read("kubernetes/kubeflow/trainjob.yaml")
+    models.TrainerV1alpha1TrainJob.model_validate(job, extra="forbid", by_alias=True)
+    runtime = read("kubernetes/kubeflow/runtime.yaml")
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+
+
+def test_the_models_know_a_misspelt_field() -> None:
+    jobset = read("kubernetes/job/jobset.yaml")
+    jobset["spec"]["successPolicies"] = jobset["spec"].pop("successPolicy")
+    with pytest.raises(ValueError, match="successPolicies"):
+        check_model("JobsetV1alpha2JobSet", jobset)
+
+
+def test_compose() -> None:
+    models = pytest.importorskip("compose_spec.models", reason="needs the extra `manifests`")
+    project = read("compose.yaml")
+    shared = {name: project.pop(name) for name in list(project) if name.startswith("x-")}
+    assert shared
+    models.ComposeSpecification.model_validate(project, extra="forbid")
+    misspelt = copy.deepcopy(project)
+    misspelt["services"]["worker-0"]["depend_on"] = {}
+    with pytest.raises(ValueError, match="depend_on"):
+        models.ComposeSpecification.model_validate(misspelt, extra="forbid")
+
+
+@pytest.mark.timeout(300)  # the client is large
+def test_vertex() -> None:
+    types = pytest.importorskip("google.cloud.aiplatform_v1.types", reason="needs `clouds`")
+    json_format = pytest.importorskip("google.protobuf.json_format", reason="needs `clouds`")
+    spec = read("vertex/custom-job.yaml")
+    parsed = json_format.ParseDict(spec, types.CustomJobSpec.pb()())
+    assert [pool.replica_count for pool in parsed.worker_pool_specs] == [1, 7, 8]
+    commands = {tuple(pool.container_spec.command) for pool in parsed.worker_pool_specs}
+    assert len(commands) == 1  # the roles differ, and nothing else
+    spec["workerPoolSpecs"][2]["machineSpecs"] = {}
+    with pytest.raises(json_format.ParseError, match="machineSpecs"):
+        json_format.ParseDict(spec, types.CustomJobSpec.pb()())
+
+
+@pytest.mark.timeout(300)  # the client is large
+@pytest.mark.filterwarnings("ignore")  # its own, about its dependencies
+def test_azure(tmp_path: Path) -> None:
+    client = pytest.importorskip("azure.ai.ml", reason="needs the extra `clouds`")
+    text = (DOCKER / "azureml/job.yml").read_text()
+    (tmp_path / "src").mkdir()  # a user's own, whose existence the client checks
+    path = tmp_path / "job.yml"
+    path.write_text(text)
+    job = client.load_job(path)
+    assert job.distribution.type == "pytorch"
+    assert job.resources.instance_count == 4
+    path.write_text(text.replace("type: pytorch", "type: torch"))
+    errors = pytest.importorskip("marshmallow", reason="needs the extra `clouds`")
+    with pytest.raises(errors.ValidationError, match="'torch' passed is not in set"):
+        client.load_job(path)
+
+
+def test_slurm() -> None:
+    subprocess.run(["bash", "-n", DOCKER / "slurm/train.sbatch"], check=True)
+
+
+# -- by what they have to agree on ----------------------------------------------------------------
+
+
+def test_every_pod_runs_without_rights() -> None:
+    assert len(pods()) == 5
+    for path, pod in pods():
+        assert pod["securityContext"]["runAsNonRoot"] is True, path
+        assert pod["automountServiceAccountToken"] is False, path
+        (container,) = pod["containers"]
+        if container["name"] == "reducer":
+            rights = container["securityContext"]
+            assert rights["readOnlyRootFilesystem"] is True, path
+            assert rights["allowPrivilegeEscalation"] is False, path
+            assert rights["capabilities"] == {"drop": ["ALL"]}, path
+
+
+def test_probes_ask_where_reducers_answer() -> None:
+    containers = [pod["containers"][0] for _, pod in pods()]
+    reducers = [container for container in containers if container["name"] == "reducer"]
+    assert len(reducers) == 3
+    for container in reducers:
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert f"--bind=tcp://0.0.0.0:{ports['data']}" in container["args"]
+        assert f"--http=0.0.0.0:{ports['http']}" in container["args"]
+        assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+        assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+        (keys,) = container["volumeMounts"]
+        assert f"--keys={keys['mountPath']}" in container["args"]
+
+
+def test_workers_of_a_jobset_know_its_reducers_by_name() -> None:
+    jobset = read("kubernetes/job/jobset.yaml")
+    name, spec = jobset["metadata"]["name"], jobset["spec"]
+    reducers, workers = spec["replicatedJobs"]
+    addresses = [
+        f"{name}-{reducers['name']}-0-{index}.{spec['network']['subdomain']}:5555"
+        for index in range(reducers["template"]["spec"]["completions"])
+    ]
+    (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert env["REDUCTION_SERVERS"].split(",") == addresses
+    assert int(env["PET_NNODES"]) == workers["template"]["spec"]["completions"]
+
+
+def test_both_images_name_the_version_that_they_hold() -> None:
+    for name in ("reducer", "worker"):
+        dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
+        assert f"ARG VERSION={reducer.__version__}\n" in dockerfile
+
+
+def test_the_workers_torch_is_the_one_that_is_tested() -> None:
+    (pinned,) = re.findall("^ARG TORCH=(.*)$", (DOCKER / "worker.Dockerfile").read_text(), re.M)
+    assert pinned in (ROOT / "constraints.txt").read_text().splitlines()
