@@ -148,7 +148,9 @@ def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path: Path)
 @pytest.mark.timeout(120)
 def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
     script = (
-        "import os, signal, time\nprint(os.getpid(), flush=True)\nwhile True:\n    time.sleep(1)\n"
+        "import os, time\n"
+        "os.write(1, f'{os.getpid()}\\n'.encode())\n"  # at once: two ranks share the pipe
+        "while True:\n    time.sleep(1)\n"
     )
     with launched(tmp_path, script, "--nproc-per-node", "2") as process:
         assert process.stdout
