@@ -31,7 +31,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 RANKS = 4  # of the runs that must lead to the same weights
 SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) reducers")
-LIMIT_S = 240
+LIMIT_S = 500
 
 # What every launcher must lead to, by the number of ranks: the first test that trains says.
 FINGERPRINTS: dict[int, set[str]] = {}
@@ -70,14 +70,14 @@ def settings(pool: list[str]) -> dict[str, str]:
     return bare_environment(REDUCTION_SERVERS=",".join(pool))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_mpirun(settings: dict[str, str]) -> None:
     if not shutil.which("mpirun"):
         pytest.skip("there is no `mpirun` (Debian: openmpi-bin)")
     train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], settings)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
     if not shutil.which("mpirun"):
         pytest.skip("there is no `mpirun` (Debian: openmpi-bin)")
@@ -89,14 +89,14 @@ def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
     train([[*MPIRUN, "-n", "2", *LAUNCH, "--", SCRIPT]], {**settings, **batch}, ranks=2)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_srun(settings: dict[str, str], slurm: dict[str, str]) -> None:
     # Two nodes: the ranks meet at the first host of 127.0.0.[1-2].
     command = ["srun", "-n", str(RANKS), "-N", "2", *LAUNCH, "--", SCRIPT]
     train([command], {**settings, **slurm})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_torchrun_on_two_nodes(settings: dict[str, str]) -> None:
     where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     shape = ["--nnodes", "2", "--nproc-per-node", "1"]
@@ -148,7 +148,9 @@ def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path: Path)
 @pytest.mark.timeout(120)
 def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
     script = (
-        "import os, signal, time\nprint(os.getpid(), flush=True)\nwhile True:\n    time.sleep(1)\n"
+        "import os, time\n"
+        "os.write(1, f'{os.getpid()}\\n'.encode())\n"  # at once: two ranks share the pipe
+        "while True:\n    time.sleep(1)\n"
     )
     with launched(tmp_path, script, "--nproc-per-node", "2") as process:
         assert process.stdout

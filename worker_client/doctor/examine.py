@@ -105,7 +105,8 @@ def _at_another_port(message: str, host: str, ports: Sequence[int]) -> Problem |
 
 def _refusal(error: ReductionError, mechanism: str) -> Problem:
     if isinstance(error, AuthError):
-        return Problem(Kind.KEYS, str(error), "give workers and reducers keys of the same pool")
+        advice = "compare REDUCTION_KEYS and REDUCTION_JOB here with --keys at the reducer"
+        return Problem(Kind.KEYS, str(error), advice)
     if isinstance(error, VersionError):
         return Problem(Kind.VERSION, str(error), "install the same release on both sides")
     if isinstance(error, ReducerLostError) and mechanism != "NULL":
