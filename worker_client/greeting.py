@@ -1,34 +1,83 @@
-"""Whether a server demands keys: it says so in the first bytes of a connection (ZMTP 3).
+"""The first bytes of a connection: whether ZeroMQ answers there, and what protects it (ZMTP 3).
 
-libzmq's client often finds the connection closed before it has read as much.
+A server says them before it demands anything. libzmq's client tells little of them: it often finds
+the connection closed before it has read as much.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from typing import NamedTuple
 
-TIMEOUT_S = 0.3
-_BEGIN = b"\xff" + bytes(7) + b"\x01\x7f\x03"  # signature, and the major version that we speak
+TIMEOUT_S = 2.0  # to connect, and for the answer
+BRIEF_S = 0.3  # the same, for a thread that others wait for
+# Signature and major version. Told more, a server whose mechanism is another one says nothing.
+_BEGIN = b"\xff" + bytes(7) + b"\x01\x7f\x03"
+_GREETING_BYTES = 64
 _MECHANISM = slice(12, 32)
-_BYTES = 64
+_LINES = b"\r\n\r\n"
+
+
+class Greeting(NamedTuple):
+    """What a server says first.
+
+    Attributes:
+        mechanism: of ZeroMQ, ``NULL`` or ``CURVE``; empty if it is no ZeroMQ.
+        silent: it has said nothing in time.
+    """
+
+    mechanism: str = ""
+    silent: bool = False
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def mechanism(address: str) -> str:
-    """Return what protects connections there, ``CURVE`` or ``NULL``; nothing if it is no ZeroMQ.
-
-    Args:
-        address: ``host:port``.
-    """
-    host, _, port = address.rpartition(":")
-    greeting = b""
+    """Return what protects connections to ``host:port``; nothing if that is not told at once."""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as connection:
-            connection.settimeout(TIMEOUT_S)
-            connection.sendall(_BEGIN)
-            while len(greeting) < _BYTES and (more := connection.recv(_BYTES - len(greeting))):
-                greeting += more
+        return greet(*split(address), timeout_s=BRIEF_S).mechanism
     except OSError:
         return ""
-    if len(greeting) < _BYTES or greeting[0] != 0xFF:
-        return ""
-    return greeting[_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+
+
+def greet(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Greeting:
+    """Connect, and read the greeting.
+
+    Args:
+        host, port: where.
+        timeout_s: seconds to connect, and for the answer.
+
+    Raises:
+        OSError: there is no connection.
+    """
+    with socket.create_connection((host, port), timeout_s) as connection:
+        try:
+            connection.sendall(_BEGIN)
+            heard = _hear(connection)
+            if not heard:
+                connection.sendall(_LINES)  # a server of lines of text answers these
+                return Greeting(silent=not connection.recv(1))
+        except TimeoutError:
+            return Greeting(silent=True)
+        except ConnectionError:
+            return Greeting()  # it went away, as what speaks another protocol may
+    if len(heard) < _GREETING_BYTES or heard[0] != 0xFF or heard[9] != 0x7F:
+        return Greeting()
+    return Greeting(heard[_MECHANISM].rstrip(b"\0").decode("ascii", "replace"))
+
+
+def _hear(connection: socket.socket) -> bytes:
+    """Return what comes until a greeting is complete, the other side ends, or time is over."""
+    heard = b""
+    with contextlib.suppress(TimeoutError):
+        while len(heard) < _GREETING_BYTES:
+            more = connection.recv(_GREETING_BYTES - len(heard))
+            if not more:
+                break
+            heard += more
+    return heard

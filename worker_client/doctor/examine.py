@@ -11,7 +11,7 @@ import numpy as np
 
 from reducer.errors import AuthError, ReducerLostError, ReductionError, VersionError
 from worker_client.doctor.findings import Health, Kind, Problem
-from worker_client.doctor.greeting import greet, split
+from worker_client.greeting import greet, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
