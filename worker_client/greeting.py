@@ -49,7 +49,8 @@ def greet(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Greeting:
     """Connect, and read the greeting.
 
     Args:
-        host, port: where.
+        host: name or number of the other side.
+        port: where it listens.
         timeout_s: seconds to connect, and for the answer.
 
     Raises:
