@@ -47,7 +47,7 @@ sanitize: .venv/ready
 
 # Known vulnerabilities of what a reducer and a worker need at run time.
 audit: build/runtime.txt .venv/security-ready
-	$(BIN)/pip-audit --disable-pip --no-deps -r build/runtime.txt
+	$(BIN)/pip-audit --strict --disable-pip --no-deps -r build/runtime.txt
 
 sbom: build/runtime/ready .venv/security-ready
 	mkdir -p dist
