@@ -9,8 +9,11 @@ CONTAINER_TOOLS := buildah podman runc debootstrap
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 
+FUZZ_SECONDS ?= 60
+SANITIZED_INPUTS ?= 2000
+
 .PHONY: demo test test-integrations test-torch-suite test-containers test-clouds container-tools lint \
-	bench clean
+	bench fuzz sanitize audit sbom release clean
 
 demo: .venv/ready
 	$(BIN)/worker-client demo
@@ -49,6 +52,33 @@ lint: .venv/ready
 bench: .venv/bench-ready
 	$(BIN)/python -m bench
 
+# Every target for FUZZ_SECONDS seconds; findings, and inputs that reach something new, are left in
+# build/fuzz.
+fuzz: .venv/fuzz-ready
+	$(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS)
+
+# The tests of what is compiled, and SANITIZED_INPUTS inputs for every fuzz target, on a debug build
+# in build/sanitized.
+sanitize: .venv/ready
+	$(BIN)/python -m fuzz.sanitizers $(SANITIZED_INPUTS)
+
+# Known vulnerabilities of what a reducer and a worker need at run time.
+audit: build/runtime.txt .venv/security-ready
+	$(BIN)/pip-audit --strict --disable-pip --no-deps -r build/runtime.txt
+
+sbom: build/runtime/ready .venv/security-ready
+	mkdir -p dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o dist/sbom.cdx.json \
+		build/runtime/bin/python
+
+# A wheel and a source distribution, built by exactly what release.lock names.
+release:
+	rm -rf build/release dist
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install -q --require-hashes --only-binary :all: -r release.lock
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
+	cd dist && sha256sum *.whl *.tar.gz | tee SHA256SUMS
+
 clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)
 	rm -f reducer/*.so reducer/kernels/*.so worker_client/*.so
@@ -75,3 +105,21 @@ clean:
 .venv/bench-ready: .venv/ready
 	$(INSTALL) -e ".[bench]"
 	touch $@
+
+.venv/fuzz-ready: .venv/ready
+	$(INSTALL) -e ".[dev,demo,fuzz]"
+	touch $@
+
+.venv/security-ready: .venv/ready
+	$(INSTALL) -e ".[dev,demo,security]"
+	touch $@
+
+# What is installed with the package alone.
+build/runtime/ready: pyproject.toml constraints.txt
+	rm -rf build/runtime
+	$(PYTHON) -m venv --without-pip build/runtime
+	$(PYTHON) -m pip --python build/runtime/bin/python install -q -c constraints.txt .
+	touch $@
+
+build/runtime.txt: build/runtime/ready
+	$(PYTHON) -m pip --python build/runtime/bin/python freeze --exclude reduction-server > $@
