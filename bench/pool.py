@@ -50,7 +50,7 @@ def start(hosts: Iterable[Host], keys: str = "") -> list[Reducer]:
         CrewError: one did not start.
     """
     environment = {"REDUCTION_KEYS": keys} if keys else {}
-    processes = [launch(host, **environment) for host in hosts]
+    processes = [launch(host, 0, **environment) for host in hosts]
     return [Reducer(process) for process in processes]
 
 
