@@ -21,7 +21,7 @@ from reducer.errors import (
 from reducer.membership import Job, Membership
 from reducer.reductions import Counters, Reductions, Send
 from reducer.wire.constants import MessageType
-from reducer.wire.header import Buffer, Header, fingerprint
+from reducer.wire.header import Buffer, Header
 from reducer.wire.messages import (
     MAX_NAMED_RANKS,
     Hello,
@@ -244,11 +244,10 @@ class Engine:
 
     def _hello(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Send]:
         hello = decode(Hello, payload)
-        if header.job != fingerprint(hello.job):
-            raise RemoteProtocolError("the header's job is not the fingerprint of the job's name")
         job = self._members.jobs.get(header.job)
         if job is not None and job.name != hello.job:
-            raise RemoteProtocolError("a job with the same fingerprint has another name")
+            # Forged, or the same by chance: what follows would be about another's job.
+            raise RemoteProtocolError("the header's job is not the one that the body names")
         refusal = None if self._allowed is None else self._allowed.refusal(key, hello.job)
         if refusal is not None:
             raise refusal

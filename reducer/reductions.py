@@ -61,7 +61,7 @@ class Counters:
         claims: chunks whose result a rank held from another reducer, which was lost.
         supplied: results that such a rank has sent for those that lacked them.
         unauthenticated: connections, HELLOs and members that were refused for want of a key that
-            allows them.
+            allows them; on a pool with keys, all connections whose handshake failed.
     """
 
     contributions: int = 0

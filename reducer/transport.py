@@ -27,7 +27,11 @@ _RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
 
 ZAP_DOMAIN = "reducer"  # what libzmq calls us when it asks whether to admit a key
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 _REASONS = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "without a key",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "with another pool's public key",
@@ -151,8 +155,10 @@ class Transport:
                 break
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found.append("with a key that is not on the allow-list")
-            elif value in _REASONS:
-                found.append(_REASONS[value])
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                found.append(_REASONS.get(value, "that do not speak this protocol"))
+            else:  # such as one that has noticed first that we demand a key
+                found.append("that hung up during the handshake")
         return found
 
     def close(self) -> None:

@@ -79,10 +79,10 @@ def test_a_name_with_another_ones_fingerprint_is_refused(
     guarded: Reducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hello(guarded, 0, "key-1")
-    monkeypatch.setattr("reducer.engine.fingerprint", lambda _: fingerprint("job"))
+    monkeypatch.setattr("reducer.membership.fingerprint", lambda _: fingerprint("job"))
     found = refused(hello(guarded, 1, "key-2", "other", claims="job"))
     assert isinstance(found, RemoteProtocolError)
-    assert "another name" in str(found)
+    assert "not the one that the body names" in str(found)
 
 
 def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
