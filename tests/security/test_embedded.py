@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(180)  # torch is loaded twice in each
 RANK = """
 import numpy, torch, torch.distributed as dist, worker_client
 from reducer.errors import AuthError
-from worker_client.greeting import mechanism
+from worker_client.greeting import greet, split
 from worker_client.startup import connect
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
@@ -27,7 +27,7 @@ for step in range(10):
     assert (works[0].wait(20) == n * (n - 1) / 2 + n * step).all()
     assert all((work.wait(20) == n).all() for work in works[1:])
 reducers = client.settings.reducers
-print(*(mechanism(address) for address in reducers))
+print(*(greet(*split(address), timeout_s=20).mechanism for address in reducers))
 try:
     connect(servers=reducers, rank=0, world_size=1, embedded=False, job="x").shutdown()
     print("welcome")
