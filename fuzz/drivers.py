@@ -13,13 +13,14 @@ import os
 import random
 import time
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fuzz.targets import CORPUS, TARGETS, corpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 FINDINGS = Path("build/fuzz")  # inputs that break a promise, and those that reach something new
 SLOWEST_S = 30  # for one input, the guided driver's, or a batch of the blind one's
@@ -146,28 +147,50 @@ def blind(name: str, runs: int, seconds: int, seed: int, *, trace: bool = False)
     Raises:
         Exception: what the target says of a broken promise; the input is left in `FINDINGS`.
     """
-    logging.disable()
     run = TARGETS[name].load()
     progress = Progress(name, runs, seconds, settle=1000)
     inputs = _changed(name, random.Random(seed))  # noqa: S311 (no secret)
-    while not progress.enough:
-        if progress.inputs % _BATCH == 0:
-            # A hang, also one in C.
-            faulthandler.dump_traceback_later(SLOWEST_S * 10, exit=True, file=2)
-        data = next(inputs)
-        if trace:
-            print(f"input {progress.inputs + 1}", flush=True)
-            keep(f"{name}-latest", data)
-        try:
-            run(data)
-        except BaseException:
-            path = keep(f"{name}-{zlib.crc32(data):08x}", data)
-            print(f"input {progress.inputs + 1} breaks a promise: it is {path}", flush=True)
-            raise
-        progress.count()
-    faulthandler.cancel_dump_traceback_later()
+    with _silence(), _hangs_shown() as begin_batch:
+        while not progress.enough:
+            if progress.inputs % _BATCH == 0:
+                begin_batch()
+            data = next(inputs)
+            if trace:
+                print(f"input {progress.inputs + 1}", flush=True)
+                keep(f"{name}-latest", data)
+            try:
+                run(data)
+            except BaseException:
+                path = keep(f"{name}-{zlib.crc32(data):08x}", data)
+                print(f"input {progress.inputs + 1} breaks a promise: it is {path}", flush=True)
+                raise
+            progress.count()
     progress.report()
     return progress.inputs
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Log nothing: refusals are what most inputs end with."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _hangs_shown() -> Iterator[Callable[[], None]]:
+    """Yield what begins a batch, which ends the process if it takes too long, even one in C."""
+
+    def begin() -> None:
+        faulthandler.dump_traceback_later(SLOWEST_S * 10, exit=True, file=2)
+
+    try:
+        yield begin
+    finally:
+        faulthandler.cancel_dump_traceback_later()  # else it would end whoever goes on
 
 
 def keep(name: str, data: bytes) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,12 +63,20 @@ def test_the_blind_driver_keeps_what_breaks_a_promise(
     def run(data: bytes) -> None:
         check(len(data) < 100, "inputs are short")
 
+    timer: list[str] = []
     monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
     monkeypatch.setattr(type(TARGETS["header"]), "load", lambda _: run)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.append("set"))
+    monkeypatch.setattr(
+        faulthandler, "cancel_dump_traceback_later", lambda: timer.append("cancelled")
+    )
     with pytest.raises(ViolationError, match="inputs are short"):
         drivers.blind("header", runs=1000, seconds=0, seed=3)
     (path,) = tmp_path.iterdir()
     assert len(path.read_bytes()) >= 100
+    assert timer[0] == "set"
+    assert timer[-1] == "cancelled", "else it ends this process, minutes later"
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 def test_after_its_end_a_source_gives_zeros() -> None:
