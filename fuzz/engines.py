@@ -12,6 +12,7 @@ from fuzz.source import Source
 from fuzz.twins import Twins
 from reducer.engine import AWAY_S
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
+from reducer.limits import Limits
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, Loss, encode, encode_error
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 M = MessageType
-MEMORY_LIMIT = 64 << 20
-MOST_STEPS = 150  # of one input; what is longer only takes longer
 JOBS = ("a", "b")
+MEMORY_LIMIT = 64 << 20
+LIMITS = Limits(max_jobs=len(JOBS), max_chunk_bytes=1 << 20, job_memory_limit=40 << 20)
+MOST_STEPS = 150  # of one input; what is longer only takes longer
 # As libzmq makes them, and one that is too long for the compiled loop.
 PEERS = (*(b"\0peer%d"[:5] + b"%d" % n for n in range(5)), b"a long routing id")
 SEQUENCES = (0, 0, 1, 2, 3, 5, 16383, 16384, 16385, 1 << 40)
@@ -37,13 +39,14 @@ class World:
     """
 
     def __init__(self, source: Source) -> None:
-        self.twins = Twins(MEMORY_LIMIT)
-        self.model = Model(self.twins.plain, MEMORY_LIMIT)
+        self.twins = Twins(MEMORY_LIMIT, LIMITS)
+        self.model = Model(self.twins.plain, MEMORY_LIMIT, LIMITS)
         self.now = 0.0
         self._source = source
-        self._last = (PEERS[0], b"", b"")
+        self._peers = list(PEERS)
+        self._last = (self._peers[0], b"", b"")
         # What each peer said it is; the engine may have refused it.
-        self._said = {peer: Header(M.HELLO, rank=at % 2) for at, peer in enumerate(PEERS)}
+        self._said = {peer: Header(M.HELLO, rank=at % 2) for at, peer in enumerate(self._peers)}
         self._steps: tuple[Callable[[], None], ...] = (
             self._hello,
             self._contribute,
@@ -72,11 +75,11 @@ class World:
             if not self._source.left:
                 break
             self._source.pick(self._steps)()
-        for peer in PEERS:
+        for peer in self._peers:
             self._lost(peer)
         for _ in range(3):
             self._pass(2 * AWAY_S)
-            for peer in PEERS:
+            for peer in self._peers:
                 self._lost(peer)
         self._pass(2 * AWAY_S)
         self.model.left()
@@ -88,6 +91,14 @@ class World:
         self.model.ask(peer)
         answers = self.twins.do(lambda twin: twin.receive(peer, frame, payload))
         self.model.spoke(frame, payload, answers)
+        for dropped in self.twins.dropped():
+            self._return(dropped)
+
+    def _return(self, peer: bytes) -> None:
+        """Let who was dropped come back over a new connection, which has another name."""
+        new = bytes([peer[0] + 1 & 0xFF]) + peer[1:]
+        self._peers[self._peers.index(peer)] = new
+        self._said[new] = self._said.pop(peer)
 
     def _lost(self, peer: bytes) -> None:
         self.model.answered(self.twins.do(lambda twin: twin.engine.unreachable(peer)))
@@ -100,7 +111,7 @@ class World:
         self._pass(self._source.pick((0.0, 0.1, 0.5, 1.0, 2.0)))
 
     def _vanish(self) -> None:
-        self._lost(self._source.pick(PEERS))
+        self._lost(self._source.pick(self._peers))
 
     def _drain(self) -> None:
         if self._source.chance(16):
@@ -109,7 +120,7 @@ class World:
     def _garbage(self) -> None:
         source = self._source
         frame, payload = source.take(source.below(100)), source.take(source.below(20))
-        self._say(source.pick(PEERS), frame, payload)
+        self._say(source.pick(self._peers), frame, payload)
 
     def _change(self) -> None:
         """Say the latest message again, with one field changed."""
@@ -121,7 +132,7 @@ class World:
     def _again(self) -> None:
         """Say the latest message again, perhaps as another peer."""
         peer, frame, payload = self._last
-        self._say(self._source.pick((peer, *PEERS)), frame, payload)
+        self._say(self._source.pick((peer, *self._peers)), frame, payload)
 
     # -- who is there -------------------------------------------------------------------------
 
@@ -132,7 +143,7 @@ class World:
         watermark, chunk_bytes = source.pick(SEQUENCES), source.pick((CHUNK, 0, 1 << 12))
         for rank in range(world_size):
             self._introduce(
-                PEERS[rank],
+                self._peers[rank],
                 Header(M.HELLO, rank=rank, watermark=watermark, window=1 << 16),
                 Hello(JOBS[0], world_size, 2, 0, chunk_bytes),
             )
@@ -144,7 +155,7 @@ class World:
 
     def _hello(self) -> None:
         source = self._source
-        peer = source.pick(PEERS)
+        peer = source.pick(self._peers)
         header = Header(
             M.HELLO,
             generation=source.pick((0, 0, 0, 1, 2)),
@@ -200,7 +211,7 @@ class World:
 
     def _contribute(self) -> None:
         source = self._source
-        peer = source.pick(PEERS)
+        peer = source.pick(self._peers)
         header, seed = self._chunk(self._from(peer, M.CONTRIBUTION))
         length = header.nbytes + source.pick((0, 0, 0, 0, 0, 0, 8, -8))
         if source.chance(6):
@@ -216,11 +227,11 @@ class World:
 
     def _by_all(self, kind: MessageType) -> None:
         source = self._source
-        first, speakers = source.pick(PEERS[:4]), source.byte()
+        first, speakers = source.pick(self._peers[:4]), source.byte()
         chunk, seed = self._chunk(self._from(first, kind))
         supplies = source.byte() if kind is M.RETAINED else 0
         key = self._said[first].job, self._said[first].generation
-        for at, peer in enumerate(PEERS):
+        for at, peer in enumerate(self._peers):
             said = self._said[peer]
             if (said.job, said.generation) != key or speakers >> at & 1:
                 continue
@@ -232,13 +243,13 @@ class World:
             self._supply(chunk, seed)
 
     def _supply(self, chunk: Header, seed: int) -> None:
-        for peer in PEERS:
+        for peer in self._peers:
             header = chunk._replace(type=M.RETAINED, rank=self._said[peer].rank)
             self._say(peer, header.pack(), elements(seed, chunk.nbytes))
 
     def _retain(self) -> None:
         source = self._source
-        peer = source.pick(PEERS)
+        peer = source.pick(self._peers)
         header, seed = self._chunk(self._from(peer, M.RETAINED))
         if source.chance(4):
             header = mutate(header, source)
@@ -248,7 +259,7 @@ class World:
 
     def _abort(self) -> None:
         source = self._source
-        peer = source.pick(PEERS)
+        peer = source.pick(self._peers)
         more = source.pick((0, 0, 0, 1, 3, 1 << 14, (1 << 32) - 1))
         header = self._from(peer, M.ABORT)._replace(nbytes=more)
         if source.chance(4):
@@ -257,19 +268,19 @@ class World:
         return self._say(peer, header.pack(), encode_error(error))
 
     def _ask(self) -> None:
-        peer = self._source.pick(PEERS)
+        peer = self._source.pick(self._peers)
         self._say(peer, self._from(peer, M.STRAGGLERS).pack())
 
     def _lose(self) -> None:
         source = self._source
-        peer = source.pick(PEERS)
+        peer = source.pick(self._peers)
         frame = self._from(peer, M.SHARD_MAP).pack()
         if source.chance(4):
             return self._say(peer, frame, bodies.nearly(Loss, source))
         return self._say(peer, frame, encode(Loss(source.pick((-1, 0, 1, 2)), source.number(32))))
 
     def _goodbye(self) -> None:
-        peer = self._source.pick(PEERS)
+        peer = self._source.pick(self._peers)
         self._say(peer, self._from(peer, M.GOODBYE).pack())
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 M = MessageType
 PEERS = (b"\0one1", b"\0two2")
+ANEW = (b"\1one1", b"\1two2")  # a new connection has another name
 
 
 def run(data: bytes) -> None:
@@ -50,7 +51,7 @@ class _Handshake:
     def run(self) -> None:
         """Say HELLO and hear the answers, then say it again, untouched, where it was refused."""
         for rank in range(2):
-            self._join(rank, self._garble)
+            self._join(rank, PEERS[rank], self._garble)
         for rank, session in enumerate(self._sessions):
             if not self._touched:
                 check(session.joined, f"rank {rank} has joined: {session.refusal}")
@@ -67,17 +68,19 @@ class _Handshake:
         for session in self._sessions:
             session.disconnected(0, "was cut")
         for rank in range(2):
-            self._join(rank, lambda frame, payload: (frame, payload))
+            self._join(rank, ANEW[rank], lambda frame, payload: (frame, payload))
             check(self._sessions[rank].joined, f"rank {rank} joins when nothing is garbled")
 
-    def _join(self, rank: int, garble: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> None:
+    def _join(
+        self, rank: int, peer: bytes, garble: Callable[[bytes, bytes], tuple[bytes, bytes]]
+    ) -> None:
         """Exchange HELLO and its answer."""
         session = self._sessions[rank]
         (hello,) = (a for a in session.connected(0) if isinstance(a, Send))
         said = hello.header, bytes(hello.payload or b"")
         heard = garble(*said)
         self._touched |= heard != said
-        for _, header, body in self._twin.receive(PEERS[rank], *heard):
+        for _, header, body in self._twin.receive(peer, *heard):
             answer = header, bytes(b"" if body is None else body)
             self._check(answer)
             garbled = garble(*answer)

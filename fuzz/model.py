@@ -18,6 +18,7 @@ from reducer.wire.messages import Loss, Stragglers, Welcome, decode, decode_erro
 if TYPE_CHECKING:
     from fuzz.twins import Answers
     from reducer.engine import Engine
+    from reducer.limits import Limits
     from reducer.membership import Job
     from reducer.slots import Member
 
@@ -46,32 +47,37 @@ class Model:
     Args:
         engine: the plain one, whose state is looked into.
         memory_limit: bytes.
+        limits: of the engine.
 
     Attributes:
         results: chunks that were summed.
         supplied: chunks whose result a rank has sent.
     """
 
-    def __init__(self, engine: Engine, memory_limit: int) -> None:
+    def __init__(self, engine: Engine, memory_limit: int, limits: Limits) -> None:
         self.results = self.supplied = 0
         self._engine = engine
         self._memory_limit = memory_limit
+        self._limits = limits
         self._kernels = PlainKernels()
         # The jobs themselves are keys, so that a later job of the same name is another one.
         self._open: dict[Job, dict[tuple[int, int], _Chunk]] = {}
         self._done: dict[Job, set[tuple[int, int]]] = {}
         self._before: tuple[Job, Member] | None = None
+        self._deaf = False
         self._counted = (0, 0)
 
     def ask(self, peer: bytes) -> None:
         """Take note of who is about to speak, and as whom."""
         self._before = self._engine._members.find(peer)
+        self._deaf = peer in self._engine.dropped
         self._counted = self._counts()
 
     def spoke(self, frame: bytes, payload: bytes, answers: Answers) -> None:
         """Check what a message has led to."""
         contributions, claims = (n - m for n, m in zip(self._counts(), self._counted, strict=True))
         check(contributions + claims in {0, 1}, "a message counts once")
+        check(not (self._deaf and answers), "who was dropped is told nothing more")
         if contributions + claims:
             self._take(Header.unpack(frame), payload, claimed=bool(claims))
         self.answered(answers, payload)
@@ -162,6 +168,7 @@ class Model:
         theirs = {(job, member.rank, member) for job, member in members._by_peer.values()}
         check(ours == theirs, "every member has a peer that speaks for it, and every peer a member")
         check(all(job.members for job in self._engine.jobs), "a job is over with its last member")
+        check(len(self._engine.jobs) <= self._limits.max_jobs, "there are too many jobs")
         for job in self._engine.jobs:
             self._look_at(job)
 
@@ -181,6 +188,11 @@ class Model:
                 for rank in slot.ranks():
                     if rank not in round_.departed:
                         held[rank] += charge(slot.nbytes)
+        used = sum(held[rank] for rank in job.members) + job.rounds.taken()
+        check(used <= job.reserved, f"{used} bytes are used, {job.reserved} reserved")
+        most_of_all = self._limits.job_memory_limit or self._memory_limit
+        check(job.reserved <= most_of_all, f"{job.reserved} of {most_of_all} bytes are one job's")
+        check(job.max_chunk_bytes <= self._limits.max_chunk_bytes, "chunks are too large")
         for rank, member in job.members.items():
             check(member.held == held[rank], f"rank {rank} holds {held[rank]}, not {member.held}")
             most = member.window + SPARE_CHUNKS * charge(job.max_chunk_bytes)

@@ -8,6 +8,7 @@ from fuzz.source import check
 from reducer import implementation, kernels
 from reducer.engine import Engine
 from reducer.errors import ConfigError
+from reducer.limits import NO_LIMITS, Limits
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer._loop import Core
+    from reducer.membership import Job
     from reducer.reductions import Send
 
 Answers = dict[bytes, list[tuple[bytes, bytes]]]  # by peer: headers and payloads
@@ -26,18 +28,24 @@ class Twin:
     Args:
         name: ``compiled`` or ``plain``; the plain one sums with NumPy.
         memory_limit: bytes.
+        limits: of the engine.
 
     Attributes:
         taken: messages that never reached the engine.
     """
 
-    def __init__(self, name: str, memory_limit: int) -> None:
+    def __init__(self, name: str, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
         table = kernels.select("numpy" if name == "plain" else None)
         chosen = implementation.select(name, table)
         self.name = name
         self.taken = 0
         self.engine = Engine(
-            table, chosen.slots, memory_limit=memory_limit, incarnation="1", address="here:1"
+            table,
+            chosen.slots,
+            memory_limit=memory_limit,
+            incarnation="1",
+            address="here:1",
+            limits=limits,
         )
         self._core: Core | None = None
         if name == "compiled":
@@ -69,10 +77,11 @@ class Twins:
 
     Args:
         memory_limit: bytes, for each.
+        limits: likewise.
     """
 
-    def __init__(self, memory_limit: int) -> None:
-        self.all = [Twin(name, memory_limit) for name in names()]
+    def __init__(self, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
+        self.all = [Twin(name, memory_limit, limits) for name in names()]
 
     @property
     def plain(self) -> Engine:
@@ -91,13 +100,26 @@ class Twins:
             self._compare(twin.engine)
         return answers
 
+    def dropped(self) -> list[bytes]:
+        """Return the peers that were dropped since this was asked last.
+
+        Raises:
+            ViolationError: they are not the same everywhere.
+        """
+        found, *others = [twin.engine.newly_dropped() for twin in self.all]
+        check(all(other == found for other in others), f"those are dropped: {found}, not {others}")
+        return found
+
     def _compare(self, engine: Engine) -> None:
         plain = self.plain
         check(engine.counters == plain.counters, f"{engine.counters} is {plain.counters}")
         check(engine.held() == plain.held(), f"{engine.held()} bytes are {plain.held()}")
-        state = [(job.key, job.reached(), sorted(job.rounds)) for job in engine.jobs]
-        expected = [(job.key, job.reached(), sorted(job.rounds)) for job in plain.jobs]
-        check(state == expected, f"jobs, watermarks and rounds {state} are {expected}")
+        state, expected = ([_state(job) for job in each.jobs] for each in (engine, plain))
+        check(state == expected, f"jobs, watermarks, rounds and memory {state} are {expected}")
+
+
+def _state(job: Job) -> tuple[object, ...]:
+    return job.key, job.reached(), sorted(job.rounds), job.reserved, job.rounds.taken()
 
 
 def _lagging(answers: Answers, expected: Answers) -> bool:

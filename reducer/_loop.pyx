@@ -21,6 +21,7 @@ from reducer._slots cimport (
     rounds,
     zmq_msg_t,
 )
+from reducer._libzmq cimport ZMQ_SRCFD
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
 
 import time
@@ -65,6 +66,7 @@ cdef extern from "loop.h" nogil:
         member_t **lost
         size_t lost_count
         const void **inputs
+        size_t frame_extra
         uint64_t contributions, results, bytes_in, bytes_out
 
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
@@ -83,15 +85,19 @@ cdef class Core:
     cdef object _engine
     cdef list _served  # (rounds, members, job) of the jobs in which every rank is here
     cdef object _arranged  # the engine's count of changes when that was found
+    cdef object _transport
 
-    def __cinit__(self, engine, socket=0, fd=-1):
+    def __cinit__(self, engine, transport=None):
         self._engine = engine
+        self._transport = transport
         self._kernels = engine.kernels
         self._served = []
         self.its.zmq = functions()
         self.its.kernels = self._kernels.table
-        self.its.socket = <void *><uintptr_t>socket
-        self.its.fd = fd
+        if transport is not None:
+            self.its.socket = <void *><uintptr_t>transport.underlying
+            self.its.fd = transport.fd
+            self.its.frame_extra = transport.frame_extra
         self.arrange()
 
     def __dealloc__(self):
@@ -172,11 +178,13 @@ cdef class Core:
     cdef message(self):
         """Take the message that the loop has left: routing id, header, payload, sender's key."""
         cdef int received = self.its.received
+        cdef int source = self.its.zmq.msg_get(&self.its.frames[received > 1], ZMQ_SRCFD)
         cdef str key = self.key() if received > 1 else ""
         cdef bytes peer = self.take(&self.its.frames[0])
         cdef bytes header = self.take(&self.its.frames[1]) if received > 1 else b""
         cdef bytes payload = self.take(&self.its.frames[2]) if received > 2 else b""
         self.its.received = 0
+        self._transport.note(peer, source, *(len(header), len(payload))[:received - 1])
         if received > LOOP_FRAMES:
             header = b""  # no message of ours has so many frames
         hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
@@ -251,10 +259,15 @@ class Loop(PlainLoop):
     def __init__(self, engine, transport):
         super().__init__(engine, transport)
         keep_large_blocks()
-        self._core = Core(engine, transport.underlying, transport.fd)
+        self._core = Core(engine, transport)
 
     def step(self, timeout_s):
-        """Serve for `timeout_s` seconds at most, and let the engine see the clock."""
+        """Serve for `timeout_s` seconds at most, or until a peer is to be closed.
+
+        Then the engine sees the clock.
+        """
         for sends in self._core.run(timeout_s):
             self.send(sends)
+            if self._engine.closing:
+                break
         self.send(self._engine.tick(time.monotonic()))

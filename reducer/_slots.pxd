@@ -34,6 +34,8 @@ cdef extern from "slots.h" nogil:
         uint64_t window
         uint64_t held
         uint64_t watermark
+        uint64_t read
+        uint64_t written
         uint32_t rank
         bint regular
 
@@ -72,6 +74,7 @@ cdef extern from "slots.h" nogil:
         map by_sequence
         uint64_t reached
         uint32_t viewed
+        uint64_t reserved
         member_t **members
         uint64_t job
         uint64_t max_chunk_bytes
@@ -79,6 +82,7 @@ cdef extern from "slots.h" nogil:
 
     round *rounds_open(rounds *self, uint64_t sequence, const header_t *first) noexcept
     slot *round_place(rounds *self, round *at, const header_t *header, zmq_msg_t *payload) noexcept
+    uint64_t rounds_taken(const rounds *self) noexcept
     void round_finish(rounds *self, round *at, slot *finished) noexcept
     void round_drop(rounds *self, round *at, slot *dropped) noexcept
     void rounds_discard(rounds *self, round *discarded) noexcept

@@ -11,8 +11,10 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from itertools import islice
+
 from reducer.libzmq import addresses
-from reducer.slots import check_agreement, check_size
+from reducer.slots import MAX_MISSING, check_agreement, check_size
 from reducer.wire.header import Header
 from reducer.wire.layout import charge
 from reducer.wire.states import LinkState
@@ -73,6 +75,16 @@ cdef class Member:
     @held.setter
     def held(self, value):
         self.its.held = value
+
+    @property
+    def read(self):
+        """Bytes that the loop has taken from its connection."""
+        return self.its.read
+
+    @property
+    def written(self):
+        """Bytes that the loop has given to it."""
+        return self.its.written
 
     @property
     def watermark(self):
@@ -249,17 +261,13 @@ cdef class Round:
 
     def missing_ranks(self):
         """Ranks without which an open slot cannot be completed."""
-        return tuple(rank for rank in range(self._of.its.world_size) if self.lacks(rank))
+        slots = self._open_slots()
+        lacking = (rank for rank in range(self._of.its.world_size) if lacks(slots, rank))
+        return tuple(islice(lacking, MAX_MISSING))
 
     def lacks(self, uint32_t rank):
         """Whether an open slot waits for this rank."""
-        cdef Slot at
-        for at in self._open_slots():
-            if at.its.payloads.present[rank] == ABSENT:
-                return True
-            if at.its.is_asked and at.its.asked == rank:
-                return True
-        return False
+        return lacks(self._open_slots(), rank)
 
     def hear(self, uint32_t rank):
         """Take note that a rank has said something about this round."""
@@ -298,6 +306,16 @@ cdef class Round:
         return found
 
 
+cdef bint lacks(list slots, uint32_t rank):
+    cdef Slot at
+    for at in slots:
+        if at.its.payloads.present[rank] == ABSENT:
+            return True
+        if at.its.is_asked and at.its.asked == rank:
+            return True
+    return False
+
+
 cdef class Rounds:
     """The rounds of one job, by sequence number; see `reducer.slots.Rounds`."""
 
@@ -308,6 +326,19 @@ cdef class Rounds:
 
     def __dealloc__(self):
         rounds_free(&self.its)
+
+    @property
+    def reserved(self):
+        """Bytes that contributions and records of the job may take."""
+        return self.its.reserved
+
+    @reserved.setter
+    def reserved(self, value):
+        self.its.reserved = value
+
+    def taken(self):
+        """Return the bytes that the records of all rounds take."""
+        return rounds_taken(&self.its)
 
     def __len__(self):
         return self.its.by_sequence.count

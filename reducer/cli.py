@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -62,6 +63,20 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     memory_limit: Annotated[
         str | None, typer.Option(help="Memory for contributions and results, such as 8GiB.")
     ] = None,
+    job_memory_limit: Annotated[
+        str | None, typer.Option(help="How much of it one job may take; all by default.")
+    ] = None,
+    max_jobs: Annotated[int | None, typer.Option(help="Jobs that may be here at once.")] = None,
+    max_ranks: Annotated[int | None, typer.Option(help="Ranks that a job may have.")] = None,
+    max_chunk_bytes: Annotated[
+        str | None, typer.Option(help="Largest chunk, and so message: 1MiB to 4MiB.")
+    ] = None,
+    max_connections: Annotated[
+        int | None, typer.Option(help="Connections that may be here at once.")
+    ] = None,
+    handshake_timeout: Annotated[
+        str | None, typer.Option(help="Time for a connection's handshake, such as 5s.")
+    ] = None,
     keys: Annotated[
         Path | None, typer.Option(help="Directory of the pool's keys, as `keygen` makes it.")
     ] = None,
@@ -97,6 +112,12 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     settings = config.load(
         bind=bind,
         memory_limit=memory_limit,
+        job_memory_limit=job_memory_limit,
+        max_jobs=max_jobs,
+        max_ranks=max_ranks,
+        max_chunk_bytes=max_chunk_bytes,
+        max_connections=max_connections,
+        handshake_timeout=handshake_timeout,
         keys=keys,
         insecure=insecure or None,
         kernel=kernel,
@@ -106,6 +127,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         impl=impl,
         http=http,
     )
+    _open_many_files()
     log.info("settings", version=__version__, **settings.model_dump())
     stop = threading.Event()
 
@@ -137,8 +159,8 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
 
 HTTP_READY = "reducer answers HTTP on "
 _COUNTED = (
-    *("contributions", "results", "bytes_in", "bytes_out"),
-    *("refused", "unauthenticated", "rounds_failed"),
+    *("contributions", "results", "bytes_in", "bytes_out", "rounds_failed"),
+    *("refused", "unauthenticated", "over_limit", "ignored", "dropped", "closed"),
 )
 
 
@@ -155,6 +177,12 @@ def keygen(
     """Make keys for a pool (DIRECTORY/pool) and its jobs (DIRECTORY/jobs/JOB), or add jobs."""
     for made in make_keys(directory, job or ["default"], rotate=rotate):
         print(made)  # noqa: T201 (what a script goes on with)
+
+
+def _open_many_files() -> None:
+    """Use what the system allows: each connection is a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _wait_for_eof(stop: threading.Event) -> None:

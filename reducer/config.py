@@ -5,17 +5,42 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import resource
 from pathlib import Path  # noqa: TC003 (pydantic reads it)
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
-from reducer.wire.constants import MAX_LANES
+from reducer.limits import Limits, Patience
+from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE
+from reducer.wire.layout import LARGEST_CHUNK
 
+FILES_BESIDES = 64  # that a reducer has open, besides connections
+_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>ms|s|min)?")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+def _duration(value: object) -> object:
+    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        if isinstance(value, str):
+            raise ValueError(f"write a duration such as 5s or 500ms, got {value!r}")
+        return value
+    return float(match["value"]) * _SECONDS[match["unit"] or "s"]
+
+
+Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=3600, allow_inf_nan=False)]
 
 
 class ReducerConfig(BaseSettings):
@@ -32,6 +57,31 @@ class ReducerConfig(BaseSettings):
     memory_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(8 << 30)
     """Bytes that contributions and results of all jobs may take; a job that does not fit is refused
     before it takes any."""
+
+    job_memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
+    """Bytes of these that one job may take; all of them by default, as for a pool of one job. Set
+    it where jobs do not trust each other."""
+
+    max_jobs: int = Field(default=256, ge=1)
+    """Jobs that may be here at once; what a reducer does for each, it does for all in turn."""
+
+    max_ranks: int = Field(default=4096, ge=1, le=MAX_WORLD_SIZE)
+    """Ranks of one job, which are also its connections to each thread: libzmq takes messages from
+    all connections in turn, so a job's share of a reducer grows with them."""
+
+    max_chunk_bytes: Annotated[ByteSize, Field(ge=LARGEST_CHUNK, le=MAX_CHUNK_BYTES)] = ByteSize(
+        MAX_CHUNK_BYTES
+    )
+    """The largest chunk, and so the largest message: a connection that sends a larger one is
+    closed. From 1 MiB, the largest that a job chooses by itself, to 4 MiB."""
+
+    max_connections: int = Field(default=8192, ge=1)
+    """Connections to all threads. Beyond it the oldest are closed that belong to no member of a
+    job. A process's limit on open files makes it less."""
+
+    handshake_timeout: Seconds = 5.0
+    """Time in which a new connection must finish libzmq's handshake; and in twice as much it must
+    be a job's, or it is closed. An honest worker needs two round trips."""
 
     keys: Path | None = None
     """Directory with the pool's keys and its allow-list, from ``reducer keygen``: who has no key
@@ -101,6 +151,24 @@ class ReducerConfig(BaseSettings):
                 "--insecure if the network is private (or bind 127.0.0.1)"
             )
         return self
+
+    def limits(self) -> Limits:
+        """Return what each thread admits."""
+        most = self.job_memory_limit
+        return Limits(
+            max_jobs=self.max_jobs,
+            max_ranks=self.max_ranks,
+            max_chunk_bytes=int(self.max_chunk_bytes),
+            job_memory_limit=None if most is None else int(most) // self.threads,
+        )
+
+    def patience(self) -> Patience:
+        """Return what each thread allows connections, with the files that it may open."""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        room = self.max_connections
+        if files != resource.RLIM_INFINITY:
+            room = min(room, max(files - FILES_BESIDES, files // 2))
+        return Patience(max(1, room // self.threads), 2 * self.handshake_timeout)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import (
     AuthError,
+    CapacityError,
     MembershipError,
     RankLostError,
     ReducerLostError,
     ReductionError,
     RemoteProtocolError,
     StaleGenerationError,
+    VersionError,
 )
+from reducer.limits import NO_LIMITS, Limits
 from reducer.membership import Job, Membership
 from reducer.reductions import Counters, Reductions, Send
 from reducer.wire.constants import MessageType
@@ -46,6 +49,10 @@ CLAIM_PATIENCE_S = 1.5  # by then the transport's heartbeats have shown that a p
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
 AWAY_S = 1.0
+MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
+REFUSALS_S = 10.0
+MAX_DROPPED = 4096  # peers to remember, until their connections are closed
+MAX_LINES = 16  # about refusals between two PINGs: whoever provokes them must not fill the log
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +77,13 @@ class Engine:
         incarnation: hexadecimal, another one at every start.
         address: how this reducer calls itself in errors, ``host:port``.
         lanes: ports of the reducer's other threads, told to every worker.
+        limits: what one job may take, and how many there may be.
         allowed: whom to admit; None for everybody.
+
+    Attributes:
+        dropped: peers that broke the protocol and were told so: nothing more that they say counts,
+            and whoever owns their connections is to close these.
+        closing: those of them that `newly_dropped` has not returned yet.
     """
 
     def __init__(
@@ -82,17 +95,23 @@ class Engine:
         incarnation: str,
         address: str,
         lanes: tuple[int, ...] = (),
+        limits: Limits = NO_LIMITS,
         allowed: AllowList | None = None,
     ) -> None:
         self._allowed = allowed
-        self._reductions = Reductions(kernels)
-        self._members = Membership(memory_limit, slots)
+        self._members = Membership(memory_limit, slots, limits)
+        self._reductions = Reductions(kernels, self._members.grow)
         self._incarnation = incarnation
         self._address = address
         self._lanes = lanes
         self._now = 0.0
         self._next_ping = 0.0
         self._claims: list[Claim] = []
+        self.dropped: dict[bytes, None] = {}
+        self.closing: list[bytes] = []
+        self._refusals: dict[bytes, int] = {}  # of each peer, lately
+        self._forgive = 0.0  # when these are forgotten
+        self._lines = 0  # about refusals, since the last PING
         self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
@@ -145,6 +164,9 @@ class Engine:
             payload: frame 1, empty if there was none.
             key: public key that the peer of a HELLO has shown; `admission.LOCAL` without a network.
         """
+        if peer in self.dropped:
+            self.counters.ignored += 1
+            return []
         try:
             header = Header.unpack(frame)
             if header.type is MessageType.HELLO:
@@ -166,10 +188,47 @@ class Engine:
             member.state = state
             return self._handlers[header.type](job, member, header, payload)
         except ReductionError as error:
-            self.counters.refused += 1
-            self.counters.unauthenticated += isinstance(error, AuthError)
+            return self._refuse(peer, error)
+
+    def drop(self, peer: bytes, error: ReductionError) -> list[Send]:
+        """Tell a peer why nothing more that it says counts, and end its part in its job."""
+        sends = [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+        if len(self.dropped) >= MAX_DROPPED:
+            del self.dropped[next(iter(self.dropped))]
+        self.dropped[peer] = None
+        self.closing.append(peer)
+        self.counters.dropped += 1
+        self._claims = [claim for claim in self._claims if claim.peer != peer]
+        found = self._members.find(peer)
+        if found is not None:
+            rank = found[1].rank
+            lost = RankLostError(f"rank {rank} broke the protocol: {error}", rank=rank)
+            sends += self._leave(peer, lost)
+        return sends
+
+    def newly_dropped(self) -> list[bytes]:
+        """Return the peers that were dropped since this was asked last."""
+        closing, self.closing = self.closing, []
+        return closing
+
+    def _refuse(self, peer: bytes, error: ReductionError) -> list[Send]:
+        """Answer what is not done; a peer that breaks the protocol is told so once."""
+        refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
+        if type(error) is MembershipError and refusals > 1:
+            self.counters.ignored += 1  # it was said already: what comes was under way
+            return []
+        self.counters.refused += 1
+        self.counters.unauthenticated += isinstance(error, AuthError)
+        self.counters.over_limit += isinstance(error, CapacityError)
+        self._lines += 1
+        if self._lines <= MAX_LINES:
             log.info("refused a message: %s", error)
-            return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+        broken = isinstance(error, (RemoteProtocolError, VersionError)) or (
+            isinstance(error, CapacityError) and error.limit == "window"
+        )
+        if broken or refusals >= MAX_REFUSALS:
+            return self.drop(peer, error)
+        return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
 
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
@@ -192,6 +251,12 @@ class Engine:
         if now < self._next_ping:
             return sends
         self._next_ping = now + PING_INTERVAL_S
+        if self._lines > MAX_LINES:
+            log.info("refused %d more messages", self._lines - MAX_LINES)
+        self._lines = 0
+        if now >= self._forgive:
+            self._forgive = now + REFUSALS_S
+            self._refusals.clear()
         # Every PING found these holders reachable, unless they have left: most are refused.
         sends += self._decide(lambda claim: claim.due <= now)
         for job in self._members.jobs.values():
@@ -203,7 +268,7 @@ class Engine:
     def allow(self, allowed: AllowList) -> list[Send]:
         """Admit others from now on; members whose keys are gone from the list are told, and lost.
 
-        Their connections cannot be closed from here, but nothing that they say is heard.
+        Their connections are strangers' from then on, and are closed before long.
         """
         self._allowed = allowed
         peers = [
@@ -270,8 +335,7 @@ class Engine:
             job, member, earlier = self._members.join(peer, header, hello)
             job.keys[member.rank] = key
         except ReductionError as error:
-            self.counters.refused += 1
-            return [*sends, Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+            return [*sends, *self._refuse(peer, error)]
         welcome = Header(
             MessageType.WELCOME,
             job=header.job,

@@ -32,8 +32,8 @@ class FaultyTransport(Transport):
         hit: what `arm` of the chosen implementation returned; the rest is `Transport`'s.
     """
 
-    def __init__(self, hit: Callable[[Place], bool], *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, hit: Callable[[Place], bool], *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._hit = hit
 
     def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:

@@ -15,7 +15,8 @@ typedef struct zmq_msg_t {
 
 typedef void zmq_free_fn(void *data, void *hint);
 
-enum { ZMQ_DONTWAIT = 1, ZMQ_SNDMORE = 2, ZMQ_SHARED = 3 };
+enum { ZMQ_DONTWAIT = 1, ZMQ_SNDMORE = 2 };
+enum { ZMQ_SRCFD = 2, ZMQ_SHARED = 3 }; /* properties of a message */
 
 struct libzmq {
     int (*msg_init)(zmq_msg_t *message);

@@ -16,6 +16,14 @@ static uint64_t now_ms(void)
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
+/* What a header and a payload take on the wire (transport.py, `wire_bytes`). */
+static uint64_t wire_bytes(const struct loop *loop, uint64_t payload)
+{
+    uint64_t header = HEADER_BYTES + loop->frame_extra;
+    payload += loop->frame_extra;
+    return header + (header > 255 ? 9 : 2) + payload + (payload > 255 ? 9 : 2);
+}
+
 /* -- sum ------------------------------------------------------------------------------------- */
 
 /* Chooses where the result goes: over the latest contribution, which the cache still holds, unless
@@ -79,6 +87,7 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
     failpoint(REDUCER_PLACED);
     loop->contributions++;
     loop->bytes_in += header->nbytes;
+    member->read += wire_bytes(loop, header->nbytes);
     if (verdict == COMPLETE) {
         if (!reduce(loop, *rounds, round, slot, header, result))
             return OUT_OF_MEMORY;
@@ -145,7 +154,9 @@ static void send_results(struct loop *loop, struct rounds *rounds, const struct 
         struct member *member = rounds->members[(turn + step) % n];
         if (step == 1 && failpoint(REDUCER_BETWEEN_RESULTS))
             continue;
-        if (!send_result(loop, member->peer, &frame, result))
+        if (send_result(loop, member->peer, &frame, result))
+            member->written += wire_bytes(loop, header->nbytes);
+        else
             note_lost(loop, member);
     }
     if (n > 0)

@@ -31,6 +31,7 @@ struct loop {
     size_t lost_count, lost_room;
     const void **inputs; /* scratch, world_size places */
     uint32_t inputs_room;
+    size_t frame_extra; /* what encryption adds to each frame */
     uint64_t contributions, results, bytes_in, bytes_out;
 };
 

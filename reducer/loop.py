@@ -24,9 +24,14 @@ class Loop:
         self._transport = transport
 
     def step(self, timeout_s: float) -> None:
-        """Serve for `timeout_s` seconds at most, and let the engine see the clock."""
+        """Serve for `timeout_s` seconds at most, or until a peer is to be closed.
+
+        Then the engine sees the clock.
+        """
         for message in self._transport.receive(timeout_s):
             self.send(self._engine.receive(*message))
+            if self._engine.closing:
+                break
         self.send(self._engine.tick(time.monotonic()))
 
     def send(self, sends: Iterable[Send]) -> None:

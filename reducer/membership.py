@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reducer.errors import ReductionError
+    from reducer.limits import Limits
     from reducer.slots import Member, Round, Rounds, SlotsModule
     from reducer.wire.messages import Hello
 
+GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 SETTINGS = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes")  # equal at every rank
 
 
@@ -110,13 +112,15 @@ class Membership:
     Args:
         memory_limit: bytes that all jobs together may reserve.
         slots: the implementation of members, rounds and slots.
+        limits: what one job may take, and how many there may be.
 
     Attributes:
         changes: how often somebody has come or gone.
     """
 
-    def __init__(self, memory_limit: int, slots: SlotsModule) -> None:
+    def __init__(self, memory_limit: int, slots: SlotsModule, limits: Limits) -> None:
         self.memory_limit = memory_limit
+        self._limits = limits
         self.changes = 0
         self._slots = slots
         self.jobs: dict[int, Job] = {}
@@ -149,7 +153,7 @@ class Membership:
                 ranks of an earlier run are still here.
             MismatchError: a setting differs from another rank's.
             DuplicateRankError: a live member has this rank.
-            CapacityError: the job's windows do not fit into the memory limit.
+            CapacityError: the job is too large for a limit, or there are too many.
         """
         if header.job != fingerprint(hello.job):
             raise RemoteProtocolError("the header's job is not the fingerprint of the job's name")
@@ -157,6 +161,7 @@ class Membership:
             raise RemoteProtocolError(f"rank {header.rank} of a world of {hello.world_size}")
         earlier = self.jobs.get(header.job)
         if earlier is None or earlier.generation < header.generation:
+            self._check_size(hello, new=earlier is None)
             job = Job(header, hello, self._slots.Rounds(hello.world_size))
         else:
             job, earlier = earlier, None
@@ -228,17 +233,66 @@ class Membership:
                 current=job.generation,
             )
 
+    def _check_size(self, hello: Hello, *, new: bool) -> None:
+        """Refuse a job before anything is made that grows with it."""
+        limits = self._limits
+        chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
+        if new and len(self.jobs) >= limits.max_jobs:
+            raise CapacityError(
+                f"this reducer serves {limits.max_jobs} jobs already: wait until one has ended, or "
+                "raise the reducer's --max-jobs (REDUCTION_MAX_JOBS)",
+                limit="max_jobs",
+            )
+        if hello.world_size > limits.max_ranks:
+            raise CapacityError(
+                f"job {hello.job!r} has {hello.world_size} ranks, this reducer takes "
+                f"{limits.max_ranks} of a job: raise its --max-ranks (REDUCTION_MAX_RANKS)",
+                limit="max_ranks",
+            )
+        if chunk_bytes > limits.max_chunk_bytes:
+            raise CapacityError(
+                f"job {hello.job!r} has chunks of {chunk_bytes} bytes, this reducer takes "
+                f"{limits.max_chunk_bytes}: lower REDUCTION_CHUNK_BYTES, or raise the reducer's "
+                "--max-chunk-bytes (REDUCTION_MAX_CHUNK_BYTES)",
+                limit="max_chunk_bytes",
+            )
+
     def _reserve(self, job: Job, window: int, freed: int) -> None:
         # n windows of contributions, and results that the slowest rank has not taken: one more.
         most = window + SPARE_CHUNKS * charge(job.max_chunk_bytes)
         needed = max(job.reserved, (job.world_size + 1) * most)
+        self._set_aside(
+            job,
+            needed,
+            f"{job.world_size} ranks with a window of {window}",
+            "lower REDUCTION_WINDOW_BYTES",
+            freed,
+        )
+
+    def grow(self, job: Job, nbytes: int) -> None:
+        """Set aside more for the records of a job's all-reduces, if there is room.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        needed = job.reserved + max(nbytes, GROWTH)
+        self._set_aside(job, needed, "many chunks at once", "raise REDUCTION_CHUNK_BYTES")
+
+    def _set_aside(self, job: Job, needed: int, why: str, advice: str, freed: int = 0) -> None:
         free = self.memory_limit - self.reserved() + freed
         if needed - job.reserved > free:
             raise CapacityError(
-                f"job {job.name!r} needs {needed} bytes of a reducer ({job.world_size} ranks with "
-                f"a window of {window}), {free} of {self.memory_limit} are free: lower "
-                "REDUCTION_WINDOW_BYTES, add reducers, or raise the reducer's --memory-limit "
-                "(REDUCTION_MEMORY_LIMIT)",
+                f"job {job.name!r} needs {needed} bytes of a reducer ({why}), {free} of "
+                f"{self.memory_limit} are free: {advice}, add reducers, or raise the reducer's "
+                "--memory-limit (REDUCTION_MEMORY_LIMIT)",
                 limit="memory_limit",
             )
-        job.reserved = needed
+        most = self._limits.job_memory_limit
+        if most is not None and needed > most:
+            raise CapacityError(
+                f"job {job.name!r} needs {needed} bytes of a reducer ({why}), one job may take "
+                f"{most}: {advice}, add reducers, or raise the reducer's --job-memory-limit "
+                "(REDUCTION_JOB_MEMORY_LIMIT)",
+                limit="job_memory_limit",
+            )
+        job.reserved = job.rounds.reserved = needed

@@ -29,6 +29,11 @@ _COUNTERS = {
     "rounds_failed": "All-reduces that failed.",
     "claims": "Chunks whose result a rank held from a reducer that was lost.",
     "supplied": "Results that such ranks have sent for others.",
+    "unauthenticated": "Connections, HELLOs and members that were not admitted.",
+    "ignored": "Messages of peers that had been told enough.",
+    "dropped": "Peers that broke the protocol.",
+    "over_limit": "Messages refused because of a limit.",
+    "closed": "Connections closed because of what they did, or did not do.",
 }
 
 
@@ -76,6 +81,7 @@ def _lanes(status: ReducerStatus) -> Iterator[Metric]:
     lanes = [(str(lane.port), lane) for lane in status.lanes]
     up = GaugeMetricFamily("reducer_lane_up", "1 if this thread answers.", labels=["port"])
     members = GaugeMetricFamily("reducer_members", "Ranks connected.", labels=["port"])
+    connections = GaugeMetricFamily("reducer_connections", "Connections.", labels=["port"])
     limit = _memory("limit", "Bytes that jobs may reserve.")
     reserved = _memory("reserved", "Bytes set aside for jobs.")
     held = _memory("held", "Bytes of contributions that wait for others.")
@@ -83,10 +89,11 @@ def _lanes(status: ReducerStatus) -> Iterator[Metric]:
         up.add_metric([port], float(lane.answers))
         if lane.answers:
             members.add_metric([port], lane.members)
+            connections.add_metric([port], lane.connections)
             limit.add_metric([port], lane.memory.limit)
             reserved.add_metric([port], lane.memory.reserved)
             held.add_metric([port], lane.memory.held)
-    yield from (up, members, limit, reserved, held)
+    yield from (up, members, connections, limit, reserved, held)
     for name in status.counters:
         about = _COUNTERS.get(name, f"The counter {name}.")
         counter = CounterMetricFamily(f"reducer_{name}", about, labels=["port"])

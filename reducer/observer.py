@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.engine import Engine
+    from reducer.guard import Guard
 
 FRESH_S = 0.2  # whoever asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
@@ -60,17 +61,17 @@ class Desk:
     """Where other threads put their question to a serving thread.
 
     Args:
-        engine: that thread's.
-        port: likewise.
+        engine, guard, port: that thread's.
 
     Attributes:
         ticked: when the thread last looked up, seconds of the monotonic clock; 0 before it serves.
     """
 
-    def __init__(self, engine: Engine, port: int) -> None:
+    def __init__(self, engine: Engine, guard: Guard, port: int) -> None:
         self.port = port
         self.ticked = 0.0
         self._engine = engine
+        self._guard = guard
         self._asked: SimpleQueue[Future[LaneView]] = SimpleQueue()
 
     def ask(self) -> Future[LaneView]:
@@ -86,7 +87,7 @@ class Desk:
             future = self._asked.get()
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(look(self._engine, self.port))
+                    future.set_result(look(self._engine, self._guard.connections, self.port))
                 except Exception as error:  # noqa: BLE001 (the asker's: work goes on without it)
                     future.set_exception(error)
 
@@ -188,7 +189,7 @@ class Observer:
         return "serving" if answers and not self.unhealthy() else "failing"
 
 
-def look(engine: Engine, port: int) -> LaneView:
+def look(engine: Engine, connections: int, port: int) -> LaneView:
     """Return what an engine knows; only the thread that it belongs to may look."""
     jobs = tuple(
         JobView(
@@ -204,9 +205,8 @@ def look(engine: Engine, port: int) -> LaneView:
     )
     memory = Memory(engine.memory_limit, engine.reserved(), engine.held())
     members = sum(len(job.ranks) for job in jobs)
-    return LaneView(
-        LaneStatus(port, True, members, len(jobs), memory, asdict(engine.counters)), jobs
-    )
+    counters = asdict(engine.counters)
+    return LaneView(LaneStatus(port, True, members, len(jobs), memory, counters, connections), jobs)
 
 
 def merge_jobs(views: Sequence[JobView]) -> list[JobStatus]:

@@ -18,7 +18,7 @@ from reducer.errors import (
     ReductionTimeout,
     RemoteProtocolError,
 )
-from reducer.slots import check_agreement, check_size
+from reducer.slots import PLACE_BYTES, ROUND_BYTES, SLOT_BYTES, check_agreement, check_size
 from reducer.wire.constants import (
     MAX_ROUNDS_AHEAD,
     NO_SEQUENCE,
@@ -38,11 +38,14 @@ from reducer.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from reducer.kernels import Kernels
     from reducer.membership import Job
     from reducer.slots import Member, Round, Slot
+
+
+MAX_GIVEN_UP = 1024  # ranges that are remembered; each failure makes one, and they pass
 
 
 class Send(NamedTuple):
@@ -58,10 +61,15 @@ class Counters:
     """What an engine has done since it started.
 
     Attributes:
+        refused: messages that were answered with an error.
+        ignored: those that were not, because their sender had been told enough.
+        dropped: peers that broke the protocol, and were closed.
         claims: chunks whose result a rank held from another reducer, which was lost.
         supplied: results that such a rank has sent for those that lacked them.
         unauthenticated: connections, HELLOs and members that were refused for want of a key that
             allows them; on a pool with keys, all connections whose handshake failed.
+        over_limit: of the refused messages, those that would have gone beyond a limit.
+        closed: connections that were closed because they went beyond what a connection may do.
     """
 
     contributions: int = 0
@@ -74,7 +82,11 @@ class Counters:
     rounds_failed: int = 0
     claims: int = 0
     supplied: int = 0
+    ignored: int = 0
+    dropped: int = 0
     unauthenticated: int = 0
+    over_limit: int = 0
+    closed: int = 0
 
     def __add__(self, other: Counters) -> Counters:
         """Return the sum of both, counter by counter."""
@@ -87,14 +99,16 @@ class Reductions:
 
     Args:
         kernels: what sums.
+        grow: sets aside more memory for a job's records, or raises `CapacityError`.
 
     Attributes:
         counters: what was done since the start.
         closed: why new rounds are refused, or None.
     """
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, grow: Callable[[Job, int], None]) -> None:
         self.kernels = kernels
+        self._grow = grow
         self.counters = Counters()
         self.closed: ReductionError | None = None
 
@@ -151,6 +165,8 @@ class Reductions:
         if round_.holds(header.offset, member.rank):
             self.counters.duplicates += 1
             return []
+        if payload is not None:
+            _check_window(job, member, header)
         try:
             slot = self._place(job, member, round_, header, payload)
         except ReductionError as error:
@@ -160,6 +176,7 @@ class Reductions:
     def _round(self, job: Job, member: Member, header: Header) -> Round:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
+            self._make_room(job, ROUND_BYTES + job.world_size)
             first = None if header.type is MessageType.ABORT else header
             round_ = job.rounds.open(header.sequence, first)
             given_up = (e for low, high, e in job.given_up if low <= header.sequence <= high)
@@ -169,19 +186,21 @@ class Reductions:
         round_.hear(member.rank)
         return round_
 
+    def _make_room(self, job: Job, nbytes: int) -> None:
+        held = sum(member.held for member in job.members.values())
+        lacking = held + job.rounds.taken() + nbytes - job.rounds.reserved
+        if lacking > 0:
+            self._grow(job, lacking)
+
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
     ) -> Slot:
         if not round_.is_open(header.offset):
             _check_presence(job, round_)
+            self._make_room(job, SLOT_BYTES + job.world_size * PLACE_BYTES + charge(header.nbytes))
         if payload is None:
             self.counters.claims += 1
             return round_.place(header, None)
-        spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
-        if member.held + charge(header.nbytes) > member.window + spare:
-            raise CapacityError(
-                f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
-            )
         slot = round_.place(header, payload)
         member.held += charge(header.nbytes)
         self.counters.contributions += 1
@@ -244,6 +263,8 @@ class Reductions:
         last = header.sequence + header.nbytes
         sends: list[Send] = []
         if header.nbytes:
+            if len(job.given_up) >= MAX_GIVEN_UP:
+                raise RemoteProtocolError(f"more than {MAX_GIVEN_UP} ranges were given up")
             job.given_up.append((header.sequence, last, error))
             for sequence, round_ in job.rounds.items():
                 if header.sequence <= sequence <= last and round_.error is None:
@@ -320,6 +341,14 @@ class Reductions:
         for member in untold:
             round_.tell(member.rank)
         return [Send(member.peer, frame, body) for member in untold]
+
+
+def _check_window(job: Job, member: Member, header: Header) -> None:
+    spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
+    if member.held + charge(header.nbytes) > member.window + spare:
+        raise CapacityError(
+            f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
+        )
 
 
 def _check_sequence(header: Header, member: Member) -> None:

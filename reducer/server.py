@@ -16,6 +16,7 @@ from reducer.authentication import Gate, Refusals
 from reducer.engine import Engine
 from reducer.failpoints import parse
 from reducer.faults import FaultyEngine, FaultyTransport
+from reducer.guard import LOOK_S, Guard
 from reducer.observer import Desk, Observer
 from reducer.reductions import Counters
 from reducer.transport import Transport, make_context
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from reducer.config import ReducerConfig
     from reducer.implementation import MakeLoop
     from reducer.keyring import Keyring
+    from reducer.limits import Patience
     from reducer.loop import Loop
 
-TICK_S = 0.1
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,13 @@ class Server:
         pair = None if keyring is None else keyring.pair
         try:
             transports = [
-                make_transport(_endpoint(config.bind, lane), self.context, pair)
+                make_transport(
+                    _endpoint(config.bind, lane),
+                    self.context,
+                    pair,
+                    max_chunk_bytes=int(config.max_chunk_bytes),
+                    handshake_s=config.handshake_timeout,
+                )
                 for lane in range(config.threads)
             ]
         except BaseException:
@@ -91,9 +98,11 @@ class Server:
                     incarnation=incarnation,
                     address=f"{host}:{transport.port}",
                     lanes=tuple(other.port for other in others),
+                    limits=config.limits(),
                     allowed=None if keyring is None else keyring.allowed,
                 ),
                 transport,
+                config.patience(),
                 chosen.loop,
                 self._stopping,
                 config.cpus,
@@ -147,10 +156,11 @@ class Server:
 class _Lane(threading.Thread):
     """One thread of a reducer."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (one after the other, as they belong together)
         self,
         engine: Engine,
         transport: Transport,
+        patience: Patience,
         make_loop: MakeLoop,
         stopping: threading.Event,
         cpus: tuple[int, ...] | None,
@@ -159,9 +169,10 @@ class _Lane(threading.Thread):
     ) -> None:
         super().__init__(name=f"reducer-{transport.port}", daemon=True)
         self.engine = engine
-        self.desk = Desk(engine, transport.port)
         self.failure: BaseException | None = None
         self._transport = transport
+        self._guard = Guard(engine, transport, patience)
+        self.desk = Desk(engine, self._guard, transport.port)
         self._make_loop = make_loop
         self._stopping = stopping
         self._cpus = cpus
@@ -177,14 +188,15 @@ class _Lane(threading.Thread):
             loop = self._make_loop(self.engine, self._transport)
             while not self._stopping.is_set():
                 self.desk.answer()
-                loop.step(TICK_S)
+                loop.step(self._guard.wait_s)
+                loop.send(self._guard.look(time.monotonic()))
                 if self._keyring is not None:
                     self._mind_keys(self._keyring, loop)
             loop.send(self.engine.drain())
             give_up = time.monotonic() + DRAIN_S
             while self.engine.jobs and time.monotonic() < give_up:
                 self.desk.answer()
-                loop.step(TICK_S)
+                loop.step(LOOK_S)
         except BaseException as error:
             self.failure = error
             log.exception("the reducer stopped because of an error of its own")

@@ -79,8 +79,11 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
             return NULL;
         }
         round->open++;
+        rounds->open++;
+        rounds->missing += slot->missing;
     }
     slot->missing--;
+    rounds->missing--;
     if (payload == NULL) {
         slot->payloads->present[header->rank] = CLAIMED;
         slot->claims++;
@@ -99,6 +102,9 @@ void round_finish(struct rounds *rounds, struct round *round, struct slot *slot)
     slot->payloads = NULL;
     slot->done = true;
     round->open--;
+    rounds->open--;
+    rounds->missing -= slot->missing;
+    rounds->done++;
 }
 
 void round_drop(struct rounds *rounds, struct round *round, struct slot *slot)
@@ -106,6 +112,7 @@ void round_drop(struct rounds *rounds, struct round *round, struct slot *slot)
     if (!slot->done)
         round_finish(rounds, round, slot);
     map_remove(&round->slots, slot->offset);
+    rounds->done--;
     free(slot);
 }
 
@@ -115,8 +122,9 @@ void rounds_discard(struct rounds *rounds, struct round *round)
         struct slot *slot = round->slots.entries[place].value;
         if (slot == NULL)
             continue;
-        if (slot->payloads != NULL)
-            payloads_release(rounds, slot->payloads);
+        if (!slot->done)
+            round_finish(rounds, round, slot);
+        rounds->done--;
         free(slot);
     }
     map_free(&round->slots);
@@ -198,6 +206,22 @@ static uint64_t window_limit(const struct member *member, const struct rounds *r
     return member->window + SPARE_CHUNKS * window_charge(rounds->max_chunk_bytes);
 }
 
+uint64_t rounds_taken(const struct rounds *rounds)
+{
+    return rounds->by_sequence.count * (ROUND_BYTES + (uint64_t)rounds->world_size) +
+           rounds->open * SLOT_BYTES + rounds->missing * PLACE_BYTES + rounds->done * DONE_BYTES;
+}
+
+/* Whether the records of one more slot fit into what is reserved for the job. */
+static bool may_open(const struct rounds *rounds, uint64_t charge)
+{
+    uint64_t held = charge;
+    for (uint32_t rank = 0; rank < rounds->world_size; rank++)
+        held += rounds->members[rank]->held;
+    uint64_t more = ROUND_BYTES + SLOT_BYTES + (uint64_t)rounds->world_size * (PLACE_BYTES + 1);
+    return held + rounds_taken(rounds) + more <= rounds->reserved;
+}
+
 static bool agrees(const struct header *first, const struct header *header)
 {
     return header->total_bytes == first->total_bytes && header->dtype == first->dtype &&
@@ -230,6 +254,8 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
             at->nbytes != header->nbytes)
             return IRREGULAR;
     }
+    if (at == NULL && !may_open(rounds, window_charge(header->nbytes)))
+        return IRREGULAR;
     if (watermark > member->watermark && !may_advance(rounds, member, watermark))
         return IRREGULAR;
     if (in == NULL && (in = rounds_open(rounds, header->sequence, header)) == NULL)

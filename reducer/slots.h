@@ -17,9 +17,14 @@ struct member {
     uint64_t window;
     uint64_t held;      /* bytes of the window taken by contributions in open slots */
     uint64_t watermark; /* every all-reduce below is finished at the worker */
+    uint64_t read, written; /* bytes on the wire that the loop took from it, and gave to it */
     uint32_t rank;
     bool regular; /* the link's state is MEMBER */
 };
+
+/* Bytes that the records of an all-reduce take besides payloads, counted generously; slots.py says
+ * the same. A round has one byte more for each rank. */
+enum { ROUND_BYTES = 640, SLOT_BYTES = 256, PLACE_BYTES = 72, DONE_BYTES = 96 };
 
 enum { ABSENT, PRESENT, CLAIMED }; /* a rank's contribution; CLAIMED: it holds the result already */
 
@@ -62,6 +67,11 @@ struct rounds {
     uint64_t oldest;  /* no round is below */
     uint64_t reached; /* every all-reduce below is finished at every rank, while `members` is set */
     uint32_t viewed;
+    /* What the records take, see rounds_taken. */
+    uint64_t reserved; /* bytes that contributions and records of this job may take */
+    uint64_t open;     /* slots that wait for contributions */
+    uint64_t missing;  /* contributions that these wait for */
+    uint64_t done;     /* slots whose result is on its way, until their round is forgotten */
     struct payloads *spare;
     /* Set while every rank is here and has been since the start; else `members` is NULL. */
     struct member **members; /* by rank */
@@ -76,6 +86,9 @@ enum verdict {
     COMPLETE, /* its slot has every contribution */
     OUT_OF_MEMORY
 };
+
+/* Bytes that the records of all rounds take. */
+uint64_t rounds_taken(const struct rounds *rounds);
 
 /* Takes a healthy contribution, and with it the payload. Sets where it was put. */
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,

@@ -6,6 +6,7 @@ are still missing. `_slots.pyx` has the same classes over C structs, for the com
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from reducer.errors import MismatchError
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
     from reducer.errors import RankLostError, ReductionError
     from reducer.wire.header import Buffer, Header
+
+
+# Bytes that the records of an all-reduce take besides payloads, counted generously; `slots.h` says
+# the same. A round has one byte more for each rank.
+ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 96
+MAX_MISSING = 1024  # ranks that are named; to look for all of a huge job would take too long
 
 
 class SlotsModule(Protocol):
@@ -39,7 +46,11 @@ class Member:
         held: bytes of its window taken by contributions in open slots.
         watermark: every all-reduce below this number is finished at the worker.
         state: state of the link (`reducer.wire.states`).
+        read, written: bytes that a loop has taken from its connection, or given to it, past the
+            transport; the plain one does not.
     """
+
+    read = written = 0
 
     __slots__ = ("held", "peer", "rank", "state", "watermark", "window")
 
@@ -166,8 +177,15 @@ class Round:
         return ((rank, charge(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks without which an open slot cannot be completed."""
-        return tuple(rank for rank in range(self._world_size) if self.lacks(rank))
+        """Ranks without which an open slot cannot be completed, 1024 at most."""
+        lacking = (rank for rank in range(self._world_size) if self.lacks(rank))
+        return tuple(islice(lacking, MAX_MISSING))
+
+    def taken(self) -> int:
+        """Bytes that its records take, without contributions."""
+        missing = sum(slot.missing for slot in self._slots.values())
+        slots = len(self._slots) * SLOT_BYTES + missing * PLACE_BYTES
+        return ROUND_BYTES + self._world_size + slots + len(self._done) * DONE_BYTES
 
     def lacks(self, rank: int) -> bool:
         """Whether an open slot waits for this rank."""
@@ -198,11 +216,19 @@ class Rounds:
 
     Args:
         world_size: number of ranks of the job.
+
+    Attributes:
+        reserved: bytes that contributions and records of the job may take.
     """
 
     def __init__(self, world_size: int) -> None:
+        self.reserved = 0
         self._world_size = world_size
         self._rounds: dict[int, Round] = {}
+
+    def taken(self) -> int:
+        """Return the bytes that the records of all rounds take."""
+        return sum(round_.taken() for round_ in self._rounds.values())
 
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._rounds))

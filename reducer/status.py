@@ -68,6 +68,7 @@ class LaneStatus:
         members: ranks of all jobs that are connected to it.
         jobs: number of jobs.
         counters: what it has done since it started.
+        connections: how many it has; those of strangers are among them.
     """
 
     port: int
@@ -76,6 +77,7 @@ class LaneStatus:
     jobs: int
     memory: Memory
     counters: dict[str, int]
+    connections: int = 0  # an earlier version does not tell
 
 
 @dataclass(frozen=True)

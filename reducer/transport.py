@@ -14,10 +14,11 @@ from reducer.keyfiles import KeyPair
 from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, TYPE_AT, MessageType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator, Sequence
 
     import numpy as np
 
+    from reducer.slots import Member
     from reducer.wire.header import Buffer
 
 HEARTBEAT_INTERVAL_MS = 200
@@ -25,8 +26,11 @@ HEARTBEAT_TIMEOUT_MS = 1000  # a peer that is stopped or cut off shows within th
 LINGER_MS = 1000  # for the last results and farewells
 _RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
+_CURVE_FRAME_BYTES = 33  # that CURVE adds to each frame: a command's name, a nonce, flags, a MAC
+_EVENT = struct.Struct("=HI")  # of a socket monitor: what happened; a descriptor, or the reason
 
 ZAP_DOMAIN = "reducer"  # what libzmq calls us when it asks whether to admit a key
+_CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -36,7 +40,6 @@ _REASONS = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "without a key",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "with another pool's public key",
 }
-_EVENT = struct.Struct("=HI")  # of a socket monitor: what happened, and more about it
 
 
 def heartbeats(socket: zmq.Socket[bytes]) -> None:
@@ -74,8 +77,13 @@ class Transport:
         endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
         context: libzmq's, see `make_context`; whoever made it destroys it.
         pair: the reducer's keys, if peers must have some; the context's gate says which.
+        max_chunk_bytes: the largest payload; who sends a larger one is disconnected.
+        handshake_s: time for libzmq's handshake.
 
     Attributes:
+        descriptors: the connection over which each peer's last news came, as libzmq's number; -1
+            for one in this process.
+        frame_extra: bytes that encryption adds to each frame.
         inproc: where workers of this process connect that use the same context; nothing is copied
             or sent through the kernel there.
         host, port: what the socket is bound to.
@@ -90,17 +98,29 @@ class Transport:
         endpoint: str,
         context: zmq.Context[zmq.Socket[bytes]],
         pair: KeyPair | None = None,
+        *,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        handshake_s: float = 5.0,
     ) -> None:
         self._router = context.socket(zmq.ROUTER)
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitor = context.socket(zmq.PAIR)
         try:
+            # No payload is larger, and an honest peer's other messages are far smaller.
+            self._router.setsockopt(zmq.MAXMSGSIZE, max_chunk_bytes + HEADER_BYTES)
+            self._router.setsockopt(zmq.HANDSHAKE_IVL, int(handshake_s * 1000))
             self._configure(ipv6="[" in endpoint)
             if pair is not None:
-                self._demand_keys(context, pair)
+                self._demand_keys(pair)
+            self._watch(_CHANGES if pair is None else _CHANGES | _FAILURES)
             self._bind(endpoint)
         except BaseException:
             self._close(linger_ms=0)
             raise
+        self.descriptors: dict[bytes, int] = {}
+        self._moved: dict[bytes, tuple[int, int]] = {}  # bytes on the wire, from and to a peer
+        self._changed: list[tuple[bool, int]] = []  # told by the monitor, not yet by `changes`
+        self._refused: list[str] = []  # likewise, by `refusals`
+        self.frame_extra = 0 if pair is None else _CURVE_FRAME_BYTES
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
         self.port = int(port)
@@ -125,6 +145,7 @@ class Transport:
                 return
             header = frames[0].buffer if 1 <= len(frames) <= 2 else b""
             payload = frames[1].buffer if len(frames) == 2 else b""
+            self.note(peer.bytes, _source(frames), *map(len, frames))
             hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
             yield peer.bytes, header, payload, _key(frames[0]) if hello else ""
 
@@ -143,46 +164,93 @@ class Transport:
             if error.errno in {errno.EHOSTUNREACH, errno.EAGAIN}:
                 return False
             raise
+        taken, given = self._moved.get(peer, (0, 0))
+        sizes = [len(header)] if payload is None else [len(header), len(payload)]
+        self._moved[peer] = taken, given + self._wire_bytes(sizes)
         return True
 
+    def note(self, peer: bytes, source: int, *sizes: int) -> None:
+        """Take note of where a message came from, and of the sizes of its frames."""
+        self.descriptors[peer] = source
+        taken, given = self._moved.get(peer, (0, 0))
+        self._moved[peer] = taken + self._wire_bytes(sizes), given
+
+    def moved(self, member: Member) -> tuple[int, int]:
+        """Return the bytes on the wire that were taken from a member, and given to it."""
+        taken, given = self._moved.get(member.peer, (0, 0))
+        return taken + member.read, given + member.written
+
+    def changes(self) -> list[tuple[bool, int]]:
+        """Return the descriptors of connections that came (True) or went since the last call."""
+        self._hear()
+        changed, self._changed = self._changed, []
+        return changed
+
     def refusals(self) -> list[str]:
-        """Say why connections were refused since the last call, for each one."""
-        found: list[str] = []
-        while self._monitor is not None:
-            try:
-                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                break
-            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                found.append("with a key that is not on the allow-list")
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                found.append(_REASONS.get(value, "that do not speak this protocol"))
-            else:  # such as one that has noticed first that we demand a key
-                found.append("that hung up during the handshake")
-        return found
+        """Say why connections were refused for want of a key since the last call, for each one."""
+        self._hear()
+        refused, self._refused = self._refused, []
+        return refused
+
+    def forget(self, connected: Container[int], members: Container[bytes]) -> None:
+        """Forget peers that are gone.
+
+        Args:
+            connected: the descriptors of all connections.
+            members: peers that are not forgotten as long as there is a connection.
+        """
+        latest = {source: peer for peer, source in self.descriptors.items()}
+        self.descriptors = {
+            peer: source
+            for peer, source in self.descriptors.items()
+            if peer in members or (source in connected and latest[source] == peer)
+        }
+        self._moved = {peer: it for peer, it in self._moved.items() if peer in self.descriptors}
 
     def close(self) -> None:
         """Send nothing more; the last messages have a moment to leave."""
         self._close(LINGER_MS)
 
     def _close(self, linger_ms: int) -> None:
-        if self._monitor is not None:
-            self._router.disable_monitor()
-            self._monitor.close(linger=0)
+        # In this order: libzmq's thread would wait to tell a monitor that nobody reads.
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
         self._router.close(linger=linger_ms)
 
-    def _demand_keys(self, context: zmq.Context[zmq.Socket[bytes]], pair: KeyPair) -> None:
+    def _demand_keys(self, pair: KeyPair) -> None:
         """Have libzmq encrypt, and ask the gate about every connection; without one, admit none."""
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt_string(zmq.CURVE_SECRETKEY, pair.secret)
         self._router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         self._router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _watch(self, events: int) -> None:
         # libzmq's thread waits when this queue is full, so it has no limit and is read often.
-        self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         endpoint = f"inproc://monitor-{id(self)}"
-        self._router.monitor(endpoint, _FAILURES)
+        self._router.monitor(endpoint, events)
         self._monitor.connect(endpoint)
+
+    def _hear(self) -> None:
+        """Read what the monitor has told."""
+        while True:
+            try:
+                event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event in {zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED}:
+                self._changed.append((event == zmq.EVENT_ACCEPTED, value))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refused.append("with a key that is not on the allow-list")
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._refused.append(_REASONS.get(value, "that do not speak this protocol"))
+            else:  # such as one that has noticed first that we demand a key
+                self._refused.append("that hung up during the handshake")
+
+    def _wire_bytes(self, sizes: Sequence[int]) -> int:
+        """Return what frames of these sizes take on the wire (ZMTP 3.1, section "Framing")."""
+        lengths = [size + self.frame_extra for size in sizes]
+        return sum(length + (9 if length > 255 else 2) for length in lengths)
 
     def _frame(self, payload: Buffer | np.ndarray) -> zmq.Frame:
         # The n sends of one result come one after the other and share one frame.
@@ -195,9 +263,9 @@ class Transport:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable peer is an error, not silence
         # The window bounds what waits here, in bytes; a mark in messages could only drop some.
         router.setsockopt(zmq.SNDHWM, 0)
-        # No payload is larger, and an honest peer's header and control messages are far smaller.
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_CHUNK_BYTES + HEADER_BYTES)
-        router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+        # Nor may one stop the reading of a connection: if its peer hangs up then, libzmq aborts
+        # this process at the next heartbeat (an assertion in `out_event`). The guard looks on.
+        router.setsockopt(zmq.RCVHWM, 0)
         router.setsockopt(zmq.IPV6, int(ipv6))
         heartbeats(router)
 
@@ -206,6 +274,14 @@ class Transport:
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(_explain_bind(endpoint, error)) from None
+
+
+def _source(frames: Sequence[zmq.Frame]) -> int:
+    """Return the descriptor of the connection over which a message came, -1 if there is none."""
+    try:
+        return int(frames[0].get("__fd"))
+    except (IndexError, zmq.ZMQError):
+        return -1
 
 
 def _key(frame: zmq.Frame) -> str:

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 REDUCER_SETTINGS = (
     "bind",
     "memory_limit",
+    "job_memory_limit",
+    "max_jobs",
+    "max_ranks",
+    "max_chunk_bytes",
+    "max_connections",
+    "handshake_timeout",
     "keys",
     "insecure",
     "kernel",

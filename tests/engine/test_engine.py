@@ -221,8 +221,10 @@ def test_who_exceeds_the_window_is_refused(implementation: str) -> None:
     assert reducer.engine.held() == 1024 * most
     error = told(reducer.contribute(0, sequence=most))[b"0"]
     assert isinstance(error, CapacityError)
+    assert reducer.engine.newly_dropped() == [b"0"], "that is nothing that happens to the honest"
     error = told(reducer.contribute(1, sequence=1 << 14))[b"1"]
     assert isinstance(error, CapacityError)
+    assert reducer.engine.newly_dropped() == []
 
 
 def test_a_shutdown_finishes_open_rounds_and_refuses_new_ones(reducer: Reducer) -> None:
@@ -260,8 +262,8 @@ def test_what_breaks_the_protocol_concerns_its_sender_alone(
     assert send.peer == b"0"
     assert isinstance(told([send])[b"0"], RemoteProtocolError)
     assert reducer.engine.counters.refused == 1
-    reducer.contribute(0)
-    assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
+    assert reducer.engine.newly_dropped() == [b"0"]
+    assert kinds(reducer.hello(0, peer=b"a new connection")) == [M.WELCOME]
 
 
 def test_a_stranger_is_told_to_say_hello(reducer: Reducer) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from reducer.engine import MAX_DROPPED, MAX_LINES, MAX_REFUSALS, REFUSALS_S
 from reducer.errors import (
     CapacityError,
     ReducerLostError,
     RemoteProtocolError,
 )
+from reducer.limits import Limits
+from reducer.reductions import MAX_GIVEN_UP
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Hello, encode
+from reducer.wire.messages import Hello, encode, encode_error
 from tests.engine.words import WINDOW, M, Reducer, kinds, told, two_chunks
 
 
@@ -108,9 +111,10 @@ def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: di
         op=ReduceOp.SUM,
         wire_dtype=DType.FLOAT32,
     )._replace(**change)
-    sends = reducer.served.receive(b"1", header.pack(), bytes(64))
-    assert isinstance(told(sends)[b"1"], RemoteProtocolError)
-    assert len(reducer.contribute(1)) == 2  # the round is as it was
+    errors = told(reducer.served.receive(b"1", header.pack(), bytes(64)))
+    assert isinstance(errors[b"1"], RemoteProtocolError)
+    assert errors[b"0"].rank == 1
+    assert "broke the protocol" in str(errors[b"0"])
 
 
 def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -> None:
@@ -133,9 +137,138 @@ def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -
 
 def test_a_worker_sends_no_results(reducer: Reducer) -> None:
     reducer.contribute(0)
-    sends = reducer.contribute(1, type=M.RESULT)
-    assert isinstance(told(sends)[b"1"], RemoteProtocolError)
-    assert len(reducer.contribute(1)) == 2
+    errors = told(reducer.contribute(1, type=M.RESULT))
+    assert isinstance(errors[b"1"], RemoteProtocolError)
+    assert errors[b"0"].rank == 1
+
+
+def test_who_breaks_the_protocol_is_told_once(reducer: Reducer) -> None:
+    assert told(reducer.say(0, M.WELCOME, 0)).keys() == {b"0"}
+    assert reducer.engine.newly_dropped() == [b"0"]
+    assert reducer.say(0, M.WELCOME, 0) == []
+    assert reducer.hello(0) == []
+    assert reducer.contribute(0) == []
+    assert (reducer.engine.counters.dropped, reducer.engine.counters.ignored) == (1, 3)
+    assert reducer.engine.newly_dropped() == []
+
+
+def test_who_is_unknown_is_told_once_and_may_say_hello(implementation: str) -> None:
+    reducer = Reducer(implementation)
+    assert kinds(reducer.contribute(0)) == [M.ERROR]
+    assert reducer.contribute(0) == []
+    assert kinds(reducer.hello(0)) == [M.WELCOME]
+
+
+def test_who_tries_on_and_on_is_dropped(implementation: str) -> None:
+    reducer = Reducer(implementation, memory_limit=1)
+    for _ in range(MAX_REFUSALS):
+        assert kinds(reducer.hello(0)) == [M.ERROR]
+    assert reducer.hello(0) == []
+    assert reducer.engine.newly_dropped() == [b"0"]
+
+
+def test_refusals_are_forgotten_with_time(implementation: str) -> None:
+    reducer = Reducer(implementation, memory_limit=1)
+    for _ in range(MAX_REFUSALS):
+        reducer.now += REFUSALS_S
+        reducer.tick()
+        assert kinds(reducer.hello(0)) == [M.ERROR]
+    assert reducer.engine.newly_dropped() == []
+
+
+def test_the_log_is_not_filled(reducer: Reducer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for peer in range(100):
+        assert kinds(reducer.engine.receive(b"peer %d" % peer, b"", b"")) == [M.ERROR]
+    reducer.tick()
+    assert len(caplog.records) == MAX_LINES + 1
+    assert caplog.messages[-1] == f"refused {100 - MAX_LINES} more messages"
+
+
+def test_dropped_peers_are_not_remembered_for_ever(reducer: Reducer) -> None:
+    for peer in range(MAX_DROPPED + 10):
+        reducer.engine.receive(b"peer %d" % peer, b"", b"")
+    assert len(reducer.engine.dropped) == MAX_DROPPED
+
+
+@pytest.mark.parametrize(
+    ("limits", "change", "limit"),
+    [
+        (Limits(max_jobs=1), {"job": "another"}, "max_jobs"),
+        (Limits(max_ranks=2), {"world_size": 3, "generation": 1}, "max_ranks"),
+        (Limits(), {"world_size": 1 << 16, "generation": 1}, "memory_limit"),
+        (
+            Limits(max_chunk_bytes=1 << 20),
+            {"chunk_bytes": 2 << 20, "generation": 1},
+            "max_chunk_bytes",
+        ),
+        (Limits(job_memory_limit=13 << 20), {"window": 1 << 20}, "job_memory_limit"),
+        (Limits(), {"window": (1 << 64) - 1}, "memory_limit"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_name(
+    implementation: str, limits: Limits, change: dict, limit: str
+) -> None:
+    reducer = Reducer(implementation, limits=limits)
+    assert kinds(reducer.hello(0)) == [M.WELCOME]
+    error = told(reducer.hello(1, peer=b"1", **change))[b"1"]
+    assert isinstance(error, CapacityError)
+    assert error.limit == limit
+    assert f"REDUCTION_{limit.upper()}" in str(error)
+    assert reducer.engine.counters.over_limit == 1
+    assert kinds(reducer.hello(1, peer=b"new")) == [M.WELCOME]
+
+
+def test_a_full_reducer_takes_a_later_generation(implementation: str) -> None:
+    reducer = Reducer(implementation)
+    reducer.hello(0)
+    (job,) = reducer.engine.jobs
+    reducer = Reducer(implementation, job.reserved, Limits(max_jobs=1))
+    reducer.hello(0)
+    assert kinds(reducer.hello(0, peer=b"new", generation=1))[0] is M.WELCOME
+
+
+def test_records_count_as_memory(implementation: str) -> None:
+    reducer = Reducer(implementation, memory_limit=20 << 10)
+    reducer.hello(0, world_size=1, window=0, chunk_bytes=64)
+    (job,) = reducer.engine.jobs
+    reserved = job.reserved
+    for sequence in range(1000):  # each is complete at once, and none is ever finished
+        sends = reducer.contribute(0, sequence, payload=bytes(64))
+        assert job.rounds.taken() <= job.reserved
+        if kinds(sends) != [M.RESULT]:
+            break
+    error = told(sends)[b"0"]
+    assert isinstance(error, CapacityError)
+    assert error.limit == "memory_limit"
+    assert job.reserved == reserved
+    taken = job.rounds.taken()
+    reducer.contribute(0, sequence, watermark=sequence, payload=bytes(64))
+    assert job.rounds.taken() < taken
+    assert kinds(reducer.contribute(0, sequence + 1, payload=bytes(64))) == [M.RESULT]
+
+
+def test_more_is_set_aside_for_records_while_there_is_room(implementation: str) -> None:
+    reducer = Reducer(implementation, memory_limit=4 << 20)
+    reducer.hello(0, world_size=1, window=0, chunk_bytes=64)
+    (job,) = reducer.engine.jobs
+    for sequence in range(100):
+        assert kinds(reducer.contribute(0, sequence, payload=bytes(64))) == [M.RESULT]
+    assert job.rounds.taken() <= job.reserved == job.rounds.reserved <= 4 << 20
+
+
+def test_ranges_that_are_given_up_are_counted(reducer: Reducer) -> None:
+    body = encode_error(ReducerLostError("gone", reducer="x"))
+    for sequence in range(MAX_GIVEN_UP):
+        reducer.say(0, M.ABORT, sequence, body, nbytes=1)
+    error = told(reducer.say(0, M.ABORT, MAX_GIVEN_UP, body, nbytes=1))[b"0"]
+    assert isinstance(error, RemoteProtocolError)
+
+
+def test_a_rank_of_a_job_that_does_not_read_is_dropped(reducer: Reducer) -> None:
+    sends = reducer.engine.drop(b"1", CapacityError("reads nothing", limit="window"))
+    assert told(sends).keys() == {b"1"}
+    assert told(reducer.contribute(0))[b"0"].rank == 1
 
 
 def test_ranks_that_go_on_without_a_result_get_their_window_back(reducer: Reducer) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer import implementation, kernels
 from reducer.engine import Engine
+from reducer.limits import NO_LIMITS, Limits
 from worker_client import implementation as worker_implementation
 from worker_client.session import Session
 
@@ -26,12 +27,19 @@ def session(name: str, settings: Settings) -> Session:
 class Served:
     """An engine and, with the compiled implementation, what the loop takes before it."""
 
-    def __init__(self, name: str, *, memory_limit: int, address: str) -> None:
+    def __init__(
+        self, name: str, *, memory_limit: int, address: str, limits: Limits = NO_LIMITS
+    ) -> None:
         table = kernels.select()
         chosen = implementation.select(name, table)
         assert chosen.name == name
         self.engine = Engine(
-            table, chosen.slots, memory_limit=memory_limit, incarnation="1", address=address
+            table,
+            chosen.slots,
+            memory_limit=memory_limit,
+            incarnation="1",
+            address=address,
+            limits=limits,
         )
         self.taken = 0  # messages that never reached the engine
         self._core: Any = None

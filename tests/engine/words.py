@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reducer.engine import AWAY_S
+from reducer.limits import NO_LIMITS, Limits
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
@@ -17,8 +18,12 @@ WINDOW = 1 << 16
 class Reducer:
     """An engine, and the words of its workers."""
 
-    def __init__(self, implementation: str, memory_limit: int = 1 << 30) -> None:
-        self.served = Served(implementation, memory_limit=memory_limit, address="here:1")
+    def __init__(
+        self, implementation: str, memory_limit: int = 1 << 30, limits: Limits = NO_LIMITS
+    ) -> None:
+        self.served = Served(
+            implementation, memory_limit=memory_limit, address="here:1", limits=limits
+        )
         self.engine = self.served.engine
         self.now = 0.0
 

@@ -157,7 +157,7 @@ def outcomes(works: list[Work]) -> list[float | type[ReductionError]]:
 
 def outcome(work: Work) -> float | type[ReductionError]:
     try:
-        return float(work.wait(5)[0])
+        return float(work.wait(20)[0])
     except ReductionError as error:
         return type(error)
 
@@ -189,7 +189,7 @@ WAYS = pytest.mark.parametrize(
 def test_a_reducer_dies_at_the_nth_pass(point: str, late: bool, with_sum: tuple[int, int]) -> None:
     with reducer(point) as (process, address), job(address, late=late) as (ranks, works):
         found = [outcomes(works), outcomes([ask(client) for client in ranks])]
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(30) == -signal.SIGKILL
     assert tuple(call.count(2.0) for call in found) == with_sum
     assert {one for call in found for one in call} <= {2.0, ReducerLostError}
 
@@ -201,7 +201,7 @@ def test_a_reducer_dies_without_an_all_reduce(point: str) -> None:
         if "welcome" in point:
             with pytest.raises(ReducerLostError):
                 connect(rank=0, world_size=1, servers=[address], connect_timeout="300ms")
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(30) == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("impl")
@@ -312,7 +312,7 @@ def test_a_worker_dies_at_the_nth_pass(
             go(process)
             works = [ask_three_chunks(client)]
             assert line(process.stdout) == ("2.0" if call < sums else "")
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(30) == -signal.SIGKILL
         assert others is None or outcomes(works) == [others]
 
 
@@ -321,7 +321,7 @@ def test_a_worker_dies_before_it_says_hello(
 ) -> None:
     with worker("worker.hello=kill", servers, request.node.name[:100]) as process:
         assert not line(process.stdout)
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(30) == -signal.SIGKILL
 
 
 def test_a_worker_stops_and_goes_on(servers: list[str], request: pytest.FixtureRequest) -> None:
@@ -363,21 +363,21 @@ def test_a_worker_drops(servers: list[str], request: pytest.FixtureRequest, plac
         go(process)
         found = outcomes([ask_three_chunks(client)])
         assert found == [2.0 if place == "worker.received" else ReductionTimeout]
-        assert process.wait(5) == 1
+        assert process.wait(30) == 1
         assert process.stderr
         assert "reducer.errors.ReductionTimeout" in process.stderr.read()
 
 
 def test_a_worker_drops_its_hello(servers: list[str], request: pytest.FixtureRequest) -> None:
     with worker("worker.hello=drop", servers, request.node.name[:100]) as process:
-        assert process.wait(5) == 1
+        assert process.wait(30) == 1
         assert process.stderr
         assert "does not answer a HELLO" in process.stderr.read()
 
 
 def test_a_wrong_name_ends_the_command_with_a_sentence() -> None:
     with reducer("reducer.sum=kill") as (process, address):
-        assert process.wait(5) == 2
+        assert process.wait(30) == 2
         assert not address
         assert process.stderr
         assert "failpoints: no failpoint is called 'reducer.sum'" in process.stderr.read()

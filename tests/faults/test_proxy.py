@@ -68,16 +68,16 @@ def test_a_target_that_is_not_there_resets(ends: Ends) -> None:
 @BOTH_WAYS
 def test_a_delay_is_kept_in_its_direction_alone(ends: Ends, way: Way) -> None:
     sender, receiver = ends.pair(way)
-    ends.proxy.delay(way, 0.3)
+    ends.proxy.delay(way, 1.0)
     start = time.monotonic()
     assert passes(receiver, sender)
-    assert time.monotonic() - start < 0.2
+    assert time.monotonic() - start < 0.9
     assert passes(sender, receiver)
-    assert 0.3 <= time.monotonic() - start < 1.0
+    assert 1.0 <= time.monotonic() - start < 10.0
     ends.proxy.delay(way, 0)
     start = time.monotonic()
     assert passes(sender, receiver)
-    assert time.monotonic() - start < 0.2
+    assert time.monotonic() - start < 0.9
 
 
 def test_what_waits_in_a_delay_leaves_when_it_ends(ends: Ends) -> None:

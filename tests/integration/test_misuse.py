@@ -47,21 +47,21 @@ def test_garbage_disturbs_nobody(job: Callable[..., list[Client]], servers: list
         for said in (b"GET / HTTP/1.1\r\n\r\n", rng.bytes(5000), b"\xff" * 100, b""):
             stranger = stack.enter_context(socket.create_connection((host, int(port))))
             stranger.sendall(said)
-        with context.socket(zmq.DEALER) as peer:
-            peer.linger = 0
-            peer.connect(f"tcp://{servers[0]}")
-            hello = Header(MessageType.HELLO, rank=0).pack()
-            for frames in (
-                [b""],
-                [rng.bytes(96)],
-                [Header(MessageType.CONTRIBUTION, sequence=1).pack(), b"xx"],
-                [hello, b"{}"],
-                [hello, b"[" * 4000],
-                [hello, b'{"job":"\\ud800"}'],
-                [hello, b"{}", b"third"],
-                [hello],
-                [b"RDSV\x09\x01"],
-            ):
+        hello = Header(MessageType.HELLO, rank=0).pack()
+        for frames in (
+            [b""],
+            [rng.bytes(96)],
+            [Header(MessageType.CONTRIBUTION, sequence=1).pack(), b"xx"],
+            [hello, b"{}"],
+            [hello, b"[" * 4000],
+            [hello, b'{"job":"\\ud800"}'],
+            [hello, b"{}", b"third"],
+            [hello],
+            [b"RDSV\x09\x01"],
+        ):
+            with context.socket(zmq.DEALER) as peer:  # each is dropped when it was told why
+                peer.linger = 0
+                peer.connect(f"tcp://{servers[0]}")
                 peer.send_multipart(frames)
                 all_reduce(clients)
                 reply = peer.recv_multipart()  # told what is wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def test_the_reducers_defaults() -> None:
     assert settings.model_dump() == {
         "bind": "tcp://127.0.0.1:5555",
         "memory_limit": 8 << 30,
+        "job_memory_limit": None,
+        "max_jobs": 256,
+        "max_ranks": 4096,
+        "max_chunk_bytes": 4 << 20,
+        "max_connections": 8192,
+        "handshake_timeout": 5.0,
         "keys": None,
         "insecure": False,
         "kernel": None,
@@ -38,6 +45,12 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_INSECURE", "1")
     monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
     monkeypatch.setenv("REDUCTION_MEMORY_LIMIT", "2GiB")
+    monkeypatch.setenv("REDUCTION_JOB_MEMORY_LIMIT", "1GiB")
+    monkeypatch.setenv("REDUCTION_MAX_JOBS", "7")
+    monkeypatch.setenv("REDUCTION_MAX_RANKS", "8")
+    monkeypatch.setenv("REDUCTION_MAX_CHUNK_BYTES", "1MiB")
+    monkeypatch.setenv("REDUCTION_MAX_CONNECTIONS", "9")
+    monkeypatch.setenv("REDUCTION_HANDSHAKE_TIMEOUT", "500ms")
     monkeypatch.setenv("REDUCTION_KERNEL", "generic")
     monkeypatch.setenv("REDUCTION_THREADS", "2")
     monkeypatch.setenv("REDUCTION_IO_THREADS", "3")
@@ -49,6 +62,12 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reducer_config.load(kernel="numpy").model_dump() == {
         "bind": "tcp://0.0.0.0:0",
         "memory_limit": 2 << 30,
+        "job_memory_limit": 1 << 30,
+        "max_jobs": 7,
+        "max_ranks": 8,
+        "max_chunk_bytes": 1 << 20,
+        "max_connections": 9,
+        "handshake_timeout": 0.5,
         "keys": Path("/etc/keys"),
         "insecure": True,
         "kernel": "numpy",
@@ -121,6 +140,9 @@ def test_bad_binds(bind: str, insecure: bool) -> None:
         ("memory_limit", "0"),
         ("memory_limit", "-1"),
         ("memory_limit", "lots"),
+        ("max_jobs", "0"),
+        ("max_chunk_bytes", "5MiB"),
+        ("handshake_timeout", "soon"),
         ("insecure", "maybe"),
     ],
 )
@@ -188,3 +210,15 @@ def test_http_addresses(text: str, value: str | None) -> None:
 def test_bad_http_addresses(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^http: write it as HOST:PORT, or PORT, or off, got "):
         reducer_config.load(http=text)
+
+
+def test_threads_share_what_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = reducer_config.load(
+        threads=4, job_memory_limit="1GiB", max_connections=1000, handshake_timeout="2s"
+    )
+    assert settings.limits().job_memory_limit == 256 << 20
+    assert reducer_config.load().limits().job_memory_limit is None
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert settings.patience() == (250, 4.0)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (464, 464))
+    assert settings.patience().max_connections == (464 - reducer_config.FILES_BESIDES) // 4

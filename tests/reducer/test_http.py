@@ -97,6 +97,8 @@ def test_what_a_job_does_is_told(server: Server, port: str) -> None:
         text = samples(ask(port, "/metrics")[1])
         assert total(text, "reducer_contributions_total") == counters["contributions"]
         assert total(text, "reducer_members") == 6  # at both threads
+        assert total(text, "reducer_connections") == 6
+        assert total(text, "reducer_closed_total") == total(text, "reducer_over_limit_total") == 0
         assert text['reducer_job_ranks_present{job="visible"}'] == 3
         assert text["reducer_serving"] == 1
         assert text["process_open_fds"] > 0
@@ -273,7 +275,7 @@ def test_a_thread_that_ended_is_seen() -> None:
 
 def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reducer.observer.ANSWER_S", 0.2)
-    desk = Desk(engine=None, port=1)  # nobody answers at it
+    desk = Desk(engine=None, guard=None, port=1)  # nobody answers at it
     desk.ticked = time.monotonic()
     forever = threading.Event()
     thread = threading.Thread(target=forever.wait)
@@ -291,7 +293,7 @@ def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_while_looking_is_the_askers() -> None:
-    desk = Desk(engine=None, port=1)
+    desk = Desk(engine=None, guard=None, port=1)
     asked = desk.ask()
     desk.answer()
     with pytest.raises(AttributeError):

@@ -1,4 +1,4 @@
-"""Pools with keys: real sockets, in this process or in one of their own."""
+"""Pools with keys, in this process or one of their own, and one for whoever comes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from bench import company
 from reducer import config
 from reducer.keygen import keygen
 from reducer.keyring import Keyring
@@ -140,3 +142,34 @@ def busy(clients: list[Client]) -> Iterator[list[int]]:
         stop.set()
         thread.join()
     assert not failure, failure
+
+
+def reduces(clients: list[Client]) -> bool:
+    """Whether an all-reduce of a job gives every rank the sum of what all gave."""
+    n = len(clients)
+    given = np.arange(1 << 16, dtype=np.float32)
+    arrays = [given * (rank + 1) for rank in range(n)]
+    works = [
+        client.all_reduce(array, op="sum") for client, array in zip(clients, arrays, strict=True)
+    ]
+    for work in works:
+        work.wait(WAIT_S)
+    return all(np.array_equal(array, given * (n * (n + 1) // 2)) for array in arrays)
+
+
+@pytest.fixture(scope="module")
+def reducer(impl: str) -> Iterator[company.Reducer]:
+    """A reducer process that has little patience and little memory."""
+    del impl  # is in the environment
+    options = ("--handshake-timeout", "500ms", "--memory-limit", "256MiB", "--max-jobs", "8")
+    with company.reducer(*options) as running:
+        yield running
+
+
+@pytest.fixture
+def honest(reducer: company.Reducer) -> Iterator[list[Client]]:
+    """Two ranks of a job that keeps the rules."""
+    settings = {"job": "honest", "window_bytes": "4MiB", "chunk_bytes": "64KiB"}
+    with joined(2, servers=[reducer.address], **settings) as clients:
+        assert reduces(clients)
+        yield clients

@@ -29,7 +29,7 @@ for step in range(10):
 reducers = client.settings.reducers
 print(*(greet(*split(address), timeout_s=20).mechanism for address in reducers))
 try:
-    connect(servers=reducers, rank=0, world_size=1, embedded=False, job="x").shutdown()
+    connect(servers=reducers, rank=0, world_size=1, embedded=False, job=f"x{rank}").shutdown()
     print("welcome")
 except AuthError as error:
     assert "demands a key" in str(error)

@@ -1,0 +1,135 @@
+"""A reducer, honest jobs and intruders, each as processes of their own, on this machine."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import psutil
+
+from bench.crew import ROOT
+from bench.pool import READY
+from worker_client.demo.ranks import pipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PYTHON = [sys.executable, "-m"]
+
+
+@contextmanager
+def process(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a module with arguments, gone at the end."""
+    with subprocess.Popen(
+        [*PYTHON, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+class Reducer:
+    """A running reducer.
+
+    Attributes:
+        address: where it listens.
+        process: its process, to count its files and memory.
+    """
+
+    def __init__(self, running: subprocess.Popen[str]) -> None:
+        self.address = pipe(running.stdout).readline().removeprefix(READY).strip()
+        self.process = psutil.Process(running.pid)
+
+    @property
+    def files(self) -> int:
+        """Its open files, connections among them."""
+        return int(self.process.num_fds())
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory that it uses."""
+        return int(self.process.memory_info().rss)
+
+
+@contextmanager
+def reducer(*options: str) -> Iterator[Reducer]:
+    """Start a reducer on loopback with these options."""
+    serve = ("reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error")
+    with process(*serve, *options) as running:
+        yield Reducer(running)
+
+
+class Job:
+    """The ranks of an honest job.
+
+    Args:
+        ranks: their processes.
+
+    Attributes:
+        wrong: elements that were not what they should be, so far.
+    """
+
+    def __init__(self, ranks: list[subprocess.Popen[str]]) -> None:
+        self.wrong = 0
+        self._ranks = ranks
+
+    def begin(self, count: int) -> None:
+        """Let it make so many all-reduces."""
+        for rank in self._ranks:
+            pipe(rank.stdin).write(f"{count}\n")
+            pipe(rank.stdin).flush()
+
+    def end(self) -> float:
+        """Wait until they are made; return their median time, seconds, of the slowest rank."""
+        reports = [json.loads(pipe(rank.stdout).readline()) for rank in self._ranks]
+        self.wrong += sum(report["wrong"] for report in reports)
+        return float(max(report["median"] for report in reports))
+
+    def median(self, count: int) -> float:
+        """Make so many all-reduces; return their median time, seconds."""
+        self.begin(count)
+        return self.end()
+
+
+@contextmanager
+def job(address: str, name: str, world_size: int, nbytes: int) -> Iterator[Job]:
+    """Start the ranks of an honest job and wait until all have joined."""
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(world_size):
+            given = {
+                "rank": rank,
+                "world_size": world_size,
+                "nbytes": nbytes,
+                "servers": [address],
+                "job": name,
+            }
+            ranks.append(stack.enter_context(process("bench.tenant", json.dumps(given))))
+        for running in ranks:
+            json.loads(pipe(running.stdout).readline())
+        yield Job(ranks)
+
+
+@contextmanager
+def intruder(kind: str, address: str) -> Iterator[list[int]]:
+    """Let somebody intrude; how often it did is in the list afterwards."""
+    counts: list[int] = []
+    with process("bench.intruder", kind, address) as running:
+        pipe(running.stdout).readline()
+        yield counts
+        pipe(running.stdin).close()
+        counts.append(json.loads(pipe(running.stdout).readline())["count"])
+
+
+def ratio(times: list[float], others: list[float]) -> float:
+    """Return the median of some times over that of others."""
+    return statistics.median(times) / statistics.median(others)

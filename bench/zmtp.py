@@ -1,0 +1,103 @@
+"""What strangers say to a reducer's port: other protocols, and bad ZMTP 3 by hand."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from reducer.wire.constants import MessageType
+from reducer.wire.header import Header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+MORE, LONG, COMMAND = 1, 2, 4
+_READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """Return a frame of ZMTP 3."""
+    if len(body) > 255:
+        return struct.pack(">BQ", flags | LONG, len(body)) + body
+    return bytes([flags, len(body)]) + body
+
+
+HANDSHAKE = GREETING + frame(_READY, COMMAND)
+
+
+def dial(address: str) -> socket.socket:
+    """Connect to ``host:port``; nothing is read but by whoever asked."""
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
+def say(address: str, *words: bytes, pause_s: float = 0.0) -> socket.socket:
+    """Connect and send these, as far as the other side takes them."""
+    connection = dial(address)
+    connection.settimeout(0.5)
+    with suppress(OSError):  # it has every right to hang up
+        for word in words:
+            connection.sendall(word)
+            time.sleep(pause_s)
+    return connection
+
+
+def idle(address: str) -> socket.socket:
+    """Connect, and say nothing."""
+    return dial(address)
+
+
+def http(address: str) -> socket.socket:
+    """Ask for a page."""
+    return say(address, b"GET / HTTP/1.1\r\nHost: reducer\r\nAccept: */*\r\n\r\n")
+
+
+def tls(address: str) -> socket.socket:
+    """Say a TLS client's hello."""
+    hello = b"\x03\x03" + os.urandom(32) + b"\0\0\x02\x13\x01\x01\0"
+    shake = b"\x01" + len(hello).to_bytes(3, "big") + hello
+    return say(address, b"\x16\x03\x01" + len(shake).to_bytes(2, "big") + shake)
+
+
+def zmtp1(address: str) -> socket.socket:
+    """Speak ZMTP 1: no greeting, an empty identity, and then a message of three frames."""
+    header = Header(MessageType.CONTRIBUTION).pack()
+    return say(address, b"\x01\0", b"\x61\x01" + header, b"\x05\x01abcd", b"\x05\0abcd")
+
+
+def huge(address: str) -> socket.socket:
+    """Announce frames of more bytes than there are."""
+    lengths = b"".join(struct.pack(">BQ", LONG, length) for length in (1 << 63, (1 << 64) - 1))
+    return say(address, HANDSHAKE, lengths, bytes(1 << 16))
+
+
+def noise(address: str) -> socket.socket:
+    """Say random bytes, with a handshake before them every other time."""
+    handshake = HANDSHAKE if os.urandom(1)[0] & 1 else b""
+    return say(address, handshake + os.urandom(4096))
+
+
+def loris(address: str) -> socket.socket:
+    """Begin a greeting, and never end it."""
+    return say(address, *(GREETING[i : i + 1] for i in range(4)), pause_s=0.01)
+
+
+def partial(address: str) -> socket.socket:
+    """Shake hands, announce 4 MiB, and send all but the end of them."""
+    return say(address, HANDSHAKE, struct.pack(">BQ", LONG, 4 << 20), bytes((4 << 20) - 1))
+
+
+def endless(address: str) -> socket.socket:
+    """Shake hands, and send one message of ever more frames."""
+    frames = frame(bytes(1 << 16), MORE) * 16
+    return say(address, HANDSHAKE, *[frames] * 64)
+
+
+STRANGERS: dict[str, Callable[[str], socket.socket]] = {
+    said.__name__: said for said in (idle, http, tls, zmtp1, huge, noise, loris, partial, endless)
+}

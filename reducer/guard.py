@@ -1,0 +1,240 @@
+"""Keeps connections in bounds: how many, how long without a job, and what they make libzmq hold.
+
+libzmq takes what a peer sends and keeps what a peer does not read, in memory that it does not
+count. So the guard compares, several times a second, what the kernel has passed on (`connections`)
+with what the reducer has taken and given, and ends connections that go beyond what was agreed. The
+rules are those of `wire/README.md`, section 5. One guard belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from reducer import connections
+from reducer.errors import CapacityError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reducer.engine import Engine
+    from reducer.errors import ReductionError
+    from reducer.limits import Patience
+    from reducer.membership import Job
+    from reducer.reductions import Send
+    from reducer.slots import Member
+    from reducer.transport import Transport
+
+LOOK_S = 0.1
+LOOK_SOON_S = 0.02  # while there are strangers, or somebody has much here
+FAREWELL_S = 1.0  # for a peer that was dropped to read why
+STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
+SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
+HEARTBEATS_PER_S = 512  # bytes, generously: libzmq answers these by itself, nobody else counts them
+STUCK_LOOKS = 10
+TAKEN_PER_LOOK = 64  # messages, at least; libzmq gives them out in turn
+MEMBERS_PER_LOOK = 256  # of a job; those of a larger one are looked at less often, for 9 us each
+STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One connection that libzmq has accepted.
+
+    Attributes:
+        descriptor: libzmq's number for it, see `reducer.connections`.
+        name: both ends' addresses.
+        since: when it was accepted, or ceased to be a member's.
+        base: bytes that libzmq had read from it then, and those that were under way.
+        window: bytes that a member may have under way; 0 of a stranger's.
+        born: when it was accepted.
+        ended: it was told to go; libzmq will say when it has.
+        taken: bytes that the reducer had taken from it at the latest look.
+        stuck: looks since then, while more waited than a message has.
+    """
+
+    descriptor: int
+    name: tuple[object, ...]
+    since: float
+    base: int = 0
+    window: int = 0
+    born: float = field(default=0.0)
+    ended: bool = False
+    taken: int = -1
+    stuck: int = 0
+
+    def end(self) -> bool:
+        """End it; return whether it was still there."""
+        self.ended = True
+        return connections.end(self.descriptor, self.name)
+
+    def is_stuck(self, taken: int, patience: int, *, much: bool) -> bool:
+        """Whether nothing was taken from it for long, though more waits than a message has."""
+        self.stuck = self.stuck + 1 if much and taken == self.taken else 0
+        self.taken = taken
+        return self.stuck >= patience
+
+
+class Guard:
+    """Watches the connections of one transport.
+
+    Args:
+        engine: knows whose they are.
+        transport: knows which there are.
+        patience: what they may do.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport, patience: Patience) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._patience = patience
+        self._connections: dict[int, Connection] = {}
+        self._farewells: dict[bytes, float] = {}  # peers that were dropped: when to close
+        self._turn = 0
+        self._looks = 0
+        self._soon = False
+        self._log = logging.getLogger(__name__)
+
+    @property
+    def connections(self) -> int:
+        """How many there are, but for those that were told to go."""
+        return len(self._here())
+
+    @property
+    def wait_s(self) -> float:
+        """How long the reducer may serve before the next look."""
+        return LOOK_SOON_S if self._soon else LOOK_S
+
+    def look(self, now: float) -> list[Send]:
+        """End what is out of bounds.
+
+        Args:
+            now: seconds of a monotonic clock.
+
+        Returns:
+            What is to be said about that.
+        """
+        self._looks += 1
+        self._hear(now)
+        members: dict[int, Member] = {}
+        sends: list[Send] = []
+        held = 0
+        for job in self._engine.jobs:
+            most, found = self._of_job(job, members, now)
+            held = max(held, found)
+            sends += most
+        strangers = [c for d, c in self._connections.items() if d not in members and not c.ended]
+        self._dismiss(now)
+        self._judge(strangers, now)
+        self._soon = bool(strangers) or held > 2 * SLACK_BYTES
+        return sends
+
+    def _hear(self, now: float) -> None:
+        """Learn which connections have come and gone."""
+        for opened, descriptor in self._transport.changes():
+            self._connections.pop(descriptor, None)
+            name = connections.name(descriptor) if opened else None
+            if name is not None:
+                self._connections[descriptor] = Connection(descriptor, name, now, born=now)
+        members = {m.peer for job in self._engine.jobs for m in job.members.values()}
+        self._transport.forget(self._connections, members)
+
+    def _of_job(self, job: Job, members: dict[int, Member], now: float) -> tuple[list[Send], int]:
+        """Find out what libzmq holds for a job; drop who has most if that is too much."""
+        held: dict[bytes, int] = {}
+        stuck: list[Member] = []
+        allowed = job.reserved + job.reserved // 8
+        patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
+        due = self._looks % (1 + len(job.members) // MEMBERS_PER_LOOK) == 0
+        for member in job.members.values():
+            descriptor = self._transport.descriptors.get(member.peer, -1)
+            connection = self._connections.get(descriptor)
+            if connection is None:
+                continue
+            members[descriptor] = member
+            connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
+            passed = connections.traffic(descriptor) if due else None
+            if passed is None:
+                continue
+            taken, given = self._transport.moved(member)
+            heartbeats = int(HEARTBEATS_PER_S * (now - connection.born))
+            unread = max(0, passed.read - taken - heartbeats)
+            much = unread > job.max_chunk_bytes + SLACK_BYTES
+            if connection.is_stuck(taken, patience, much=much):
+                stuck.append(member)
+            held[member.peer] = member.held + unread + max(0, given - passed.written)
+            allowed += SLACK_BYTES
+        most = max(held.values(), default=0)
+        sends: list[Send] = []
+        for member in stuck:
+            error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
+            sends += self._drop(member, error)
+        if not stuck and sum(held.values()) > allowed:
+            worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
+            sends += self._drop(worst, _hoards(job, worst, most))
+        return sends, most
+
+    def _drop(self, member: Member, error: ReductionError) -> list[Send]:
+        self._log.warning("%s", error)
+        return self._engine.drop(member.peer, error)
+
+    def _judge(self, strangers: list[Connection], now: float) -> None:
+        """End connections of nobody that are too many, too old, or have sent too much."""
+        for connection in strangers:
+            if now - connection.since > self._patience.hello_s:
+                self._end(connection, "it joined no job in time")
+        for connection in self._slice(strangers):
+            passed = connections.traffic(connection.descriptor)
+            if passed is not None and connection.window:  # it was a member at the latest look
+                connection.base, connection.window = passed.read + connection.window, 0
+            elif passed is not None and passed.read - connection.base > STRANGER_BYTES:
+                self._end(connection, "it sent more than a HELLO, and belongs to no job")
+        here = self._here()
+        surplus = len(here) - self._patience.max_connections
+        if surplus > 0:
+            # The oldest strangers: who has just come may be about to say who it is. Then those
+            # that joined last, so that nobody pushes out a job that was here before.
+            waiting = sorted((c for c in strangers if not c.ended), key=lambda c: c.since)
+            latest = sorted((c for c in here if c not in waiting), key=lambda c: -c.born)
+            for connection in (waiting + latest)[:surplus]:
+                self._end(connection, "there are too many (REDUCTION_MAX_CONNECTIONS)")
+
+    def _here(self) -> list[Connection]:
+        return [connection for connection in self._connections.values() if not connection.ended]
+
+    def _slice(self, strangers: list[Connection]) -> Iterable[Connection]:
+        waiting = [connection for connection in strangers if not connection.ended]
+        if len(waiting) <= STRANGERS_PER_LOOK:
+            return waiting
+        self._turn = (self._turn + STRANGERS_PER_LOOK) % len(waiting)
+        return (waiting + waiting)[self._turn : self._turn + STRANGERS_PER_LOOK]
+
+    def _dismiss(self, now: float) -> None:
+        """End the connections of peers that the engine has dropped and that know why."""
+        for peer in self._engine.newly_dropped():
+            self._farewells[peer] = now + FAREWELL_S
+            connection = self._connections.get(self._transport.descriptors.get(peer, -1))
+            passed = connection and connections.traffic(connection.descriptor)
+            if connection and passed:
+                # It may read why, but not go on as before.
+                connection.base, connection.window = passed.read, 0
+        due = [peer for peer, at in self._farewells.items() if at <= now]
+        for peer in due:
+            del self._farewells[peer]
+            connection = self._connections.get(self._transport.descriptors.get(peer, -1))
+            if connection is not None and not connection.ended:
+                self._end(connection, "it broke the protocol")
+
+    def _end(self, connection: Connection, why: str) -> None:
+        if connection.end():
+            self._engine.counters.closed += 1
+            self._log.debug("closed a connection of %s: %s", connection.name[-2:], why)
+
+
+def _hoards(job: Job, member: Member, nbytes: int) -> CapacityError:
+    return CapacityError(
+        f"rank {member.rank} of job {job.name!r} makes this reducer hold {nbytes} bytes: it sends "
+        "beyond its window, or does not read its results",
+        limit="window",
+    )

@@ -1,0 +1,38 @@
+"""How much of a reducer one job, and all of them, may take besides memory (sans I/O)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_WORLD_SIZE
+
+
+class Patience(NamedTuple):
+    """What `Guard` allows connections.
+
+    Attributes:
+        max_connections: how many there may be.
+        hello_s: time that one has to become a member of a job.
+    """
+
+    max_connections: int
+    hello_s: float
+
+
+class Limits(NamedTuple):
+    """What `Membership` admits; the settings of the same names are in `reducer.config`.
+
+    Attributes:
+        max_jobs: how many there may be.
+        max_ranks: the largest world size.
+        max_chunk_bytes: the largest chunk that a job may agree on.
+        job_memory_limit: bytes that one job may reserve; all there are if None.
+    """
+
+    max_jobs: int = 256
+    max_ranks: int = MAX_WORLD_SIZE
+    max_chunk_bytes: int = MAX_CHUNK_BYTES
+    job_memory_limit: int | None = None
+
+
+NO_LIMITS = Limits()  # but the protocol's own, and of jobs

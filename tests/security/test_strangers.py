@@ -1,0 +1,47 @@
+"""Whoever comes to a reducer's port: the job goes on, and connections end."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.zmtp import STRANGERS, dial
+from tests.security.conftest import reduces, until
+
+if TYPE_CHECKING:
+    from bench.company import Reducer
+    from worker_client.client import Client
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_are_shown_out(reducer: Reducer, honest: list[Client], kind: str) -> None:
+    before = reducer.files
+    with ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(STRANGERS[kind](reducer.address))
+        assert reduces(honest)
+        # They are still there: it is the reducer that closes them.
+        until(lambda: reducer.files <= before)
+    assert reduces(honest)
+
+
+def test_idle_connections_cost_nothing_but_themselves(
+    reducer: Reducer, honest: list[Client]
+) -> None:
+    before, resident = reducer.files, reducer.resident
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(dial(reducer.address))
+        assert reduces(honest)
+        until(lambda: reducer.files <= before)
+    assert reducer.resident < resident + (32 << 20)
+
+
+def test_members_are_not_shown_out(reducer: Reducer, honest: list[Client]) -> None:
+    before = reducer.files
+    with dial(reducer.address):
+        until(lambda: reducer.files > before)
+        until(lambda: reducer.files == before)  # longer than a stranger may stay
+    assert reduces(honest)

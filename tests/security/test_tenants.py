@@ -1,0 +1,81 @@
+"""Jobs that break the rules beside one that keeps them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.intruder import TENANTS, WINDOW, Worker
+from reducer.errors import CapacityError
+from reducer.wire.constants import MessageType
+from reducer.wire.messages import decode_error
+from tests.security.conftest import reduces, until
+
+if TYPE_CHECKING:
+    from bench.company import Reducer
+    from worker_client.client import Client
+
+CHUNK = 1 << 18
+OVERHEAD = 192 << 20  # of the process, its heap's unused parts, and what comes between two looks
+
+
+def send(worker: Worker, chunk: int) -> bool:
+    """Contribute a chunk; return whether anybody takes it."""
+    try:
+        worker.contribute(0, bytes(CHUNK), chunk * CHUNK)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", TENANTS)
+def test_another_job_is_served_all_the_same(
+    reducer: Reducer, honest: list[Client], kind: str
+) -> None:
+    before = reducer.files
+    for _ in range(3):
+        with suppress(OSError):  # it was shown out before it was through
+            TENANTS[kind](reducer.address)
+        assert reduces(honest)
+    until(lambda: reducer.files <= before)
+
+
+def test_who_reads_no_results_is_dropped(reducer: Reducer, honest: list[Client]) -> None:
+    with closing(Worker(reducer.address, "deaf", world_size=1, window=1 << 20)) as worker:
+        header, _ = worker.hear()
+        assert header.type is MessageType.WELCOME
+        before = reducer.files
+        chunk = 0
+        while send(worker, chunk):  # in the end nobody takes what it says
+            chunk += 1
+            assert reducer.resident < (256 << 20) + OVERHEAD
+        until(lambda: reducer.files < before)
+        assert reduces(honest)
+
+
+def test_greedy_workers_share_what_there_is(reducer: Reducer, honest: list[Client]) -> None:
+    with ExitStack() as stack:
+        greedy = [
+            stack.enter_context(
+                closing(Worker(reducer.address, f"greedy {n}", window=WINDOW << n % 8))
+            )
+            for n in range(100)
+        ]
+        admitted, limits = [], set()
+        for worker in greedy:
+            header, body = worker.hear()
+            if header.type is MessageType.WELCOME:
+                admitted.append(worker)
+            else:
+                error = decode_error(body)
+                assert isinstance(error, CapacityError)
+                limits.add(error.limit)
+        assert admitted
+        assert "memory_limit" in limits <= {"memory_limit", "max_jobs"}
+        for chunk in range(256):
+            admitted = [worker for worker in admitted if send(worker, chunk)]
+            assert reducer.resident < (256 << 20) + OVERHEAD
+        assert reduces(honest)
+    assert reduces(honest)

@@ -1,0 +1,87 @@
+"""What the kernel tells of connections, and how one is ended."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+import zmq
+
+from reducer import connections
+from reducer.transport import Transport, make_context
+from reducer.wire.constants import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """Both ends of a connection: the client's and the server's."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        client = stack.enter_context(socket.create_connection(server.getsockname(), timeout=10))
+        accepted = stack.enter_context(server.accept()[0])
+        yield client, accepted
+
+
+def test_traffic_is_what_was_read_and_written(pair: Pair) -> None:
+    client, accepted = pair
+    client.sendall(b"x" * 1000)
+    assert connections.traffic(accepted.fileno()) == (0, 0), "nothing was read yet"
+    assert len(accepted.recv(600, socket.MSG_WAITALL)) == 600
+    accepted.sendall(b"y" * 50)
+    assert connections.traffic(accepted.fileno()) == (600, 50)
+
+
+def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
+    _, accepted = pair
+    accepted.setblocking(False)
+    written = 0
+    with suppress(BlockingIOError):  # when the client's buffer is full, and the server's
+        while True:
+            written += accepted.send(bytes(1 << 16))
+    assert connections.traffic(accepted.fileno()) == (0, written)
+
+
+def test_an_ended_connection_is_at_its_end_for_both(pair: Pair) -> None:
+    client, accepted = pair
+    name = connections.name(accepted.fileno())
+    assert name == (*accepted.getsockname(), *client.getsockname())
+    assert connections.end(accepted.fileno(), name)
+    assert client.recv(1) == accepted.recv(1) == b""
+
+
+def test_another_connection_of_that_number_is_left_alone(pair: Pair) -> None:
+    client, accepted = pair
+    name = connections.name(accepted.fileno())
+    assert name is not None
+    assert not connections.end(client.fileno(), name)
+    client.sendall(b"x")
+    assert accepted.recv(1) == b"x"
+
+
+def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    with (tmp_path / "file").open("wb") as file:
+        for descriptor in (file.fileno(), 1 << 20):
+            assert connections.name(descriptor) is None
+            assert connections.traffic(descriptor) is None
+            assert not connections.end(descriptor, ("127.0.0.1", 1))
+    assert psutil.Process().num_fds() == before
+
+
+def test_libzmq_is_told_the_limits() -> None:
+    context = make_context(1)
+    transport = Transport("tcp://127.0.0.1:0", context, max_chunk_bytes=1 << 20, handshake_s=0.25)
+    socket_ = transport._router
+    assert socket_.getsockopt(zmq.MAXMSGSIZE) == (1 << 20) + HEADER_BYTES
+    assert socket_.getsockopt(zmq.HANDSHAKE_IVL) == 250
+    transport.close()
+    context.destroy()

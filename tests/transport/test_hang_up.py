@@ -1,0 +1,61 @@
+"""Who hangs up while a reducer is busy does nothing to it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from bench.zmtp import GREETING, HANDSHAKE, dial, frame
+
+# libzmq aborts its process if a heartbeat is due on a connection that it has stopped reading
+# because too many messages wait, and whose peer has hung up: so no number is too many.
+MESSAGES = frame(b"x") * 2500
+REDUCER = """
+import sys, time
+from reducer import connections
+from reducer.transport import HEARTBEAT_INTERVAL_MS, Transport, make_context
+context = make_context(1)
+transport = Transport("tcp://127.0.0.1:0", context)
+print(transport.port, flush=True)
+changes = []
+while not changes:
+    changes = transport.changes()
+((opened, descriptor),) = changes
+while connections.traffic(descriptor).read < int(sys.argv[1]):
+    time.sleep(0.01)
+print("has read it", flush=True)
+sys.stdin.readline()
+time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)
+print(sum(len(list(transport.receive(0))) for _ in range(100)), flush=True)
+transport.close()
+context.destroy()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_peer_that_hangs_up_with_much_unread() -> None:
+    size = len(HANDSHAKE) + len(MESSAGES)
+    with subprocess.Popen(
+        [sys.executable, "-c", REDUCER, str(size)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as reducer:
+        try:
+            with dial(f"127.0.0.1:{reducer.stdout.readline().strip()}") as peer:
+                peer.sendall(HANDSHAKE)
+                *_, length = peer.recv(len(GREETING) + 2, socket.MSG_WAITALL)
+                peer.recv(length, socket.MSG_WAITALL)  # READY: now it takes messages
+                peer.sendall(MESSAGES)
+                assert reducer.stdout.readline() == "has read it\n"
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            out, err = reducer.communicate("\n", timeout=60)
+        finally:
+            reducer.kill()
+    assert reducer.returncode == 0, err
+    assert out == "2500\n"
