@@ -4,8 +4,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c \
-	worker_client/_cast.c
-CONTAINER_TOOLS := buildah podman runc debootstrap
+	worker_client/_cast.c worker_client/_submissions.c
+# Commands, and Debian's packages for them where those have other names.
+TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client \
+	slurmctld slurmd
+CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
+# Processes of pytest. Tests mostly wait, and stay right beside others.
+PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest --durations=10
+PARALLEL := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
 

@@ -77,6 +77,12 @@ extensions = cythonize(
             extra_link_args=LINK_FLAGS,
         ),
         Extension(
+            "worker_client._submissions",
+            sources=[f"{WORKER}/_submissions.pyx"],
+            extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
+        ),
+        Extension(
             "worker_client._cast",
             sources=[
                 f"{WORKER}/_cast.pyx",

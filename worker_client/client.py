@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,13 +11,14 @@ from reducer.wire.constants import ReduceOp
 from worker_client import device, faults, implementation
 from worker_client.arguments import describe, parse, refuse_extras
 from worker_client.device_staging import DeviceStaging
+from worker_client.forks import forks
 from worker_client.host_buffer import host_buffer
 from worker_client.names import own
 from worker_client.operation import Operation
 from worker_client.part import Part
 from worker_client.survivors import Survivors
 from worker_client.wire_cast import WireCast
-from worker_client.work import Work
+from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from worker_client.keys import Keys
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
+    from worker_client.work import Work
 
 
 class Counters(NamedTuple):
@@ -111,7 +112,7 @@ class Client:
         self._works: dict[Operation, Callable[[Exception | None], None]] = {}  # whom to tell
         self._wire = WireCast(wire_dtype, whole=settings.outlive)
         self._staging = DeviceStaging(self._submit)
-        self._pid = os.getpid()
+        self._forks = forks()
 
         def enter(settings: Settings, ended: Ended, left: Left) -> Part:
             return Part(
@@ -217,7 +218,7 @@ class Client:
     @property
     def usable(self) -> bool:
         """Whether this process may call `all_reduce`."""
-        return not self._driver.closing and os.getpid() == self._pid
+        return not self._driver.closing and forks() == self._forks
 
     def all_reduce(
         self,
@@ -268,11 +269,14 @@ class Client:
             DeviceError: a device failed, now or in an earlier call.
         """
         self._check_usable()
-        if self._is_staged(data, name):
+        if name is not None and self._fusion is not None:
+            refuse_extras(weight, residual, "calls that have names")
+            return self._fusion.submit(data, op, name, timeout)
+        if self._is_staged(data):
             refuse_extras(weight, residual, "tensors on a device")
             flat = device.flatten(data)
             reduction, timeout_s = parse(flat.dtype, op, name, timeout, self.timeout_s)
-            work = Work(describe(name, flat.data.nbytes), self._wait_for_device)
+            work = PlainWork(describe(name, flat.data.nbytes), self._wait_for_device)
             with self._order:
                 self._staging.all_reduce(
                     work, data, flat, op=reduction, name=name, timeout_s=timeout_s
@@ -280,9 +284,6 @@ class Client:
             return work
         buffer = host_buffer(data)
         reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self.timeout_s)
-        if name is not None and self._fusion is not None:
-            refuse_extras(weight, residual, "calls that have names")
-            return self._fusion.submit(buffer, data, reduction, name, timeout_s)
         return self.submit(
             buffer, reduction, name, timeout_s, data=data, weight=weight, residual=residual
         )
@@ -317,7 +318,7 @@ class Client:
         if self._wire.wire_dtype is None and weight is None and residual is None:
             return self._submit_plain(buffer, op, name, timeout_s, data)
         call: Call
-        work = Work(describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
+        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
         with self._order:
             call = self._wire.call(
                 work,
@@ -334,7 +335,7 @@ class Client:
 
     def shutdown(self) -> None:
         """Leave the job and free everything; what is in progress fails. May be called again."""
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             return  # the sockets and the thread belong to the parent process
         if self._fusion is not None:
             self._fusion.stop()
@@ -352,16 +353,16 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
-    def _is_staged(self, data: Any, name: str | None) -> bool:
+    def _is_staged(self, data: Any) -> bool:
         """Whether data goes through page-locked memory, piece by piece."""
-        return device.is_on_device(data) and (name is None or self._fusion is None)
+        return device.is_on_device(data)
 
     def _submit_plain(
         self, buffer: HostBuffer, op: ReduceOp, name: str | None, timeout_s: float, data: Any
     ) -> Work:
         """Start a call that is one all-reduce of its memory: small ones should take little time."""
         operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
-        work = Work(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
+        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
 
         def ended(error: Exception | None) -> None:
             if error is None and buffer.write_back is not None:
@@ -445,7 +446,7 @@ class Client:
             self._end(operation, own(error, operation))
 
     def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             raise LocalProtocolError(
                 "this client belongs to the parent process: a forked child (such as a DataLoader "
                 "worker) cannot use it"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.actions import Connect, HandOver, Reset, Send
+from worker_client.forks import forks
 from worker_client.transport import Completed, Connected, Disconnected, Refused, Released
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Driver:
         self._waited_at = 0.0
         # What is put in ends the rest of the driver's own thread; unlike Event.set, in any handler.
         self._resume: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._pid = os.getpid()
+        self._forks = forks()
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
 
@@ -118,7 +118,7 @@ class Driver:
             LocalProtocolError: this thread leads already, in whose callback or signal handler this
                 is: nobody else could bring the end.
         """
-        if os.getpid() != self._pid or self._session.handed_over:
+        if forks() != self._forks or self._session.handed_over:
             return
         if self.in_callback:
             raise LocalProtocolError(

@@ -9,11 +9,10 @@ nothing more has come for `cycle_s`. Nothing happens while nothing is asked for.
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
-from itertools import accumulate
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from reducer.errors import (
@@ -24,8 +23,8 @@ from reducer.errors import (
 )
 from worker_client.fusion_buffers import FusionBuffers, group
 from worker_client.host_buffer import HostBuffer
-from worker_client.negotiation import Negotiation, Tensor
-from worker_client.waiting import Request, Waiting
+from worker_client.negotiation import Negotiation
+from worker_client.waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.constants import ReduceOp
     from worker_client.negotiation import Decision
+    from worker_client.request import MakeSubmissions, Request
     from worker_client.work import Work
 
 BURST = 20  # cycles that a tensor waits at most while others keep coming
@@ -86,6 +86,8 @@ class Fusion(Generic[C]):
         rank, world_size: who we are.
         threshold: most bytes of a fusion buffer; 0 to pack nothing.
         cycle_s: how long a tensor waits for the next one, seconds.
+        timeout_s: of tensors whose caller names none.
+        submissions: the implementation's.
 
     Attributes:
         bytes_reduced: of all tensors so far.
@@ -97,7 +99,10 @@ class Fusion(Generic[C]):
         rank: int,
         world_size: int,
         threshold: int,
+        *,
         cycle_s: float,
+        timeout_s: float,
+        submissions: MakeSubmissions,
     ) -> None:
         self._make_channel = channel
         self._channel: C | None = None
@@ -105,16 +110,12 @@ class Fusion(Generic[C]):
         self._cycle_s = cycle_s
         self._negotiation = Negotiation(rank, world_size)
         self._buffers = FusionBuffers()
-        self._waiting = Waiting()
+        self._waiting = Waiting(submissions, self._lead, timeout_s, threshold)
+        self._submissions = self._waiting.submissions
         self._changed = self._waiting.changed
-        self._lock = self._waiting.lock  # guards what follows
-        self._news_bytes = 0
-        self._news_since: float | None = None  # when the oldest came that no round knows of, ...
-        self._news_until = 0.0  # ... and when the latest
-        self._urgent = False
+        self._urgent = False  # `changed` guards this, and what follows
         self._again_at = 0.0
         self._again_s = AGAIN_S
-        self._closing = False
         self._why: ReductionError = LocalProtocolError("this client was shut down")
         self._flying: set[Request] = set()  # withdrawn, and not ended
         self.bytes_reduced = 0
@@ -131,46 +132,38 @@ class Fusion(Generic[C]):
         """Make the channel now, and not with the first call."""
         self._channel = self._make_channel()
 
-    def submit(
-        self, buffer: HostBuffer, data: Any, op: ReduceOp, name: str, timeout_s: float
-    ) -> Work:
+    def submit(self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None) -> Work:
         """Start the all-reduce of a tensor, as soon as all ranks have submitted it.
 
         Args:
-            buffer: its memory.
-            data: what the handle returns in the end.
+            data: as of `Client.all_reduce`, as are the others.
             op: reduction.
             name: the same at every rank, and not that of another one in progress.
-            timeout_s: seconds until it fails.
+            timeout: until it fails.
 
         Raises:
-            ConfigError: another one of this name is in progress.
+            ConfigError: an argument is not supported, or another one of this name is in progress.
             ReductionError: the client was shut down, or its channel has ended.
         """
-        now = time.monotonic()
-        tensor = Tensor(name, buffer.dtype, op, buffer.view.nbytes)
-        with self._lock:
-            if self._closing:
-                raise copy.copy(self._why)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="fusion", daemon=True)
-                thread.start()
-                self._thread = thread
-            call = self._waiting.count(name)
-            request = Request(tensor, call, buffer, data, self._lead, now, timeout_s)
-            self._waiting.add(request)
-            self._news_bytes += tensor.nbytes
-            if self._news_since is None or self._news_bytes >= self._threshold:
-                self._changed.notify_all()
-            if self._news_since is None:
-                self._news_since = now
-            self._news_until = now
-        return request
+        if self._thread is None:
+            self._begin()
+        return self._submissions.submit(data, op, name, timeout)
+
+    def _begin(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._closing:
+                # First: Ctrl-C may interrupt the start, and then there is a thread.
+                self._thread = threading.Thread(target=self._run, name="fusion", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    self._thread = None  # there is no room for one: whoever calls again tries again
+                    raise
 
     def stop(self) -> None:
         """Leave the channel; what is in progress fails. May be called again."""
         with self._changed:
-            self._closing = True
+            self._submissions.refusal = self._why
             self._changed.notify_all()
         in_callback = threading.current_thread() is self._thread
         if self._channel is not None:
@@ -195,14 +188,15 @@ class Fusion(Generic[C]):
             while self._await_turn():
                 with self._changed:
                     mine = self._waiting.all()
-                    self._news_bytes, self._news_since, self._urgent = 0, None, False
+                    news = self._submissions
+                    news.news_bytes, news.news_since, self._urgent = 0, None, False
                 if mine:
                     self._round(mine)
         except Exception as error:
             log.exception("fusion failed")
             self._why = LocalProtocolError(f"fusion failed: {error!r}")
         with self._changed:
-            self._closing = True
+            self._submissions.refusal = self._why
         if self._channel is not None:
             self._channel.shutdown()
         self._fail([*self._waiting.withdraw(), *self._flying], self._why)
@@ -222,6 +216,10 @@ class Fusion(Generic[C]):
         return False
 
     @property
+    def _closing(self) -> bool:
+        return self._submissions.refusal is not None
+
+    @property
     def _has_ended(self) -> bool:
         """Whether the channel has ended by itself: Ctrl-C in a callback, or a node's failure."""
         return self._channel is not None and not self._channel.usable
@@ -230,11 +228,12 @@ class Fusion(Generic[C]):
         """Return when the next round is to begin, in seconds of the monotonic clock."""
         if not self._waiting:
             return float("inf")
-        if self._news_since is None:
+        news = self._submissions
+        if news.news_since is None:
             return self._again_at  # others may have what is here
-        if self._urgent or self._news_bytes >= self._threshold:
+        if self._urgent or news.news_bytes >= self._threshold:
             return 0.0
-        return min(self._news_until, self._news_since + BURST * self._cycle_s) + self._cycle_s
+        return min(news.news_until, news.news_since + BURST * self._cycle_s) + self._cycle_s
 
     def _round(self, mine: list[Request]) -> None:
         """Find out which tensors all ranks have, and reduce them."""
@@ -248,17 +247,16 @@ class Fusion(Generic[C]):
             self._end_round(mine, error)
             return
         early = time.monotonic() - LATE_S
-        for request in mine:
-            if request.begun < early:
-                request.missing = self._negotiation.lacking(request.key)
+        for request in takewhile(lambda one: one.begun < early, mine):  # the oldest come first
+            request.missing = self._negotiation.lacking(request.key)
         for key, mismatch in decision.mismatched.items():
             if any(request.key == key for request in mine):
                 self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
-            self._waiting.withdraw(tensor.name for tensor in tensors)
+            self._waiting.withdraw([name for name, *_ in tensors])
             for tensors in group(decision.ready, self._threshold)
         ]
-        self._flying.update(request for requests in groups for request in requests)
+        self._flying.update(*groups)
         for requests in groups:
             self._reduce(self._channel, requests)
         self._waiting.rebase(decision.bases)
@@ -315,30 +313,23 @@ class Fusion(Generic[C]):
         """Start one all-reduce of tensors that all ranks have, in this order."""
         if len(requests) == 1:
             (request,) = requests
-            self._start(
-                channel, request.buffer.view, requests, lambda error: self._finish(request, error)
-            )
+            self._start(channel, request.view, requests, lambda error: self._finish(request, error))
             return
-        views = [request.buffer.view for request in requests]
-        ends = list(accumulate(request.tensor.nbytes for request in requests))
-        memory = self._buffers.take(ends[-1])
-        packed = memory.data
-        begin = 0
-        for view, end in zip(views, ends, strict=True):
-            packed[begin:end] = view
-            begin = end
+        nbytes = sum(request.tensor.nbytes for request in requests)
+        memory = self._buffers.take(nbytes)
+        packed = memory.data[:nbytes]
+        self._submissions.pack(requests, packed)
 
         def unpack(error: BaseException | None) -> None:
-            begin = 0
-            for request, view, end in zip(requests, views, ends, strict=True):
-                if error is None:
-                    view[:] = packed[begin:end]
-                begin = end
-                request.end(error)
-                self._flying.discard(request)  # as in `_finish`, which would cost a frame each
+            if error is None:
+                self._submissions.unpack(requests, packed)
+            else:
+                for request in requests:
+                    request.end(error)
+            self._flying.difference_update(requests)  # last, as in `_finish`
             self._buffers.give_back(memory)
 
-        self._start(channel, packed[: ends[-1]], requests, unpack)
+        self._start(channel, packed, requests, unpack)
 
     def _start(
         self,

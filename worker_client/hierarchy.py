@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import os
 import queue
 import threading
 import time
@@ -42,9 +41,10 @@ from reducer.wire.header import fingerprint
 from worker_client.client import Client
 from worker_client.driver import STOP_S
 from worker_client.folding import finish, fold, folded_as, itemsize
+from worker_client.forks import forks
 from worker_client.host_buffer import HostBuffer
 from worker_client.reasons import describe, revive, translate
-from worker_client.work import Work
+from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from worker_client.mates import Mates
     from worker_client.nodes import Place
     from worker_client.settings import Settings
+    from worker_client.work import Work
 
 # Of a buffer, at a time: while one piece is on the network, the node works on the next one.
 PIECE_BYTES = 16 << 20
@@ -171,7 +172,7 @@ class HierarchicalClient(Client):
             raise ConfigError("weight= and residual= need REDUCTION_HIERARCHY=off")
         call = _Call(data, buffer, op, name, time.monotonic() + timeout_s)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
-        call.work = Work(what, self.lead, lambda: call.missing)
+        call.work = PlainWork(what, self.lead, lambda: call.missing)
         with self._guard:
             self._check_usable()
             self._open[call] = None
@@ -188,8 +189,8 @@ class HierarchicalClient(Client):
         """Whether this process may call `all_reduce`: no more when something failed in its node."""
         return self._broken is None and super().usable
 
-    def _is_staged(self, data: Any, name: str | None) -> bool:
-        del data, name
+    def _is_staged(self, data: Any) -> bool:
+        del data
         return False  # the parts of a node are in host memory
 
     def lead(self, done: Callable[[], bool], until: float) -> None:
@@ -208,7 +209,7 @@ class HierarchicalClient(Client):
         After the loss of a rank it takes some seconds: the other nodes shall hear from their own
         reducers who is lost, and not that this rank left.
         """
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             return
         self._mates.stop()
         self._asked.put(None)
@@ -311,7 +312,7 @@ class HierarchicalClient(Client):
         raise error
 
     def _check_usable(self) -> None:
-        if self._broken is not None and os.getpid() == self._pid:
+        if self._broken is not None and forks() == self._forks:
             raise copy.copy(self._broken)
         super()._check_usable()
 

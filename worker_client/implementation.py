@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from reducer import failpoints
 from reducer.errors import ConfigError
 from worker_client.plain_flight import PlainFlight
+from worker_client.submissions import PlainSubmissions
 from worker_client.transport import PlainTransport
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from reducer.failpoints import Failpoint, Place
     from worker_client.flight import Flight
     from worker_client.keys import Keys
+    from worker_client.request import MakeSubmissions
     from worker_client.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -37,16 +39,18 @@ class Implementation(NamedTuple):
         name: ``compiled`` or ``plain``.
         flight: what the session keeps its chunks in.
         transport: what moves them.
+        submissions: what accepts tensors that have names.
         arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
     """
 
     name: str
     flight: type[Flight]
     transport: MakeTransport
+    submissions: MakeSubmissions
     arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm)
+PLAIN = Implementation("plain", PlainFlight, PlainTransport, PlainSubmissions, failpoints.arm)
 
 
 def select(name: str | None) -> Implementation:
@@ -69,10 +73,11 @@ def select(name: str | None) -> Implementation:
 def _compiled() -> Implementation:
     try:
         from worker_client._flight import CompiledFlight, arm  # noqa: PLC0415 (may not be there)
+        from worker_client._submissions import CompiledSubmissions  # noqa: PLC0415
         from worker_client.compiled_transport import CompiledTransport  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
     CompiledTransport.check()
-    return Implementation("compiled", CompiledFlight, CompiledTransport, arm)
+    return Implementation("compiled", CompiledFlight, CompiledTransport, CompiledSubmissions, arm)

@@ -119,9 +119,9 @@ class Negotiation:
         has = bytearray(len(self._known))
         indices, news = self._indices, []
         for asked in mine:
-            if (calls := indices.get(asked.tensor)) and asked.call in calls:
-                has[calls[asked.call]] = 1
-            else:
+            try:
+                has[indices[asked.tensor][asked.call]] = 1
+            except KeyError:  # noqa: PERF203 (rare: at first alone)
                 news.append((*asked.tensor, asked.call))
         self._said = json.dumps(news, separators=(",", ":")).encode() if news else b""
         bits = np.packbits(np.frombuffer(has, np.uint8))
@@ -161,7 +161,7 @@ class Negotiation:
         complete = np.logical_and.reduce(has, axis=0)
         self._has = has
         mismatched = dict(self._mismatches(has, complete))
-        ready = [self._go_on(index) for index in np.flatnonzero(complete).tolist()]
+        ready = self._go_on(np.flatnonzero(complete).tolist())
         for key in mismatched:
             self._forget(key)
         bases: dict[str, int] = {}
@@ -200,19 +200,22 @@ class Negotiation:
         self._calls.append(call)
         self._note(f"{name} {dtype:d} {op:d} {nbytes} {call}")
 
-    def _go_on(self, index: int) -> Tensor:
-        """Let a bit mean the next call of its tensor; return that."""
-        tensor, call = self._known[index], self._calls[index]
-        assert tensor is not None, "nobody has what all have forgotten"
-        calls = self._indices[tensor]
-        del calls[call]
-        # Some rank may have announced that already, as it has failed to make this one before.
-        if calls.setdefault(call + 1, index) == index:
-            self._calls[index] = call + 1
-        else:
-            self._known[index] = None
-        self.state += 1
-        return tensor
+    def _go_on(self, complete: list[int]) -> list[Tensor]:
+        """Let each of these bits mean the next call of its tensor; return the tensors."""
+        ready: list[Tensor] = []
+        for index in complete:
+            tensor, call = self._known[index], self._calls[index]
+            assert tensor is not None, "nobody has what all have forgotten"
+            ready.append(tensor)
+            calls = self._indices[tensor]
+            del calls[call]
+            # Some rank may have announced that already, as it has failed to make this one before.
+            if calls.setdefault(call + 1, index) == index:
+                self._calls[index] = call + 1
+            else:
+                self._known[index] = None
+        self.state += len(ready)
+        return ready
 
     def _forget(self, key: Key) -> None:
         calls = self._indices[key.tensor]

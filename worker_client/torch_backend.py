@@ -271,7 +271,12 @@ class ReductionGroup(TorchProcessGroup):
             timeout_s = self._given_timeout_s() or client.timeout_s
         op = OPS[op_name(options.reduceOp)]
         works = [client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers]
-        return ReductionWork(works, reduction.results, reduction.finish)
+        return ReductionWork(
+            works,
+            reduction.results,
+            reduction.finish,
+            in_callback=lambda: client.in_callback,
+        )
 
 
 def register() -> None:

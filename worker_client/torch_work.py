@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._distributed_c10d import Work as TorchWork  # what torch.distributed.Work is
 
+from reducer.errors import LocalProtocolError
+
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Sequence
@@ -29,6 +31,7 @@ class ReductionWork(TorchWork):
         results: the tensors that hold the result at the end.
         finish: puts the result into them, when all parts have ended well; once, and perhaps on the
             client's thread.
+        in_callback: whether this thread is in a callback of an all-reduce.
     """
 
     def __init__(
@@ -36,11 +39,14 @@ class ReductionWork(TorchWork):
         parts: Sequence[Work],
         results: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
+        *,
+        in_callback: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._parts = parts
         self._results = results
         self._finish = finish
+        self._in_callback = in_callback
         self._missing = len(parts)  # parts that have not told the future of their end
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -102,7 +108,16 @@ class ReductionWork(TorchWork):
         Its callbacks may run on the client's thread, and must not wait for an all-reduce. A failure
         is a RuntimeError there, whose text names the typed error that `wait` raises: the C++ code
         that reads such futures knows no other.
+
+        Raises:
+            LocalProtocolError: this is such a callback; what waits for a future in C++ code cannot
+                be told that it would do so for ever.
         """
+        if self._in_callback():
+            raise LocalProtocolError(
+                "a callback of a collective's future asks for the future of another one: waiting "
+                "for it there would last for ever. PowerSGD's hook does so with tensors on the CPU"
+            )
         with self._lock:
             if self._future is None:
                 self._future = self._ended.then(lambda _: self._outcome())

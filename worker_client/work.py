@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     Lead: TypeAlias = Callable[[Callable[[], bool], float], None]
 
+STATELESS: tuple[str, ...] = ()  # slots of a class whose subclasses, compiled or not, have them
+
 
 class Work:
     """What `Client.all_reduce` returns; its result is the array or tensor that was given.
@@ -24,30 +26,20 @@ class Work:
     done when the result is there, for all of its streams. After an error the buffer's
     contents are undefined: parts of it may hold the reduction.
 
-    Args:
-        what: how errors name it.
-        lead: called by whoever waits, with `done` and until when; may bring the end nearer.
-        missing: says which ranks it waits for, as far as is known.
+    A subclass holds the state, as compiled code may; `_lead` is called by whoever waits, with
+    `done` and until when, and may bring the end nearer.
     """
 
-    __slots__ = ("_ended", "_error", "_future", "_lead", "_lock", "_missing", "_result", "_what")
+    __slots__ = STATELESS
 
-    def __init__(
-        self,
-        what: str,
-        lead: Lead,
-        missing: Callable[[], tuple[int, ...]] = tuple,
-    ) -> None:
-        self._missing = missing
-        self._what = what
-        self._lead = lead
-        self._ended = False
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._future: concurrent.futures.Future[Any] | None = None  # made if somebody asks
-        # Its end and the making of a future exclude each other. One for each: a child may be forked
-        # while it is taken.
-        self._lock = threading.Lock()
+    _lead: Lead
+    _ended: bool
+    _result: Any
+    _error: BaseException | None
+    _future: concurrent.futures.Future[Any] | None  # made if somebody asks
+    # Its end and the making of a future exclude each other. One for each: a child may be forked
+    # while it is taken.
+    _lock: threading.Lock
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the all-reduce has ended and return the array or tensor.
@@ -81,7 +73,7 @@ class Work:
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that it waits for, as far as a reducer was asked, which is after 10 seconds."""
-        return self._missing()
+        raise NotImplementedError
 
     def future(self) -> concurrent.futures.Future[Any]:
         """Return a future of the array or tensor.
@@ -94,9 +86,9 @@ class Work:
             if self._future is None:
                 future: concurrent.futures.Future[Any] = concurrent.futures.Future()
                 future.set_running_or_notify_cancel()  # what is on the wire cannot be called back
+                self._future = future  # first: what ends meanwhile, without the lock, settles it
                 if self._ended:
                     self._settle(future)
-                self._future = future
             return self._future
 
     def finish(self, result: Any, error: BaseException | None) -> None:
@@ -109,12 +101,44 @@ class Work:
         if future is not None and not future.done():
             self._settle(future)
 
-    def __str__(self) -> str:
-        """Say which all-reduce this is, for errors and logs."""
-        return self._what
-
     def _settle(self, future: concurrent.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._result)
         else:
             future.set_exception(self._error)
+
+
+class PlainWork(Work):
+    """The handle of a call that names itself.
+
+    Args:
+        what: how errors name it.
+        lead: as of `Work`.
+        missing: says which ranks it waits for, as far as is known.
+    """
+
+    __slots__ = ("_ended", "_error", "_future", "_lead", "_lock", "_missing", "_result", "_what")
+
+    def __init__(
+        self,
+        what: str,
+        lead: Lead,
+        missing: Callable[[], tuple[int, ...]] = tuple,
+    ) -> None:
+        self._missing = missing
+        self._what = what
+        self._lead = lead
+        self._ended = False
+        self._result = None
+        self._error = None
+        self._future = None
+        self._lock = threading.Lock()
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """As of `Work`."""
+        return self._missing()
+
+    def __str__(self) -> str:
+        """Say which all-reduce this is, for errors and logs."""
+        return self._what

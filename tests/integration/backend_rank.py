@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -249,6 +250,22 @@ def ddp(rank: int, gloo: dist.ProcessGroup) -> None:
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
 
 
+def power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
+    """Its hook waits for reductions in callbacks of others: it fails, and says why."""
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="PowerSGD's hook does so"):
+        model(torch.ones(1, 64)).sum().backward()
+    # At every rank the same calls had been made by then: all go on.
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [WORLD_SIZE**2] * 3
+
+
 def fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
     whole, sharded = network(), network()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
@@ -302,6 +319,7 @@ CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
     work_object,
     groups,
     ddp,
+    power_sgd,
     fsdp,
     failures,
 ]

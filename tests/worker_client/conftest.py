@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reducer import local_pool
-from worker_client import driver, startup
+from worker_client import device, driver, staged_call, startup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.worker_client.slow_device import Devices
     from worker_client.client import Client
 
 
@@ -53,3 +54,18 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits asks to lead, until it does."""
     monkeypatch.setattr(driver, "OFTEN_S", math.inf)
     monkeypatch.setattr(driver, "ASKING_S", 10.0)
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+    """Torch's tensors are on a slow device, and their pieces are small."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from tests.worker_client import slow_device  # noqa: PLC0415 (it imports torch)
+
+    made = slow_device.Devices()
+    monkeypatch.setattr(device, "is_on_device", lambda data: isinstance(data, torch.Tensor))
+    monkeypatch.setattr(device, "open_device", made.open)
+    monkeypatch.setattr(staged_call, "PIECE_BYTES", slow_device.PIECE)
+    yield made
+    for one in made.opened:
+        one.close()

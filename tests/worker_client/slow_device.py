@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +19,11 @@ from reducer.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from worker_client.client import Client
+    from worker_client.host_blocks import HostBlocks
+
 RUBBISH = 0xA5
+PIECE = 4096  # bytes of a piece, with the fixture `devices`
 
 
 class Copy:
@@ -128,3 +133,60 @@ class SlowDevice:
             self._made[way] += 1
 
         return self._streams[way].do(copy)
+
+
+class Devices:
+    """The clients' devices, in the order in which they made their first call.
+
+    Attributes:
+        before: what their streams call before each copy, from now on.
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[SlowDevice] = []
+        self.before: Callable[[str, int], None] = lambda _way, _number: time.sleep(0.001)
+
+    def open(self, of: torch.device) -> SlowDevice:
+        assert of.type == "cpu"
+        self.opened.append(SlowDevice(self._before))
+        return self.opened[-1]
+
+    def _before(self, way: str, number: int) -> None:
+        self.before(way, number)  # what it is then
+
+
+class Gate:
+    """Lets copies of one way pass from a certain number on only when it is opened."""
+
+    def __init__(self, way: str, number: int = 0) -> None:
+        self._way, self._number = way, number
+        self._open = threading.Event()
+
+    def __call__(self, way: str, number: int) -> None:
+        if way == self._way and number >= self._number:
+            assert self._open.wait(30)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def reduce_all(clients: list[Client], tensors: list[Any], **arguments: Any) -> None:
+    works = [
+        client.all_reduce(tensor, **arguments)
+        for client, tensor in zip(clients, tensors, strict=True)
+    ]
+    for work, tensor in zip(works, tensors, strict=True):
+        assert work.wait(20) is tensor
+
+
+def blocks_of(client: Client) -> HostBlocks:
+    """Return the page-locked memory of a client with one device."""
+    ((_, blocks),) = client._staging._devices.values()
+    return blocks

@@ -121,7 +121,7 @@ def test_a_wait_that_leads_keeps_its_own_timeout(make: Callable[..., Client]) ->
     start = time.monotonic()
     with pytest.raises(ReductionTimeout, match=r"still in progress after 0\.2 s"):
         work.wait(0.2)
-    assert 0.2 <= time.monotonic() - start < 2.0
+    assert 0.2 <= time.monotonic() - start < 5.0
     theirs.all_reduce(np.ones(8), op="sum").wait(10)
     assert (work.wait(10) == 2).all()
 

@@ -262,6 +262,21 @@ def test_a_callback_may_submit_but_not_wait(job: Job) -> None:
     assert len(said) == 1
 
 
+def test_a_thread_that_cannot_be_started_is_started_later(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (client,) = job(1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            client.all_reduce(np.ones(1), name="x")
+    assert client.all_reduce(np.ones(1), name="x").wait(20) == 1
+
+
 def test_an_embedded_job_has_names_too(servers: list[str]) -> None:
     # Two of three reducers are the ranks' own.
     pytest.importorskip("torch")

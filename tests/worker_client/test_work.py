@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
-from worker_client.work import Work
+from worker_client.work import PlainWork, Work
 
 
 @pytest.fixture
 def work() -> Work:
-    return Work("all-reduce 'grad' of 12 bytes", lambda _done, _left: None)
+    return PlainWork("all-reduce 'grad' of 12 bytes", lambda _done, _left: None)
 
 
 def test_the_result_is_what_was_given(work: Work) -> None:

@@ -1,0 +1,93 @@
+"""Page-locked memory for tensors on a device: it is used again, and given up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from reducer.errors import (
+    DeviceError,
+)
+from tests.worker_client.slow_device import (
+    PIECE,
+    Devices,
+    Gate,
+    SlowDevice,
+    blocks_of,
+    eventually,
+    reduce_all,
+)
+from worker_client import staged_call
+from worker_client.host_blocks import KEPT_FOR, HostBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client import Client
+
+    Job = Callable[..., list[Client]]
+
+
+def test_blocks_are_used_again_when_the_result_is_back(job: Job, devices: Devices) -> None:
+    (client,) = job(1)
+    for _ in range(5):
+        reduce_all([client], [torch.ones(3000)])
+        reduce_all([client], [torch.ones(1500, dtype=torch.float64)])  # as many bytes
+    assert devices.opened[0].blocks == 1
+    gate = devices.before = Gate("to_device")
+    one, other = torch.full((3000,), 1.0), torch.full((3000,), 2.0)
+    works = [client.all_reduce(one, "sum")]
+    eventually(lambda: client.bytes_reduced == 11 * 12_000)  # its results are in the block
+    works.append(client.all_reduce(other, "sum"))
+    assert devices.opened[0].blocks == 2
+    eventually(lambda: client.bytes_reduced == 12 * 12_000)
+    assert not works[0].done()
+    gate.open()
+    for work in works:
+        work.wait(20)
+    assert one.sum() == 3000
+    assert other.sum() == 6000
+
+
+def test_blocks_that_nobody_asks_for_are_given_up() -> None:
+    blocks = HostBlocks(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    large, small = blocks.take(1000), blocks.take(10)
+    assert (blocks.used_bytes, blocks.idle_bytes) == (1010, 0)
+    blocks.give_back(large)
+    blocks.give_back(small)
+    assert (blocks.used_bytes, blocks.idle_bytes) == (0, 1010)
+    for _ in range(KEPT_FOR):
+        assert blocks.take(10) is small
+        blocks.give_back(small)
+    assert blocks.take(1000) is large
+    blocks.give_back(large)
+    for _ in range(KEPT_FOR + 1):
+        blocks.give_back(blocks.take(10))
+    assert (blocks.used_bytes, blocks.idle_bytes) == (0, 10)
+
+
+def test_no_page_locked_memory_is_left(
+    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: SlowDevice, nbytes: int) -> torch.Tensor:
+        raise DeviceError("out of memory", device="slow:0")
+
+    (client,) = job(1)
+    monkeypatch.setattr(SlowDevice, "pinned", full)
+    with pytest.raises(DeviceError, match="out of memory"):
+        client.all_reduce(torch.ones(3))
+    assert blocks_of(client).used_bytes == 0
+    with pytest.raises(DeviceError):  # other ranks may have made that call
+        client.all_reduce(np.ones(3))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, PIECE - 1, PIECE, PIECE + 1, 10 * PIECE + 8])
+def test_pieces_cover_the_whole(devices: Devices, nbytes: int) -> None:
+    pieces = staged_call.cut(nbytes)
+    assert len(pieces) == max(1, -(-nbytes // PIECE))
+    assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == nbytes
+    assert all(end - start <= PIECE and start % 64 == 0 for start, end in pieces)
