@@ -19,35 +19,46 @@ COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client,
 FUZZ_SECONDS ?= 60
 SANITIZED_INPUTS ?= 2000
 
-.PHONY: demo test test-integrations test-torch-suite test-containers test-clouds container-tools lint \
-	bench fuzz sanitize audit sbom release clean
+.PHONY: demo test test-integrations test-torch-suite test-containers test-clouds test-tools \
+	container-tools lint bench fuzz sanitize audit sbom release clean
+
+# Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
+define install
+	@missing=; \
+	for tool in $1; do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
+	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		export DEBIAN_FRONTEND=noninteractive; \
+		{ apt-get update && apt-get install -y --no-install-recommends $$missing; } >/dev/null \
+			|| echo "could not be installed:$$missing"; \
+	fi
+endef
 
 demo: .venv/ready
 	$(BIN)/worker-client demo
 
 test: .venv/ready
-	$(BIN)/python -m pytest --durations=10 --ignore tests/integrations --ignore tests/containers
+	$(PYTEST) $(PARALLEL) --ignore tests/integrations --ignore tests/containers
 
 test-integrations: .venv/integrations-ready
-	$(BIN)/python -m pytest --durations=10 -m "not slow" tests/integrations
+	$(PYTEST) $(PARALLEL) -m "not slow" tests/integrations
 
 test-torch-suite: .venv/integrations-ready
 	$(BIN)/python -m pytest -m slow tests/integrations
 
 # Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
 test-containers: .venv/manifests-ready container-tools
-	$(BIN)/python -m pytest --durations=10 -rs tests/containers
+	$(PYTEST) -rs tests/containers
 
 # The job files of Vertex AI and Azure ML. Their clients are large and pin what others need newer.
 test-clouds: .venv-clouds/ready
 	.venv-clouds/bin/python -m pytest -rs tests/containers/test_manifests.py
 
+# What `make test` needs for links between hosts that lose packets, and for launchers.
+test-tools:
+	$(call install,$(TEST_TOOLS))
+
 container-tools:
-	@for tool in $(CONTAINER_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
-	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
-		{ apt-get update && apt-get install -y --no-install-recommends $(CONTAINER_TOOLS); } \
-			>/dev/null || echo "the tools for containers could not be installed"; \
-	fi
+	$(call install,$(CONTAINER_TOOLS))
 
 lint: .venv/ready
 	$(BIN)/ruff check .

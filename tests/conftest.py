@@ -34,6 +34,26 @@ NAMES = {
     *("MASTER_ADDR", "MASTER_PORT", "CLUSTER_SPEC", "TF_CONFIG", "JOB_COMPLETION_INDEX"),
 }
 
+# Labs have numbers that the machine has once, and some of these tests count them.
+LABS = (
+    "tests/bench/test_allreduce.py",
+    "tests/lab/",
+    "tests/launch/test_doctor.py",
+    "tests/launch/test_vertex.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep each file's tests in one process of `pytest -n`, and in one all that make labs."""
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 (only with `-n`)
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "labs" if nodeid.startswith(LABS) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
 
 @contextmanager
 def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 
 import reducer
 from bench.lab import Host, Lab
+from reducer.keygen import keygen
 from tests.containers.podman import Container, contained, podman, run
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ LARGEST_REDUCER = 200_000_000
 LOCKED = ["--read-only", "--read-only-tmpfs=false", "--cap-drop=all"]
 LOCKED += ["--security-opt=no-new-privileges"]
 INSECURE = {"REDUCTION_INSECURE": "1"}
+KEYS = {"REDUCTION_KEYS": "/keys"}
+IMAGES_USER = 10001
 USED_BYTES = 1_000_000  # far more than hellos and heartbeats take
 
 
@@ -98,18 +102,36 @@ def test_a_reducer_does_not_serve_strangers_unless_it_is_told_to(
 # -- a job ----------------------------------------------------------------------------------------
 
 
-class Job:
-    """Reducers on the first two hosts of a lab, and workers on the other two."""
+@pytest.fixture
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the keys of a pool and of one job, which the images' users can read, and they alone."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keygen(keys, ["digits"])
+    for path in (keys, *keys.rglob("*")):
+        os.chown(path, IMAGES_USER, IMAGES_USER)
+    return keys
 
-    def __init__(self, lab: Lab, images: tuple[str, str], signals: Path, stack: ExitStack) -> None:
-        self._lab, self._signals, self._stack = lab, signals, stack
+
+class Job:
+    """Reducers on the first two hosts of a lab, and workers on the other two, all with keys."""
+
+    def __init__(
+        self, lab: Lab, images: tuple[str, str], signals: Path, keys: Path, stack: ExitStack
+    ) -> None:
+        self._lab, self._signals, self._keys, self._stack = lab, signals, keys, stack
         self._reducer_image, self._worker_image = images
         self.pool = [self.start_reducer(host) for host in lab.hosts[:2]]
 
     def start_reducer(self, host: Host) -> Container:
         """Start a reducer's container on a host, and wait until it serves."""
         server = contained(
-            self._lab, host, self._reducer_image, ["serve"], env=INSECURE, options=LOCKED
+            self._lab,
+            host,
+            self._reducer_image,
+            ["serve"],
+            env=KEYS,
+            volumes={self._keys / "pool": "/keys:ro"},
+            options=LOCKED,
         )
         started = self._stack.enter_context(server)
         started.wait_for("reducer ready on ")
@@ -122,8 +144,13 @@ class Job:
         env = {
             "REDUCTION_SERVERS": ",".join(f"{server.name}:5555" for server in servers),
             "OMP_NUM_THREADS": "1",
+            **KEYS,
         }
-        volumes = {TRAIN: "/train.py:ro", self._signals: "/signals:ro"}
+        volumes = {
+            TRAIN: "/train.py:ro",
+            self._signals: "/signals:ro",
+            self._keys / "jobs/digits": "/keys:ro",
+        }
         return [
             self._stack.enter_context(
                 contained(
@@ -160,9 +187,11 @@ def received(host: Host) -> int:
 
 
 @pytest.fixture
-def job(lab: Lab, reducer_image: str, worker_image: str, tmp_path: Path) -> Iterator[Job]:
+def job(
+    lab: Lab, reducer_image: str, worker_image: str, tmp_path: Path, keys: Path
+) -> Iterator[Job]:
     with ExitStack() as stack:
-        yield Job(lab, (reducer_image, worker_image), tmp_path, stack)
+        yield Job(lab, (reducer_image, worker_image), tmp_path, keys, stack)
 
 
 def test_a_reducers_container_is_killed_and_replaced_while_others_train(

@@ -265,7 +265,7 @@ def test_a_rank_that_leaves_is_named_by_everybody(servers: list[str]) -> None:
         for error in failures(works):
             assert isinstance(error, RankLostError)
             assert error.rank == 4
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < 10.0
 
 
 def test_a_shut_down_client_ends_what_is_open(servers: list[str]) -> None:
