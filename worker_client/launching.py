@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from reducer.errors import ConfigError
 from worker_client import config
-from worker_client.launch import decide, resolve
+from worker_client.launch import Role, decide, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,6 +37,8 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
     environment = config.environment()
     resolved = resolve(environment)
     decision = decide(resolved, environment, script, processes=processes, devices=_devices)
+    if resolved.role is not Role.REDUCER:
+        _find(script[0])
     if dry_run:
         for line in report(resolved, decision):
             typer.echo(line)
@@ -54,6 +58,22 @@ def report(resolved: Resolved, decision: Decision | None = None) -> Iterable[str
     for name, value, because in rows:
         reason = f"  ({because})" if because else ""
         yield f"{name:<{widths[0]}}  {value:<{widths[1]}}{reason}".rstrip()
+
+
+def _find(program: str) -> None:
+    """Refuse a script or program that is not there, before every rank of torchrun does."""
+    # Where Python finds a module (`-m`) is Python's to say.
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise ConfigError(
+                f"there is no script {program!r} in {Path.cwd()}: write its path behind `--`, "
+                "absolute or from this directory"
+            )
+    elif program != "-m" and shutil.which(program) is None:
+        raise ConfigError(
+            f"there is no program {program!r}: write the path of one that can be executed, a "
+            "script whose name ends in .py, or -m MODULE"
+        )
 
 
 def _become(decision: Decision, environment: dict[str, str]) -> NoReturn:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.launch.conftest import ROOT, bare_environment
+from tests.launch.environments import VERTEX_CLUSTER, spec
 from worker_client.demo.ranks import free_port
 
 if TYPE_CHECKING:
@@ -183,3 +184,42 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         said, complained = process.communicate(timeout=60)
     assert (process.returncode, said) == (2, "")
     assert complained.strip() == "worker-client: RANK: write an integer (got 'first')"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("nosuch.py", "there is no script 'nosuch.py' in "),
+        ("nosuch", "there is no program 'nosuch'"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry-run"])
+@pytest.mark.parametrize("variables", [{}, MPI_RANK], ids=["node", "rank"])
+def test_what_is_not_there_is_missed_before_anything_starts(
+    program: str, said: str, options: tuple[str, ...], variables: dict[str, str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [*LAUNCH, *options, "--nproc-per-node", "1", "--", program],
+        env=bare_environment(**variables),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"worker-client: {said}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reducer_needs_no_script(tmp_path: Path) -> None:
+    with launched(
+        tmp_path,
+        "",
+        "--dry-run",
+        CLUSTER_SPEC=spec(VERTEX_CLUSTER, "workerpool2", 0),
+        REDUCTION_INSECURE="1",
+    ) as process:
+        (tmp_path / "script.py").unlink()
+        said, complained = process.communicate(timeout=60)
+    assert (process.returncode, complained) == (0, "")
+    assert "reducer serve" in said

@@ -51,6 +51,8 @@ def examine(address: str, connect: Callable[[str], Client], listed: Sequence[str
         with client:
             trip, rate = _round_trip(client), _rate(client)
             return Health(address, resolved, client.lanes[0], trip, rate)
+    except AuthError as error:  # the key was revoked in this moment
+        return Health(address, resolved, problem=_refusal(error, reached))
     except ReductionError as error:
         problem = Problem(Kind.REFUSED, f"an all-reduce failed: {error}", "read its log")
         return Health(address, resolved, problem=problem)

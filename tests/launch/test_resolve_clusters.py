@@ -1,0 +1,240 @@
+"""Roles and places that CLUSTER_SPEC and TF_CONFIG tell: Vertex AI, AI Platform, TensorFlow."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reducer.errors import ConfigError
+from tests.launch.conclusions import Case, Mistake, concludes, refuses
+from tests.launch.environments import (
+    AI_PLATFORM_CLUSTER,
+    AZURE_CLUSTER,
+    ENV,
+    TUNING_CLUSTER,
+    spec,
+    vertex,
+)
+from worker_client.launch import Launcher, Role, resolve
+
+PRIMARY = "cmle-training-workerpool0-ab-0"
+POOL = ("cmle-training-workerpool2-ab-0:5555", "cmle-training-workerpool2-ab-1:5555")
+WORKER = spec(TUNING_CLUSTER, "worker", 0)
+
+
+def cut(text: str, old: str, new: str) -> str:
+    """Return JSON with a mistake in it."""
+    assert old in text
+    return text.replace(old, new)
+
+
+CASES: dict[str, Case] = {
+    "Vertex AI, the primary": (
+        vertex(0, 0),
+        {
+            "launcher": Launcher.VERTEX,
+            "node_rank": 0,
+            "nodes": 3,
+            "master_addr": PRIMARY,
+            "master_port": 2222,
+            "reducers": POOL,
+            "job": PRIMARY,
+        },
+    ),
+    "Vertex AI, the second worker of a trial": (
+        vertex(1, 1, trial="3"),
+        {
+            "launcher": Launcher.VERTEX,
+            "node_rank": 2,
+            "nodes": 3,
+            "master_addr": PRIMARY,
+            "master_port": 2222,
+            "reducers": POOL,
+            "job": f"{PRIMARY}-trial-3",
+            "trial": "3",
+        },
+    ),
+    "Vertex AI, a reducer": (
+        vertex(2, 1),
+        {
+            "launcher": Launcher.VERTEX,
+            "role": Role.REDUCER,
+            "nodes": 3,
+            "master_addr": PRIMARY,
+            "master_port": 2222,
+            "reducers": POOL,
+            "job": PRIMARY,
+        },
+    ),
+    "Vertex AI, an evaluator": (
+        vertex(3, 2),
+        {
+            "launcher": Launcher.VERTEX,
+            "role": Role.EVALUATOR,
+            "nodes": 3,
+            "master_addr": PRIMARY,
+            "master_port": 2222,
+            "reducers": POOL,
+            "job": PRIMARY,
+        },
+    ),
+    "Vertex AI, a reducer that is told RANK as well": (
+        {**ENV, **vertex(2, 0)},
+        {
+            "launcher": Launcher.VERTEX,
+            "role": Role.REDUCER,
+            "nodes": 3,
+            "master_addr": "node0",
+            "master_port": 6105,
+            "reducers": POOL,
+            "job": PRIMARY,
+        },
+    ),
+    "AI Platform, the master": (
+        {"CLUSTER_SPEC": spec(AI_PLATFORM_CLUSTER, "master", 0)},
+        {
+            "launcher": Launcher.AI_PLATFORM,
+            "node_rank": 0,
+            "nodes": 3,
+            "master_addr": "cmle-training-master-ab-0",
+            "master_port": 2222,
+            "reducers": ("cmle-training-ps-ab-0:5555",),
+            "job": "cmle-training-master-ab-0",
+        },
+    ),
+    "TF_CONFIG, a worker of a trial": (
+        {"TF_CONFIG": spec(TUNING_CLUSTER, "worker", 0, trial="1", cloud="ab")},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "node_rank": 1,
+            "nodes": 3,
+            "master_addr": "training-workerpool0-ab-0",
+            "master_port": 2222,
+            "reducers": ("training-workerpool2-ab-0:5555",),
+            "job": "training-workerpool0-ab-0-trial-1",
+            "trial": "1",
+        },
+    ),
+    "TF_CONFIG, a parameter server": (
+        {"TF_CONFIG": spec(TUNING_CLUSTER, "ps", 0)},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "role": Role.REDUCER,
+            "nodes": 3,
+            "master_addr": "training-workerpool0-ab-0",
+            "master_port": 2222,
+            "reducers": ("training-workerpool2-ab-0:5555",),
+            "job": "training-workerpool0-ab-0",
+        },
+    ),
+    "TF_CONFIG, an evaluator, which no cluster names": (
+        {"TF_CONFIG": spec(TUNING_CLUSTER, "evaluator", 0)},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "role": Role.EVALUATOR,
+            "nodes": 3,
+            "master_addr": "training-workerpool0-ab-0",
+            "master_port": 2222,
+            "reducers": ("training-workerpool2-ab-0:5555",),
+            "job": "training-workerpool0-ab-0",
+        },
+    ),
+    "TF_CONFIG, Azure ML's, without a chief": (
+        {"TF_CONFIG": spec(AZURE_CLUSTER, "worker", 0)},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "node_rank": 0,
+            "nodes": 2,
+            "master_addr": "host0",
+            "master_port": 2222,
+            "job": "host0",
+        },
+    ),
+    "TF_CONFIG of one machine": (
+        {"TF_CONFIG": spec({}, "master", 0)},
+        {"launcher": Launcher.TF_CONFIG, "node_rank": 0, "nodes": 1},
+    ),
+    "TF_CONFIG, empty": (
+        {"TF_CONFIG": "{}"},
+        {"launcher": Launcher.TF_CONFIG, "node_rank": 0, "nodes": 1},
+    ),
+}
+WRONG: dict[str, Mistake] = {
+    "no JSON": ({"TF_CONFIG": "{'cluster': {}}"}, "^TF_CONFIG: .* at character 1 .*cluster"),
+    "JSON that ends": ({"CLUSTER_SPEC": '{"cluster": {'}, "^CLUSTER_SPEC: this is not JSON"),
+    "a list": ({"TF_CONFIG": "[1]"}, r"^TF_CONFIG: write a JSON object \(got \[1\]\)"),
+    "a cluster": ({"TF_CONFIG": '{"cluster": 1}'}, r"^TF_CONFIG cluster: .*got 1"),
+    "replicas": (
+        {"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'},
+        r"^TF_CONFIG cluster\.worker: write a list of host:port \(got 'a:1'\)",
+    ),
+    "an address": (
+        {"TF_CONFIG": cut(WORKER, "training-workerpool2-ab-0:2222", "tcp://a:1")},
+        r"^TF_CONFIG cluster\.ps: write host:port \(got 'tcp://a:1'\)",
+    ),
+    "an address without a port": (
+        {"TF_CONFIG": cut(WORKER, "training-workerpool2-ab-0:2222", "a")},
+        r"^TF_CONFIG cluster\.ps: write host:port \(got 'a'\)",
+    ),
+    "the same address": (
+        {"TF_CONFIG": cut(WORKER, "workerpool1-ab-1", "workerpool1-ab-0")},
+        r"^TF_CONFIG cluster\.worker: an address appears twice .*workerpool1-ab-0:2222",
+    ),
+    "two chiefs": (
+        {"TF_CONFIG": cut(WORKER, '0-ab-0:2222"]', '0-ab-0:2222", "b:1"]')},
+        r"^TF_CONFIG cluster\.chief: exactly one replica leads \(got .*'b:1'",
+    ),
+    "chief and master": (
+        {"TF_CONFIG": spec({**TUNING_CLUSTER, "master": ["m:1"]}, "chief", 0)},
+        r"^TF_CONFIG cluster: .*chief or master \(got \['chief', 'master'\]\)",
+    ),
+    "an unknown pool": (
+        {"CLUSTER_SPEC": spec({"workerpool0": ["a:1"], "workerpool4": ["b:1"]}, "x", 0)},
+        r"^CLUSTER_SPEC cluster: known tasks are .*got 'workerpool4'",
+    ),
+    "names of both": (
+        {"CLUSTER_SPEC": spec({"workerpool0": ["a:1"], "ps": ["b:1"]}, "ps", 0)},
+        r"^CLUSTER_SPEC cluster: known tasks are workerpool0, .*got 'ps'",
+    ),
+    "an unknown task": (
+        {"TF_CONFIG": spec(TUNING_CLUSTER, "scheduler", 0)},
+        r"^TF_CONFIG task\.type: .*got 'scheduler'",
+    ),
+    "no task": (
+        {"TF_CONFIG": spec(TUNING_CLUSTER, "worker", 2)},
+        r"^TF_CONFIG task\.index: cluster\.worker has 2 replicas \(got 2\)",
+    ),
+    "a task that the cluster lacks": (
+        {"TF_CONFIG": spec(AZURE_CLUSTER, "chief", 0)},
+        r"^TF_CONFIG task\.index: cluster\.chief has 0 replicas",
+    ),
+    "an index": (
+        {"TF_CONFIG": cut(WORKER, '"index": 0', '"index": "a"')},
+        r"^TF_CONFIG task\.index: .*got 'a'",
+    ),
+    "a type": (
+        {"TF_CONFIG": cut(WORKER, '"type": "worker"', '"type": 1')},
+        r"^TF_CONFIG task\.type: .*got 1",
+    ),
+    "what is a task": (
+        {"TF_CONFIG": json.dumps({"cluster": AZURE_CLUSTER, "task": "worker"})},
+        r"^TF_CONFIG task: .*got 'worker'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_it_is(case: str) -> None:
+    concludes(*CASES[case])
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_malformed_or_contradicts_itself_is_quoted(case: str) -> None:
+    refuses(*WRONG[case])
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"TF_CONFIG": json.dumps({"cluster": "x" * 5000})})
+    assert len(str(caught.value)) < 200

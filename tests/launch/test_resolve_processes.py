@@ -1,0 +1,168 @@
+"""Launchers that start every rank: torchrun, env://, MPI, Azure ML."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.conclusions import Case, Mistake, concludes, refuses
+from tests.launch.environments import AZURE_MPI, ENV, MPICH, OPEN_MPI, TORCHRUN
+from worker_client.launch import Launcher
+
+CASES: dict[str, Case] = {
+    "torchrun": (
+        TORCHRUN,
+        {
+            "launcher": Launcher.TORCHRUN,
+            "rank": 5,
+            "world_size": 8,
+            "local_rank": 1,
+            "local_world_size": 4,
+            "node_rank": 1,
+            "master_addr": "node0",
+            "master_port": 29400,
+            "job": "run-7",
+            "generation": 2,
+            "restarts": 2,
+        },
+    ),
+    "torchrun without a run id of its own": (
+        {**ENV, "TORCHELASTIC_RUN_ID": "none"},
+        {
+            "launcher": Launcher.TORCHRUN,
+            "rank": 1,
+            "world_size": 2,
+            "master_addr": "node0",
+            "master_port": 6105,
+        },
+    ),
+    "env://": (
+        ENV,
+        {
+            "launcher": Launcher.ENV,
+            "rank": 1,
+            "world_size": 2,
+            "master_addr": "node0",
+            "master_port": 6105,
+        },
+    ),
+    "env:// with a rank alone": ({"RANK": "3"}, {"rank": 3}),
+    "Azure ML, a PyTorch job's process": (
+        {**ENV, "NODE_RANK": "1", "LOCAL_RANK": "0", "AZUREML_RUN_ID": "run_ab"},
+        {
+            "launcher": Launcher.ENV,
+            "rank": 1,
+            "world_size": 2,
+            "local_rank": 0,
+            "node_rank": 1,
+            "master_addr": "node0",
+            "master_port": 6105,
+            "job": "run_ab",
+        },
+    ),
+    "Open MPI on several nodes": (
+        OPEN_MPI,
+        {
+            "launcher": Launcher.OPEN_MPI,
+            "rank": 5,
+            "world_size": 8,
+            "local_rank": 1,
+            "local_world_size": 4,
+            "master_port": 27966,
+            "job": "mpi-583925761",
+        },
+    ),
+    "Open MPI on one node": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"},
+        {
+            "launcher": Launcher.OPEN_MPI,
+            "rank": 5,
+            "world_size": 8,
+            "local_rank": 5,
+            "local_world_size": 8,
+            "node_rank": 0,
+            "nodes": 1,
+            "master_addr": "127.0.0.1",
+            "master_port": 27966,
+            "job": "mpi-583925761",
+        },
+    ),
+    "Azure ML, an MPI job of several nodes": (
+        AZURE_MPI,
+        {
+            "launcher": Launcher.AZURE_ML,
+            "rank": 5,
+            "world_size": 8,
+            "local_rank": 1,
+            "local_world_size": 4,
+            "master_addr": "10.0.0.4",
+            "master_port": 6105,
+            "job": "run_ab",
+        },
+    ),
+    "Azure ML, an MPI job of one node": (
+        {
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            "AZ_BATCHAI_MPI_MASTER_NODE": "localhost",
+            "MASTER_PORT": "54965",
+        },
+        {
+            "launcher": Launcher.AZURE_ML,
+            "rank": 1,
+            "world_size": 4,
+            "local_rank": 1,
+            "local_world_size": 4,
+            "node_rank": 0,
+            "nodes": 1,
+            "master_addr": "localhost",
+            "master_port": 54965,
+        },
+    ),
+    "MPICH": (
+        MPICH,
+        {
+            "launcher": Launcher.MPICH,
+            "rank": 3,
+            "world_size": 4,
+            "local_rank": 1,
+            "local_world_size": 2,
+            "master_port": 23595,
+        },
+    ),
+}
+WRONG: dict[str, Mistake] = {
+    "a word": ({"RANK": "first"}, r"^RANK: write an integer \(got 'first'\)"),
+    "a fraction": ({**ENV, "WORLD_SIZE": "2.0"}, r"^WORLD_SIZE: .*got '2\.0'"),
+    "below zero": ({**ENV, "RANK": "-1"}, r"^RANK: write an integer from 0 to .*got '-1'"),
+    "an empty world": ({**ENV, "WORLD_SIZE": "0"}, r"^WORLD_SIZE: .*from 1 to"),
+    "beyond the world": (
+        {**ENV, "RANK": "2"},
+        r"^RANK and WORLD_SIZE contradict each other: rank 2 .* world_size 2",
+    ),
+    "beyond the node": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "4"},
+        "^OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_LOCAL_SIZE contradict .* local_rank 4",
+    ),
+    "a node beyond the world": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "9"},
+        "^OMPI_COMM_WORLD_LOCAL_SIZE and OMPI_COMM_WORLD_SIZE contradict",
+    ),
+    "no port": ({**ENV, "MASTER_PORT": "70000"}, r"^MASTER_PORT: .*65535 \(got '70000'\)"),
+    "a host with a port": ({**ENV, "MASTER_ADDR": "a:1"}, r"^MASTER_ADDR: .*got 'a:1'"),
+    "Azure's address": (
+        {**OPEN_MPI, "AZ_BATCH_MASTER_NODE": "10.0.0.4:port"},
+        r"^AZ_BATCH_MASTER_NODE: write host:port \(got '10\.0\.0\.4:port'\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_it_is(case: str) -> None:
+    concludes(*CASES[case])
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_malformed_or_contradicts_itself_is_quoted(case: str) -> None:
+    refuses(*WRONG[case])
