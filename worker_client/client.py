@@ -40,7 +40,7 @@ class Counters(NamedTuple):
     """What a client has gone through.
 
     Attributes:
-        losses: how often a reducer was lost.
+        losses: how often a reducer that was in use was lost.
         moved: chunks that were sent again to another reducer.
         claimed: chunks whose result was here, of which another reducer was told.
         supplied: results that other ranks needed from here.

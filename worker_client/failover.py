@@ -37,7 +37,7 @@ class Failover:
 
     Attributes:
         map: which reducers are in use.
-        losses: how many were lost, all in all.
+        losses: how often one that was in use was lost.
         moved: chunks that were sent again to another reducer.
         claimed: chunks whose result is here, of which another reducer was told.
         supplied: results that others needed from here.
@@ -86,11 +86,13 @@ class Failover:
         """
         if self.map.knows(reducer, epoch):
             return []
+        used = self.map.uses(reducer)
         self.map.lose(reducer, epoch)
         if self.map.is_past(reducer, epoch) and not self._matters(reducer, epoch):
             return []
         self.map.lose(reducer, present)
-        self.losses += 1
+        # Another rank may have lost it while the ranks agreed, and say so for the next epoch.
+        self.losses += used
         actions: list[Reset | Send] = []
         for link in self._links:
             if link.reducer == reducer:

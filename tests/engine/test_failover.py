@@ -93,6 +93,16 @@ def test_a_loss_is_told_once(three: Driven) -> None:
     assert hear_of(three, 2, 1, 0) == []
 
 
+def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(
+    three: Driven, caplog: pytest.LogCaptureFixture
+) -> None:
+    lose(three, "disconnected")
+    told = hear_of(three, 0, 1, 1)  # that rank lost it after it had answered what is next
+    assert losses(told) == [(0, Loss(1, 1)), (2, Loss(1, 1))]
+    assert three.session.failover.losses == 1
+    assert caplog.text.count("going on without it") == 1
+
+
 def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) -> None:
     lose(three, "disconnected")
     three.released(1)
