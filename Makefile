@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
+# By name, what is installed already is left alone: only an extra's packages are added to it.
+PACKAGE := reduction-server
 GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c \
 	worker_client/_cast.c worker_client/_submissions.c
 # Commands, and Debian's packages for them where those have other names.
@@ -94,7 +96,8 @@ release:
 	rm -rf build/release dist
 	$(PYTHON) -m venv build/release
 	build/release/bin/python -m pip install -q --require-hashes --only-binary :all: -r release.lock
-	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
+	REDUCTION_BUILD_REQUIRED=1 SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+		build/release/bin/python -m build --no-isolation
 	cd dist && sha256sum *.whl *.tar.gz | tee SHA256SUMS
 
 clean:
@@ -108,11 +111,11 @@ clean:
 
 # Apart, so that no other test ever needs the frameworks, nor any test what the benchmarks need.
 .venv/integrations-ready: .venv/ready
-	$(INSTALL) -e ".[dev,demo,integrations]"
+	$(INSTALL) "$(PACKAGE)[integrations]"
 	touch $@
 
 .venv/manifests-ready: .venv/ready
-	$(INSTALL) -e ".[manifests]"
+	$(INSTALL) "$(PACKAGE)[manifests]"
 	touch $@
 
 .venv-clouds/ready: pyproject.toml
@@ -121,15 +124,15 @@ clean:
 	touch $@
 
 .venv/bench-ready: .venv/ready
-	$(INSTALL) -e ".[bench]"
+	$(INSTALL) "$(PACKAGE)[bench]"
 	touch $@
 
 .venv/fuzz-ready: .venv/ready
-	$(INSTALL) -e ".[dev,demo,fuzz]"
+	$(INSTALL) "$(PACKAGE)[fuzz]"
 	touch $@
 
 .venv/security-ready: .venv/ready
-	$(INSTALL) -e ".[dev,demo,security]"
+	$(INSTALL) "$(PACKAGE)[security]"
 	touch $@
 
 # What is installed with the package alone.

@@ -6,6 +6,8 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
+# What is built for others is to be fast, or not to be built.
+REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
@@ -107,6 +109,7 @@ extensions = cythonize(
     },
 )
 for extension in extensions:
-    extension.optional = True  # the plain twins serve instead; cythonize drops this option
+    # The plain twins serve instead. cythonize drops this option.
+    extension.optional = not REQUIRED
 
-setup(ext_modules=extensions)
+setup(ext_modules=extensions, options={"build_ext": {"parallel": os.cpu_count()}})

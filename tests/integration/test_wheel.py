@@ -53,13 +53,17 @@ assert implementation.select(None, kernels.select(None)) is implementation.PLAIN
 
 
 def build(*arguments: str | Path, **environment: str) -> None:
+    done = try_to_build(*arguments, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def try_to_build(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     # Without isolation, which takes minutes; that pyproject.toml names all that a build needs is
     # what every installation of the checkout shows.
     command = [sys.executable, "-m", "build", "--no-isolation", *map(str, arguments)]
-    done = subprocess.run(
+    return subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def talk(python: str | Path, code: str, home: Path, **environment: str) -> str:
@@ -96,12 +100,28 @@ def test_a_reducer_runs_from_the_wheel_alone(dist: Path, tmp_path: Path) -> None
     assert said == "compiled [0. 1. 2. 3. 4.]"
 
 
-@pytest.mark.timeout(400)
-def test_without_a_compiler_the_plain_loops_serve(dist: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def unpacked(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the archive of sources."""
+    folder = tmp_path_factory.mktemp("sources")
     (sources,) = dist.glob("*.tar.gz")
     with tarfile.open(sources) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        archive.extractall(folder, filter="data")
+    (unpacked,) = folder.iterdir()
+    return unpacked
+
+
+@pytest.mark.timeout(400)
+def test_what_is_built_for_others_is_compiled_or_not_built(unpacked: Path, tmp_path: Path) -> None:
+    command = ("--wheel", "--outdir", tmp_path, unpacked)
+    done = try_to_build(*command, CC="false", REDUCTION_BUILD_REQUIRED="1")
+    assert done.returncode != 0
+    assert "false" in done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(400)
+def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path) -> None:
     build("--wheel", "--outdir", tmp_path, unpacked, CC="false")
     (wheel,) = tmp_path.glob("*.whl")
     home = tmp_path / "home"
