@@ -7,12 +7,16 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import psutil
 
 from bench.crew import ROOT
+from bench.intruder import JOB
 from bench.pool import READY
+from reducer.keygen import keygen
 from worker_client.demo.ranks import pipe
 
 if TYPE_CHECKING:
@@ -61,10 +65,18 @@ class Reducer:
 
 
 @contextmanager
-def reducer(*options: str) -> Iterator[Reducer]:
-    """Start a reducer on loopback with these options."""
-    serve = ("reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error")
-    with process(*serve, *options) as running:
+def keys_for(*jobs: str) -> Iterator[Path]:
+    """Make keys of a reducer and of these jobs."""
+    with TemporaryDirectory() as home:
+        keygen(Path(home), jobs)
+        yield Path(home)
+
+
+@contextmanager
+def reducer(*options: str, keys: Path | None = None) -> Iterator[Reducer]:
+    """Start a reducer on loopback with these options, and with keys if there are any."""
+    serve = ["reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error", *options]
+    with process(*serve, *([] if keys is None else ["--keys", str(keys / "pool")])) as running:
         yield Reducer(running)
 
 
@@ -101,8 +113,18 @@ class Job:
 
 
 @contextmanager
-def job(address: str, name: str, world_size: int, nbytes: int) -> Iterator[Job]:
-    """Start the ranks of an honest job and wait until all have joined."""
+def job(
+    address: str, name: str, world_size: int, nbytes: int, keys: Path | None = None
+) -> Iterator[Job]:
+    """Start the ranks of an honest job and wait until all have joined.
+
+    Args:
+        address: of the reducer.
+        name: the job's.
+        world_size: number of ranks.
+        nbytes: of a buffer.
+        keys: where those of the reducer and of its jobs are, if it has some.
+    """
     with ExitStack() as stack:
         ranks = []
         for rank in range(world_size):
@@ -112,6 +134,7 @@ def job(address: str, name: str, world_size: int, nbytes: int) -> Iterator[Job]:
                 "nbytes": nbytes,
                 "servers": [address],
                 "job": name,
+                "keys": keys and str(keys / "jobs" / name),
             }
             ranks.append(stack.enter_context(process("bench.tenant", json.dumps(given))))
         for running in ranks:
@@ -120,10 +143,11 @@ def job(address: str, name: str, world_size: int, nbytes: int) -> Iterator[Job]:
 
 
 @contextmanager
-def intruder(kind: str, address: str) -> Iterator[list[int]]:
+def intruder(kind: str, address: str, keys: Path | None = None) -> Iterator[list[int]]:
     """Let somebody intrude; how often it did is in the list afterwards."""
     counts: list[int] = []
-    with process("bench.intruder", kind, address) as running:
+    shown = [] if keys is None else [str(keys / "jobs" / JOB)]
+    with process("bench.intruder", kind, address, *shown) as running:
         pipe(running.stdout).readline()
         yield counts
         pipe(running.stdin).close()

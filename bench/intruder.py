@@ -1,6 +1,6 @@
 """A worker that breaks the rules, or a crowd of strangers, until its standard input ends.
 
-    python -m bench.intruder flood 127.0.0.1:5555
+    python -m bench.intruder flood 127.0.0.1:5555 [KEYS]
 
 It prints ``ready``, and at the end, as JSON, how often it did what it does.
 """
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import sys
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.zmtp import COMMAND, GREETING, HANDSHAKE, LONG, MORE, STRANGERS, dial, frame
+from bench.lines import Bare, Encrypted
+from bench.zmtp import STRANGERS
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
@@ -25,46 +26,48 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
+    from bench.lines import Line
+
 CHUNK = 256 << 10
 WINDOW = 4 << 20
-PATIENCE_S = 10.0
+JOB = "intruder"
 _HELD = 256  # connections of a crowd at a time
 
 
 class Worker:
-    """A worker over a bare connection: what the reducer says is read only if asked for.
+    """A worker that says anything: what the reducer says is read only if asked for.
 
     Args:
         address: of the reducer.
         job, rank, world_size, window: what its HELLO says.
+        keys: directory of its job's keys, where the reducer has some.
+
+    Attributes:
+        line: what it talks over.
 
     Raises:
         OSError: nobody is there.
     """
 
     def __init__(
-        self, address: str, job: str, rank: int = 0, world_size: int = 2, window: int = WINDOW
+        self,
+        address: str,
+        job: str,
+        rank: int = 0,
+        *,
+        world_size: int = 2,
+        window: int = WINDOW,
+        keys: Path | None = None,
     ) -> None:
-        self._connection = dial(address)
-        self._connection.settimeout(PATIENCE_S)
-        self._connection.sendall(HANDSHAKE)
-        self._take(len(GREETING))
+        self.line: Line = Bare(address) if keys is None else Encrypted(address, keys)
         self.common = Header(MessageType.HELLO, job=fingerprint(job), rank=rank)
         body = Hello(job=job, world_size=world_size, reducers=1, reducer_index=0)
         self.say(self.common._replace(window=window).pack(), encode(body))
 
     def hear(self) -> tuple[Header, bytes]:
         """Return the next message."""
-        frames: list[bytes] = []
-        more = MORE
-        while more:
-            flags = self._take(1)[0]
-            length = struct.unpack(">Q", self._take(8))[0] if flags & LONG else self._take(1)[0]
-            body = self._take(length)
-            if not flags & COMMAND:
-                frames.append(body)
-                more = flags & MORE
-        return Header.unpack(frames[0]), frames[1] if len(frames) > 1 else b""
+        header, payload = self.line.hear()
+        return Header.unpack(header), payload
 
     def say(self, header: bytes, payload: bytes = b"") -> None:
         """Send a message.
@@ -72,7 +75,7 @@ class Worker:
         Raises:
             OSError: nobody takes it any more.
         """
-        self._connection.sendall(frame(header, MORE) + frame(payload))
+        self.line.say(header, payload)
 
     def contribute(self, sequence: int, payload: bytes, offset: int = 0) -> None:
         """Send a chunk of a buffer of two to the 40th bytes."""
@@ -90,64 +93,55 @@ class Worker:
 
     def close(self) -> None:
         """Go without a word."""
-        self._connection.close()
-
-    def _take(self, nbytes: int) -> bytes:
-        found = b""
-        while len(found) < nbytes:
-            part = self._connection.recv(nbytes - len(found))
-            if not part:
-                raise ConnectionResetError
-            found += part
-        return found
+        self.line.close()
 
 
 @contextmanager
-def _worker(address: str, job: str, **settings: int) -> Iterator[Worker]:
-    with closing(Worker(address, job, **settings)) as worker:
+def _worker(address: str, keys: Path | None, world_size: int = 2) -> Iterator[Worker]:
+    with closing(Worker(address, JOB, world_size=world_size, keys=keys)) as worker:
         worker.hear()
         yield worker
 
 
-def flood(address: str) -> None:
+def flood(address: str, keys: Path | None = None) -> None:
     """Contribute far beyond the window, to chunks that never get complete."""
-    with _worker(address, "intruder") as worker:
+    with _worker(address, keys) as worker:
         payload = bytes(CHUNK)
         for chunk in range(1000):
             worker.contribute(0, payload, chunk * CHUNK)
 
 
-def stall(address: str) -> None:
+def stall(address: str, keys: Path | None = None) -> None:
     """Contribute alone, so that each chunk has a result at once, and read none."""
-    with _worker(address, "intruder", world_size=1) as worker:
+    with _worker(address, keys, world_size=1) as worker:
         payload = bytes(CHUNK)
         for chunk in range(1000):
             worker.contribute(0, payload, chunk * CHUNK)
 
 
-def disconnect(address: str) -> None:
+def disconnect(address: str, keys: Path | None = None) -> None:
     """Begin an all-reduce, and go."""
-    with _worker(address, "intruder") as worker:
+    with _worker(address, keys) as worker:
         worker.contribute(0, bytes(1024))
 
 
-def garbage(address: str) -> None:
+def garbage(address: str, keys: Path | None = None) -> None:
     """Send headers of random bytes, random fields, and bodies that are none."""
-    with _worker(address, "intruder") as worker:
+    with _worker(address, keys) as worker:
         for _ in range(100):
             worker.say(os.urandom(96), os.urandom(1000))
             forged = worker.common.pack()[:5] + os.urandom(1) + b"\0\0" + os.urandom(88)
             worker.say(forged, os.urandom(1000))
 
 
-def repeat(address: str) -> None:
+def repeat(address: str, keys: Path | None = None) -> None:
     """Send one small contribution again and again."""
-    with _worker(address, "intruder") as worker:
+    with _worker(address, keys) as worker:
         for _ in range(10_000):
             worker.contribute(0, bytes(64))
 
 
-TENANTS: dict[str, Callable[[str], None]] = {
+TENANTS: dict[str, Callable[[str, Path | None], None]] = {
     act.__name__: act for act in (flood, stall, disconnect, garbage, repeat)
 }
 
@@ -173,7 +167,7 @@ def _wait(stop: threading.Event) -> None:
 
 def main() -> None:
     """Intrude."""
-    kind, address = sys.argv[1:]
+    kind, address, *keys = sys.argv[1:]
     stop = threading.Event()
     threading.Thread(target=_wait, args=[stop], daemon=True).start()
     print("ready", flush=True)
@@ -183,7 +177,7 @@ def main() -> None:
         count = 0
         while not stop.is_set():
             with suppress(OSError):  # it was dropped, or did not get in
-                TENANTS[kind](address)
+                TENANTS[kind](address, Path(*keys) if keys else None)
             count += 1
     print(json.dumps({"kind": kind, "count": count}), flush=True)
 

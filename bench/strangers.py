@@ -1,6 +1,6 @@
 """What strangers at a reducer's port cost the job that it serves.
 
-    python -m bench.strangers --idle 1000
+    python -m bench.strangers --idle 1000 [--keys]
 
 A job's throughput is measured alone and while strangers of each kind come, and the reducer's open
 files before, meanwhile and afterwards. README.md defines every figure.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Annotated
 
 import typer
@@ -29,6 +29,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     idle: Annotated[int, typer.Option(help="Connections that say nothing.")] = 1000,
     kinds: Annotated[str, typer.Option(help="Of strangers.")] = ",".join(STRANGERS),
     handshake_timeout: Annotated[str, typer.Option(help="Of the reducer.")] = "2s",
+    encrypted: Annotated[bool, typer.Option("--keys", help="The reducer has keys.")] = False,
 ) -> None:
     """Measure, print a table, exit 1 if a result was wrong or files stayed open."""
     (nbytes,) = options.sizes(size)
@@ -36,8 +37,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     left = []
     with (
-        company.reducer("--handshake-timeout", handshake_timeout) as reducer,
-        company.job(reducer.address, "honest", ranks, nbytes) as honest,
+        company.keys_for("honest") if encrypted else nullcontext() as keys,
+        company.reducer("--handshake-timeout", handshake_timeout, keys=keys) as reducer,
+        company.job(reducer.address, "honest", ranks, nbytes, keys) as honest,
     ):
         honest.median(count)
         before = reducer.files

@@ -25,6 +25,7 @@ def main() -> None:
         world_size=world_size,
         servers=given["servers"],
         job=given["job"],
+        keys=given["keys"],
         window_bytes="4MiB",
         chunk_bytes="256KiB",
     ) as client:

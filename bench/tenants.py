@@ -1,6 +1,6 @@
 """What a hostile job costs an honest one on the same reducer.
 
-    python -m bench.tenants --ranks 2 --size 4MiB --rounds 5
+    python -m bench.tenants --ranks 2 --size 4MiB --rounds 5 [--keys]
 
 The honest job is measured alone, beside an honest second one, which is its fair share, and beside
 a hostile one of each kind, in turn, several times over. README.md defines every figure.
@@ -9,12 +9,13 @@ a hostile one of each kind, in turn, several times over. README.md defines every
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 from bench import company, options
-from bench.intruder import TENANTS
+from bench.intruder import JOB, TENANTS
 
 ALONE, BESIDE = "alone", "beside an honest job"
 BAR = 1.10
@@ -27,15 +28,21 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     rounds: Annotated[int, typer.Option(help="Measurements of each kind, in turn.")] = 5,
     kinds: Annotated[str, typer.Option(help="Of hostility.")] = ",".join(TENANTS),
     memory_limit: Annotated[str, typer.Option(help="Of the reducer.")] = "1GiB",
+    impl: Annotated[str, typer.Option(help="Of the reducer: compiled or plain.")] = "compiled",
+    encrypted: Annotated[
+        bool, typer.Option("--keys", help="Every job has keys of its own, the hostile one too.")
+    ] = False,
 ) -> None:
     """Measure, print a table, exit 1 if a result was wrong or a ratio above the bar."""
     (nbytes,) = options.sizes(size)
     times: dict[str, list[float]] = {kind: [] for kind in (ALONE, BESIDE, *kinds.split(","))}
     acts = dict.fromkeys(times, 0)
+    serve = ("--memory-limit", memory_limit, "--impl", impl)
     with (
-        company.reducer("--memory-limit", memory_limit) as reducer,
-        company.job(reducer.address, "honest", ranks, nbytes) as honest,
-        company.job(reducer.address, "second", ranks, nbytes) as second,
+        company.keys_for("honest", "second", JOB) if encrypted else nullcontext() as keys,
+        company.reducer(*serve, keys=keys) as reducer,
+        company.job(reducer.address, "honest", ranks, nbytes, keys) as honest,
+        company.job(reducer.address, "second", ranks, nbytes, keys) as second,
     ):
         honest.median(count)
         for _ in range(rounds):
@@ -44,7 +51,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             times[BESIDE].append(honest.median(count))
             second.end()
             for kind in kinds.split(","):
-                with company.intruder(kind, reducer.address) as counts:
+                with company.intruder(kind, reducer.address, keys) as counts:
                     times[kind].append(honest.median(count))
                 acts[kind] += sum(counts)
         wrong = honest.wrong + second.wrong

@@ -219,9 +219,9 @@ def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
         while "c" not in post.members:  # it joins before the guard looks
             assert time.monotonic() < deadline
             post._loop.step(0.005)
-        post.until(lambda: ended(latest._connection))
+        post.until(lambda: ended(latest.line.connection))
         rounds(post)
-        assert not any(ended(worker._connection) for worker in workers)
+        assert not any(ended(worker.line.connection) for worker in workers)
         assert post.closed == 1
 
 
@@ -276,7 +276,7 @@ def test_what_is_in_slots_counts_as_well(post: Post) -> None:
     job.reserved = post.engine.held() * 8 // 9  # the guard adds an eighth
     rounds(post)
     assert post.members == {"job": 2}
-    worker._connection.sendall(frame(bytes(2 * MIB), MORE)[: MIB * 3 // 4])
+    worker.line.connection.sendall(frame(bytes(2 * MIB), MORE)[: MIB * 3 // 4])
     post.until(lambda: post.members == {"job": 1})
     assert job.members.keys() == {1}, "it is the other one's fault"
 
@@ -300,7 +300,7 @@ def test_what_waits_of_honest_members_is_no_offence(post: Post) -> None:
 
 def test_a_message_without_an_end_is_found_out(post: Post) -> None:
     worker = post.member("job", window=64 * MIB)
-    worker._connection.sendall(frame(bytes(1 << 16), MORE) * 32)
+    worker.line.connection.sendall(frame(bytes(1 << 16), MORE) * 32)
     for _ in range(STUCK_LOOKS // 2):
         post.step()
     assert post.members == {"job": 1}
@@ -318,7 +318,7 @@ def test_who_is_taken_from_is_not_stuck() -> None:
 def test_a_long_message_may_take_its_time(post: Post) -> None:
     worker = post.member("job", window=64 * MIB)
     whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
-    worker._connection.sendall(whole[: MIB // 2])
+    worker.line.connection.sendall(whole[: MIB // 2])
     rounds(post, 2 * STUCK_LOOKS)
     assert post.members == {"job": 1}
 
@@ -334,9 +334,9 @@ def test_heartbeats_count_only_if_they_are_too_many(post: Post, *, at_once: bool
         post.now += number * len(ping) / guards.HEARTBEATS_PER_S
     for _ in range(100):
         if post.members:
-            worker._connection.settimeout(WAIT_S)
-            worker._connection.sendall(ping * (number // 100))
-            ended(worker._connection)  # takes the answers
+            worker.line.connection.settimeout(WAIT_S)
+            worker.line.connection.sendall(ping * (number // 100))
+            ended(worker.line.connection)  # takes the answers
             post.step()
     rounds(post)
     assert post.members == ({} if at_once else {"job": 1})
@@ -352,9 +352,9 @@ def test_who_was_dropped_may_read_why(post: Post) -> None:
     assert "header" in str(decode_error(answer(worker, M.ERROR)))
     post.now += FAREWELL_S - 0.1
     rounds(post)
-    assert not ended(worker._connection)
+    assert not ended(worker.line.connection)
     post.now += 0.2
-    post.until(lambda: ended(worker._connection))
+    post.until(lambda: ended(worker.line.connection))
     assert post.closed == 1
 
 
@@ -362,8 +362,8 @@ def test_who_was_dropped_and_goes_on_is_closed_at_once(post: Post) -> None:
     worker = post.member("job")
     worker.say(b"no header")
     post.until(lambda: post.members == {})
-    worker._connection.sendall(frame(bytes(2 * guards.STRANGER_BYTES)))
-    post.until(lambda: ended(worker._connection))
+    worker.line.connection.sendall(frame(bytes(2 * guards.STRANGER_BYTES)))
+    post.until(lambda: ended(worker.line.connection))
 
 
 def test_nothing_is_remembered_of_who_has_gone(post: Post) -> None:
