@@ -106,7 +106,10 @@ class Encrypted:
     def say(self, header: bytes, payload: bytes) -> None:
         """Send a message."""
         self._wait(zmq.POLLOUT)
-        self._socket.send_multipart([header, payload], zmq.DONTWAIT)
+        try:
+            self._socket.send_multipart([header, payload], zmq.DONTWAIT)
+        except zmq.Again:  # the other side hung up since
+            raise ConnectionResetError from None
 
     def hear(self) -> tuple[bytes, bytes]:
         """Return the next message."""

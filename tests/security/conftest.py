@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from worker_client.client import Client
 
 WAIT_S = 100.0  # far more than anything takes, unless the machine is very busy
+SHORT = ("--handshake-timeout", "500ms", "--memory-limit", "256MiB", "--max-jobs", "8")
+HONEST = {"job": "honest", "window_bytes": "4MiB", "chunk_bytes": "64KiB"}
 
 
 @pytest.fixture
@@ -161,15 +163,13 @@ def reduces(clients: list[Client]) -> bool:
 def reducer(impl: str) -> Iterator[company.Reducer]:
     """A reducer process that has little patience and little memory."""
     del impl  # is in the environment
-    options = ("--handshake-timeout", "500ms", "--memory-limit", "256MiB", "--max-jobs", "8")
-    with company.reducer(*options) as running:
+    with company.reducer(*SHORT) as running:
         yield running
 
 
 @pytest.fixture
 def honest(reducer: company.Reducer) -> Iterator[list[Client]]:
     """Two ranks of a job that keeps the rules."""
-    settings = {"job": "honest", "window_bytes": "4MiB", "chunk_bytes": "64KiB"}
-    with joined(2, servers=[reducer.address], **settings) as clients:
+    with joined(2, servers=[reducer.address], **HONEST) as clients:
         assert reduces(clients)
         yield clients

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.intruder import TENANTS, WINDOW, Worker
+from bench import company
+from bench.intruder import JOB, TENANTS, WINDOW, Worker
 from reducer.errors import CapacityError
 from reducer.wire.constants import MessageType
 from reducer.wire.messages import decode_error
-from tests.security.conftest import reduces, until
+from tests.conftest import joined
+from tests.security.conftest import HONEST, SHORT, reduces, until
 
 if TYPE_CHECKING:
     from bench.company import Reducer
@@ -40,6 +42,25 @@ def test_another_job_is_served_all_the_same(
             TENANTS[kind](reducer.address)
         assert reduces(honest)
     until(lambda: reducer.files <= before)
+
+
+def test_who_has_keys_may_do_no_more(impl: str) -> None:
+    del impl  # is in the environment
+    with ExitStack() as stack:
+        keys = stack.enter_context(company.keys_for("honest", JOB))
+        reducer = stack.enter_context(company.reducer(*SHORT, keys=keys))
+        shown = keys / "jobs"
+        servers = [reducer.address]
+        honest = joined(2, servers=servers, keys=str(shown / "honest"), **HONEST)
+        clients = stack.enter_context(honest)
+        assert reduces(clients)
+        before = reducer.files
+        for act in TENANTS.values():
+            with suppress(OSError):
+                act(reducer.address, shown / JOB)
+            assert reduces(clients)
+            assert reducer.resident < (256 << 20) + OVERHEAD
+        until(lambda: reducer.files <= before)
 
 
 def test_who_reads_no_results_is_dropped(reducer: Reducer, honest: list[Client]) -> None:
