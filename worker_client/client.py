@@ -315,7 +315,7 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
         self._check_usable()
-        if self._wire.wire_dtype is None and weight is None and residual is None:
+        if not self._wire.numbers and weight is None and residual is None:
             return self._submit_plain(buffer, op, name, timeout_s, data)
         call: Call
         work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)

@@ -45,10 +45,14 @@ class WireCast:
     Args:
         wire_dtype: what float32 travels as; None for itself.
         whole: do not cut buffers: each call must be all or nothing, whoever is lost meanwhile.
+
+    Attributes:
+        numbers: whether operations say which call they belong to, as some call had several.
     """
 
     def __init__(self, wire_dtype: DType | None, *, whole: bool) -> None:
         self.wire_dtype = wire_dtype
+        self.numbers = wire_dtype is not None
         self._whole = whole
         self._casts = casts.select()
         self._calls = count()
@@ -76,7 +80,8 @@ class WireCast:
             self._check_weight(weight, buffer.dtype, op)
         number = next(self._calls)  # when nothing can be refused: the same at every rank
         own = name
-        if self.wire_dtype is not None or weight is not None:
+        self.numbers |= weight is not None
+        if self.numbers:
             # Ranks that disagree on whether a buffer is large, or weighted, no longer agree on
             # which operation belongs to which call: none may be taken for another's.
             own = f"{name or 'all-reduce'} (call {number})"

@@ -326,6 +326,16 @@ def test_a_weight_at_one_rank_only_never_meets_silently(job: Job) -> None:
         assert isinstance(error, (MismatchError, ReductionTimeout))
 
 
+def test_nor_does_what_comes_after_it(job: Job) -> None:
+    clients = job(2, timeout="1s")
+    ones = [np.ones(SMALL, np.float32) for _ in range(2)]
+    with pytest.raises(MismatchError):
+        reduced(clients, ones, weight=[None, 1.0])
+    later = [[c.all_reduce(np.full(SMALL, k, np.float32)) for k in range(5)] for c in clients]
+    for end in errors_of([work for works in later for work in works], within_s=20):
+        assert isinstance(end, (MismatchError, ReductionTimeout)), "the ranks are a call apart"
+
+
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "2", True, 1j])
 def test_what_is_no_weight(job: Job, weight: Any) -> None:
     (client,) = job(1)
