@@ -156,8 +156,9 @@ class Fusion(Generic[C]):
                 self._thread = threading.Thread(target=self._run, name="fusion", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:
-                    self._thread = None  # there is no room for one: whoever calls again tries again
+                except BaseException:
+                    if self._thread.ident is None:
+                        self._thread = None  # whoever calls again tries again
                     raise
 
     def stop(self) -> None:
