@@ -27,6 +27,7 @@ from reducer.kernels._kernels cimport CompiledKernels, fold_table
 import time
 
 from reducer.admission import LOCAL
+from reducer.limits import TAKEN_PER_LOOK
 from reducer.loop import Loop as PlainLoop
 from reducer.reductions import Send
 from reducer.wire.constants import TYPE_AT, MessageType
@@ -266,8 +267,8 @@ class Loop(PlainLoop):
 
         Then the engine sees the clock.
         """
-        for sends in self._core.run(timeout_s):
+        for number, sends in enumerate(self._core.run(timeout_s), 1):
             self.send(sends)
-            if self._engine.closing:
+            if self._engine.closing and number >= TAKEN_PER_LOOK:
                 break
         self.send(self._engine.tick(time.monotonic()))

@@ -44,17 +44,29 @@ def name(descriptor: int) -> tuple[object, ...] | None:
         return _ends(duplicate)
 
 
-def traffic(descriptor: int) -> Traffic | None:
-    """Return what has passed over a connection; None if this is none, or the kernel cannot tell."""
+def traffic(descriptor: int, expected: tuple[object, ...]) -> Traffic | None:
+    """Return what has passed over a connection.
+
+    What passes meanwhile can make `read` too large and `written` too small.
+
+    Args:
+        descriptor: its number.
+        expected: its `name`.
+
+    Returns:
+        None if that connection is gone, or the kernel cannot tell.
+    """
     duplicate = _duplicate(descriptor)
     if duplicate is None:
         return None
     with duplicate:
+        if _ends(duplicate) != expected:
+            return None
         try:
+            unread = _queue(duplicate.fileno(), termios.FIONREAD)
             info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             if len(info) < _TCP_INFO_BYTES:
                 return None
-            unread = _queue(duplicate.fileno(), termios.FIONREAD)
             unsent = _queue(duplicate.fileno(), termios.TIOCOUTQ)
         except OSError:
             return None

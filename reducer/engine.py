@@ -110,6 +110,7 @@ class Engine:
         self.dropped: dict[bytes, None] = {}
         self.closing: list[bytes] = []
         self._refusals: dict[bytes, int] = {}  # of each peer, lately
+        self._unknown: set[bytes] = set()  # who was told lately that it is not known
         self._forgive = 0.0  # when these are forgotten
         self._lines = 0  # about refusals, since the last PING
         self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
@@ -214,9 +215,11 @@ class Engine:
     def _refuse(self, peer: bytes, error: ReductionError) -> list[Send]:
         """Answer what is not done; a peer that breaks the protocol is told so once."""
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
-        if type(error) is MembershipError and refusals > 1:
-            self.counters.ignored += 1  # it was said already: what comes was under way
-            return []
+        if type(error) is MembershipError:
+            if peer in self._unknown:
+                self.counters.ignored += 1  # it was said already: what comes was under way
+                return []
+            self._unknown.add(peer)
         self.counters.refused += 1
         self.counters.unauthenticated += isinstance(error, AuthError)
         self.counters.over_limit += isinstance(error, CapacityError)
@@ -257,6 +260,7 @@ class Engine:
         if now >= self._forgive:
             self._forgive = now + REFUSALS_S
             self._refusals.clear()
+            self._unknown.clear()
         # Every PING found these holders reachable, unless they have left: most are refused.
         sends += self._decide(lambda claim: claim.due <= now)
         for job in self._members.jobs.values():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from reducer import connections
 from reducer.errors import CapacityError, RemoteProtocolError
+from reducer.limits import TAKEN_PER_LOOK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,8 +34,8 @@ STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
 HEARTBEATS_PER_S = 512  # bytes, generously: libzmq answers these by itself, nobody else counts them
 STUCK_LOOKS = 10
-TAKEN_PER_LOOK = 64  # messages, at least; libzmq gives them out in turn
-MEMBERS_PER_LOOK = 256  # of a job; those of a larger one are looked at less often, for 9 us each
+STUCK_S = 0.25
+MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
 STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
 
 
@@ -50,8 +51,14 @@ class Connection:
         window: bytes that a member may have under way; 0 of a stranger's.
         born: when it was accepted.
         ended: it was told to go; libzmq will say when it has.
-        taken: bytes that the reducer had taken from it at the latest look.
-        stuck: looks since then, while more waited than a message has.
+        looked: when it was looked at last as a member's.
+        unread: bytes that libzmq had read from it then, and the reducer had not taken.
+        unsent: bytes that the reducer had given to it then, and libzmq had not written.
+        beyond: bytes read that were no messages, as heartbeats are.
+        least: of what was given, less what was written: libzmq writes of its own, too.
+        taken: bytes that the reducer had taken from it by then.
+        stuck: looks since it took something, while more waited than a message has.
+        still: when the first of them was.
     """
 
     descriptor: int
@@ -61,19 +68,50 @@ class Connection:
     window: int = 0
     born: float = field(default=0.0)
     ended: bool = False
+    looked: float = field(default=0.0)
+    unread: int = 0
+    unsent: int = 0
+    beyond: int = 0
+    least: int = 0
     taken: int = -1
     stuck: int = 0
+    still: float = 0.0
 
     def end(self) -> bool:
         """End it; return whether it was still there."""
         self.ended = True
         return connections.end(self.descriptor, self.name)
 
-    def is_stuck(self, taken: int, patience: int, *, much: bool) -> bool:
+    def traffic(self) -> connections.Traffic | None:
+        """Return what has passed; None if it is gone."""
+        return connections.traffic(self.descriptor, self.name)
+
+    def weigh(self, passed: connections.Traffic, taken: int, given: int, now: float) -> None:
+        """Find out what libzmq holds.
+
+        Args:
+            passed: between libzmq and the kernel.
+            taken: by the reducer, bytes on the wire.
+            given: by the reducer, likewise.
+            now: as of `Guard.look`.
+        """
+        # Heartbeats are no messages, and are allowed as they come: what a peer does not use of
+        # that is not saved up for what it may leave unread later.
+        heartbeats = int(HEARTBEATS_PER_S * (now - self.looked))
+        self.beyond = min(passed.read - taken, self.beyond + heartbeats)
+        self.unread = passed.read - taken - self.beyond
+        self.least = min(self.least, given - passed.written)
+        self.unsent = given - passed.written - self.least
+        self.looked = now
+
+    def is_stuck(self, taken: int, patience: int, now: float, *, much: bool) -> bool:
         """Whether nothing was taken from it for long, though more waits than a message has."""
-        self.stuck = self.stuck + 1 if much and taken == self.taken else 0
+        if much and taken == self.taken:
+            self.stuck += 1
+        else:
+            self.stuck, self.still = 0, now
         self.taken = taken
-        return self.stuck >= patience
+        return self.stuck >= patience and now - self.still >= STUCK_S
 
 
 class Guard:
@@ -89,7 +127,7 @@ class Guard:
         self._engine = engine
         self._transport = transport
         self._patience = patience
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}  # by the transport's numbers
         self._farewells: dict[bytes, float] = {}  # peers that were dropped: when to close
         self._turn = 0
         self._looks = 0
@@ -120,11 +158,13 @@ class Guard:
         members: dict[int, Member] = {}
         sends: list[Send] = []
         held = 0
-        for job in self._engine.jobs:
-            most, found = self._of_job(job, members, now)
+        jobs = list(self._engine.jobs)
+        every = 1 + sum(len(job.members) for job in jobs) // MEMBERS_PER_LOOK
+        for job in jobs:
+            most, found = self._of_job(job, members, every, now)
             held = max(held, found)
             sends += most
-        strangers = [c for d, c in self._connections.items() if d not in members and not c.ended]
+        strangers = [c for n, c in self._connections.items() if n not in members and not c.ended]
         self._dismiss(now)
         self._judge(strangers, now)
         self._soon = bool(strangers) or held > 2 * SLACK_BYTES
@@ -132,48 +172,68 @@ class Guard:
 
     def _hear(self, now: float) -> None:
         """Learn which connections have come and gone."""
-        for opened, descriptor in self._transport.changes():
-            self._connections.pop(descriptor, None)
-            name = connections.name(descriptor) if opened else None
-            if name is not None:
-                self._connections[descriptor] = Connection(descriptor, name, now, born=now)
+        for opened, descriptor, number in self._transport.changes():
+            if not opened:
+                self._connections.pop(number, None)
+            elif (name := connections.name(descriptor)) is not None:
+                made = Connection(descriptor, name, now, born=now, looked=now)
+                self._connections[number] = made
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
-        self._transport.forget(self._connections, members)
+        self._transport.forget(members)
 
-    def _of_job(self, job: Job, members: dict[int, Member], now: float) -> tuple[list[Send], int]:
-        """Find out what libzmq holds for a job; drop who has most if that is too much."""
+    def _of_job(
+        self, job: Job, members: dict[int, Member], every: int, now: float
+    ) -> tuple[list[Send], int]:
+        """Find out what libzmq holds for a job; drop who has most if that is too much.
+
+        Args:
+            job: whose members are looked at.
+            members: takes up those of them that have connections, by these.
+            every: in how many looks each member has its turn.
+            now: as of `look`.
+
+        Returns:
+            What is to be said, and the most that any member makes this reducer hold.
+        """
         held: dict[bytes, int] = {}
         stuck: list[Member] = []
         allowed = job.reserved + job.reserved // 8
         patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
-        due = self._looks % (1 + len(job.members) // MEMBERS_PER_LOOK) == 0
         for member in job.members.values():
-            descriptor = self._transport.descriptors.get(member.peer, -1)
-            connection = self._connections.get(descriptor)
+            number = self._transport.connection(member.peer)
+            connection = self._connections.get(number)
             if connection is None:
                 continue
-            members[descriptor] = member
+            members[number] = member
             connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
-            passed = connections.traffic(descriptor) if due else None
-            if passed is None:
-                continue
-            taken, given = self._transport.moved(member)
-            heartbeats = int(HEARTBEATS_PER_S * (now - connection.born))
-            unread = max(0, passed.read - taken - heartbeats)
-            much = unread > job.max_chunk_bytes + SLACK_BYTES
-            if connection.is_stuck(taken, patience, much=much):
-                stuck.append(member)
-            held[member.peer] = member.held + unread + max(0, given - passed.written)
+            if (self._looks + number) % every == 0 and self._weigh(connection, member, now):
+                much = connection.unread > job.max_chunk_bytes + SLACK_BYTES
+                taken, _ = self._transport.moved(member)
+                if connection.is_stuck(taken, patience, now, much=much):
+                    stuck.append(member)
+            held[member.peer] = member.held + connection.unread + connection.unsent
             allowed += SLACK_BYTES
-        most = max(held.values(), default=0)
         sends: list[Send] = []
         for member in stuck:
             error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
             sends += self._drop(member, error)
+        most = max(held.values(), default=0)
         if not stuck and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
-            sends += self._drop(worst, _hoards(job, worst, most))
+            connection = self._connections[self._transport.connection(worst.peer)]
+            # Once more: a figure is of several instants, and this thread may have rested meanwhile.
+            self._weigh(connection, worst, now)
+            held[worst.peer] = worst.held + connection.unread + connection.unsent
+            if sum(held.values()) > allowed:
+                sends += self._drop(worst, _hoards(job, worst, held[worst.peer]))
         return sends, most
+
+    def _weigh(self, connection: Connection, member: Member, now: float) -> bool:
+        """Find out what libzmq holds for a member; return whether its connection is still there."""
+        passed = connection.traffic()
+        if passed is not None:
+            connection.weigh(passed, *self._transport.moved(member), now)
+        return passed is not None
 
     def _drop(self, member: Member, error: ReductionError) -> list[Send]:
         self._log.warning("%s", error)
@@ -185,7 +245,7 @@ class Guard:
             if now - connection.since > self._patience.hello_s:
                 self._end(connection, "it joined no job in time")
         for connection in self._slice(strangers):
-            passed = connections.traffic(connection.descriptor)
+            passed = connection.traffic()
             if passed is not None and connection.window:  # it was a member at the latest look
                 connection.base, connection.window = passed.read + connection.window, 0
             elif passed is not None and passed.read - connection.base > STRANGER_BYTES:
@@ -196,8 +256,10 @@ class Guard:
             # The oldest strangers: who has just come may be about to say who it is. Then those
             # that joined last, so that nobody pushes out a job that was here before.
             waiting = sorted((c for c in strangers if not c.ended), key=lambda c: c.since)
-            latest = sorted((c for c in here if c not in waiting), key=lambda c: -c.born)
-            for connection in (waiting + latest)[:surplus]:
+            if len(waiting) < surplus:
+                those = set(map(id, waiting))
+                waiting += sorted((c for c in here if id(c) not in those), key=lambda c: -c.born)
+            for connection in waiting[:surplus]:
                 self._end(connection, "there are too many (REDUCTION_MAX_CONNECTIONS)")
 
     def _here(self) -> list[Connection]:
@@ -214,15 +276,15 @@ class Guard:
         """End the connections of peers that the engine has dropped and that know why."""
         for peer in self._engine.newly_dropped():
             self._farewells[peer] = now + FAREWELL_S
-            connection = self._connections.get(self._transport.descriptors.get(peer, -1))
-            passed = connection and connections.traffic(connection.descriptor)
+            connection = self._connections.get(self._transport.connection(peer))
+            passed = connection and connection.traffic()
             if connection and passed:
                 # It may read why, but not go on as before.
                 connection.base, connection.window = passed.read, 0
         due = [peer for peer, at in self._farewells.items() if at <= now]
         for peer in due:
             del self._farewells[peer]
-            connection = self._connections.get(self._transport.descriptors.get(peer, -1))
+            connection = self._connections.get(self._transport.connection(peer))
             if connection is not None and not connection.ended:
                 self._end(connection, "it broke the protocol")
 

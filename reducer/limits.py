@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_WORLD_SIZE
 
+TAKEN_PER_LOOK = 64  # messages, at least, between two looks of the guard; from peers in turn
+
 
 class Patience(NamedTuple):
     """What `Guard` allows connections.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from reducer.wire.messages import Hello
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
+MAX_GIVEN_UP = 1024  # ranges that are remembered; failures make some, and they pass
 SETTINGS = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes")  # equal at every rank
 
 
@@ -78,6 +79,20 @@ class Job:
             *(watermark for watermark, _ in self.gone.values()),
             NO_SEQUENCE,
         )
+
+    def give_up(self, first: int, last: int, error: ReductionError) -> None:
+        """Remember that a rank has given up these all-reduces.
+
+        Raises:
+            RemoteProtocolError: there is no end to such ranges.
+        """
+        for at, (low, high, why) in enumerate(self.given_up):
+            if first <= high + 1 and low <= last + 1:  # mostly all ranks give up the same
+                self.given_up[at] = min(low, first), max(high, last), why
+                return
+        if len(self.given_up) >= MAX_GIVEN_UP:
+            raise RemoteProtocolError(f"more than {MAX_GIVEN_UP} ranges were given up")
+        self.given_up.append((first, last, error))
 
     def forget(self) -> None:
         """Forget what no rank will ask about any more."""

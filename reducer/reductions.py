@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from reducer.slots import Member, Round, Slot
 
 
-MAX_GIVEN_UP = 1024  # ranges that are remembered; each failure makes one, and they pass
-
-
 class Send(NamedTuple):
     """The one thing an engine asks for: hand this message to that peer."""
 
@@ -263,9 +260,7 @@ class Reductions:
         last = header.sequence + header.nbytes
         sends: list[Send] = []
         if header.nbytes:
-            if len(job.given_up) >= MAX_GIVEN_UP:
-                raise RemoteProtocolError(f"more than {MAX_GIVEN_UP} ranges were given up")
-            job.given_up.append((header.sequence, last, error))
+            job.give_up(header.sequence, last, error)
             for sequence, round_ in job.rounds.items():
                 if header.sequence <= sequence <= last and round_.error is None:
                     sends += self.fail(job, sequence, round_, copy.copy(error))

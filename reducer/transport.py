@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
@@ -28,6 +29,8 @@ _RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
 _CURVE_FRAME_BYTES = 33  # that CURVE adds to each frame: a command's name, a nonce, flags, a MAC
 _EVENT = struct.Struct("=HI")  # of a socket monitor: what happened; a descriptor, or the reason
+
+LATE_LOOKS = 100  # of the guard, in which messages of a connection that has ended may be read
 
 ZAP_DOMAIN = "reducer"  # what libzmq calls us when it asks whether to admit a key
 _CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
@@ -70,6 +73,26 @@ def make_pair() -> KeyPair:
     return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 
 
+@dataclass(slots=True)
+class Peer:
+    """What a transport knows of a peer.
+
+    Attributes:
+        connection: the number of its connection, from 1 in the order in which they came; 0 if it
+            is in this process, or nobody can tell.
+        taken, given: bytes on the wire, from it and to it.
+        looks: of the guard since its connection has ended.
+    """
+
+    connection: int
+    taken: int = 0
+    given: int = 0
+    looks: int = 0
+
+
+_NOBODY = Peer(0)
+
+
 class Transport:
     """A bound ROUTER socket. One thread uses it.
 
@@ -81,8 +104,6 @@ class Transport:
         handshake_s: time for libzmq's handshake.
 
     Attributes:
-        descriptors: the connection over which each peer's last news came, as libzmq's number; -1
-            for one in this process.
         frame_extra: bytes that encryption adds to each frame.
         inproc: where workers of this process connect that use the same context; nothing is copied
             or sent through the kernel there.
@@ -116,9 +137,11 @@ class Transport:
         except BaseException:
             self._close(linger_ms=0)
             raise
-        self.descriptors: dict[bytes, int] = {}
-        self._moved: dict[bytes, tuple[int, int]] = {}  # bytes on the wire, from and to a peer
-        self._changed: list[tuple[bool, int]] = []  # told by the monitor, not yet by `changes`
+        self._peers: dict[bytes, Peer] = {}
+        self._owners: dict[int, bytes] = {}  # whose each connection is
+        self._open: dict[int, int] = {}  # connections by their descriptors
+        self._accepted = 0
+        self._changed: list[tuple[bool, int, int]] = []  # told by the monitor, not yet by `changes`
         self._refused: list[str] = []  # likewise, by `refusals`
         self.frame_extra = 0 if pair is None else _CURVE_FRAME_BYTES
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -164,24 +187,31 @@ class Transport:
             if error.errno in {errno.EHOSTUNREACH, errno.EAGAIN}:
                 return False
             raise
-        taken, given = self._moved.get(peer, (0, 0))
-        sizes = [len(header)] if payload is None else [len(header), len(payload)]
-        self._moved[peer] = taken, given + self._wire_bytes(sizes)
+        if (its := self._peers.get(peer)) is not None:
+            sizes = [len(header)] if payload is None else [len(header), len(payload)]
+            its.given += self._wire_bytes(sizes)
         return True
 
-    def note(self, peer: bytes, source: int, *sizes: int) -> None:
+    def note(self, peer: bytes, descriptor: int, *sizes: int) -> None:
         """Take note of where a message came from, and of the sizes of its frames."""
-        self.descriptors[peer] = source
-        taken, given = self._moved.get(peer, (0, 0))
-        self._moved[peer] = taken + self._wire_bytes(sizes), given
+        its = self._peers.get(peer) or self._meet(peer, descriptor)
+        its.taken += self._wire_bytes(sizes)
+
+    def connection(self, peer: bytes) -> int:
+        """Return the connection of a peer, as of `changes`; 0 if it has none, or is in here."""
+        its = self._peers.get(peer)
+        return 0 if its is None else its.connection
 
     def moved(self, member: Member) -> tuple[int, int]:
         """Return the bytes on the wire that were taken from a member, and given to it."""
-        taken, given = self._moved.get(member.peer, (0, 0))
-        return taken + member.read, given + member.written
+        its = self._peers.get(member.peer, _NOBODY)
+        return its.taken + member.read, its.given + member.written
 
-    def changes(self) -> list[tuple[bool, int]]:
-        """Return the descriptors of connections that came (True) or went since the last call."""
+    def changes(self) -> list[tuple[bool, int, int]]:
+        """Say which connections came (True) or went since the last call.
+
+        Each has libzmq's descriptor, which a later one may get as well, and a number of its own.
+        """
         self._hear()
         changed, self._changed = self._changed, []
         return changed
@@ -192,20 +222,17 @@ class Transport:
         refused, self._refused = self._refused, []
         return refused
 
-    def forget(self, connected: Container[int], members: Container[bytes]) -> None:
-        """Forget peers that are gone.
-
-        Args:
-            connected: the descriptors of all connections.
-            members: peers that are not forgotten as long as there is a connection.
-        """
-        latest = {source: peer for peer, source in self.descriptors.items()}
-        self.descriptors = {
-            peer: source
-            for peer, source in self.descriptors.items()
-            if peer in members or (source in connected and latest[source] == peer)
-        }
-        self._moved = {peer: it for peer, it in self._moved.items() if peer in self.descriptors}
+    def forget(self, members: Container[bytes]) -> None:
+        """Forget peers that are no members, and whose connections have been gone for a while."""
+        here = set(self._open.values())
+        for peer, its in list(self._peers.items()):
+            if its.connection in here or peer in members:
+                its.looks = 0
+                continue
+            its.looks += 1
+            if its.looks > LATE_LOOKS:
+                del self._peers[peer]
+                self._owners.pop(its.connection, None)
 
     def close(self) -> None:
         """Send nothing more; the last messages have a moment to leave."""
@@ -239,13 +266,31 @@ class Transport:
             except zmq.Again:
                 return
             if event in {zmq.EVENT_ACCEPTED, zmq.EVENT_DISCONNECTED}:
-                self._changed.append((event == zmq.EVENT_ACCEPTED, value))
+                if (gone := self._open.pop(value, None)) is not None:
+                    self._changed.append((False, value, gone))
+                if event == zmq.EVENT_ACCEPTED:
+                    self._accepted += 1
+                    self._open[value] = self._accepted
+                    self._changed.append((True, value, self._accepted))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused.append("with a key that is not on the allow-list")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._refused.append(_REASONS.get(value, "that do not speak this protocol"))
             else:  # such as one that has noticed first that we demand a key
                 self._refused.append("that hung up during the handshake")
+
+    def _meet(self, peer: bytes, descriptor: int) -> Peer:
+        """Find out over which connection a peer's first message has come."""
+        self._hear()  # libzmq tells of a connection before it gives out what has come over it
+        number = self._open.get(descriptor, 0)
+        if number:
+            # Of two peers with one descriptor, the first one's connection has ended: what it had
+            # said was still to be read.
+            if (former := self._owners.get(number)) is not None:
+                self._peers[former].connection = 0
+            self._owners[number] = peer
+        its = self._peers[peer] = Peer(number)
+        return its
 
     def _wire_bytes(self, sizes: Sequence[int]) -> int:
         """Return what frames of these sizes take on the wire (ZMTP 3.1, section "Framing")."""

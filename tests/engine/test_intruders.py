@@ -11,7 +11,7 @@ from reducer.errors import (
     RemoteProtocolError,
 )
 from reducer.limits import Limits
-from reducer.reductions import MAX_GIVEN_UP
+from reducer.membership import MAX_GIVEN_UP
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode, encode_error
@@ -259,9 +259,12 @@ def test_more_is_set_aside_for_records_while_there_is_room(implementation: str) 
 
 def test_ranges_that_are_given_up_are_counted(reducer: Reducer) -> None:
     body = encode_error(ReducerLostError("gone", reducer="x"))
-    for sequence in range(MAX_GIVEN_UP):
-        reducer.say(0, M.ABORT, sequence, body, nbytes=1)
-    error = told(reducer.say(0, M.ABORT, MAX_GIVEN_UP, body, nbytes=1))[b"0"]
+    for number in range(MAX_GIVEN_UP):
+        for sequence in (4 * number, 4 * number + 1):  # as one, as if two ranks had said it
+            assert told(reducer.say(0, M.ABORT, sequence, body, nbytes=1)) == {}
+    (job,) = reducer.engine.jobs
+    assert [(first, last) for first, last, _ in job.given_up[:2]] == [(0, 2), (4, 6)]
+    error = told(reducer.say(0, M.ABORT, 4 * MAX_GIVEN_UP, body, nbytes=1))[b"0"]
     assert isinstance(error, RemoteProtocolError)
 
 

@@ -31,13 +31,18 @@ def pair() -> Iterator[Pair]:
         yield client, accepted
 
 
+def traffic(descriptor: int) -> connections.Traffic | None:
+    """What has passed over the connection that has this number now."""
+    return connections.traffic(descriptor, connections.name(descriptor) or ())
+
+
 def test_traffic_is_what_was_read_and_written(pair: Pair) -> None:
     client, accepted = pair
     client.sendall(b"x" * 1000)
-    assert connections.traffic(accepted.fileno()) == (0, 0), "nothing was read yet"
+    assert traffic(accepted.fileno()) == (0, 0), "nothing was read yet"
     assert len(accepted.recv(600, socket.MSG_WAITALL)) == 600
     accepted.sendall(b"y" * 50)
-    assert connections.traffic(accepted.fileno()) == (600, 50)
+    assert traffic(accepted.fileno()) == (600, 50)
 
 
 def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
@@ -47,7 +52,7 @@ def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
     with suppress(BlockingIOError):  # when the client's buffer is full, and the server's
         while True:
             written += accepted.send(bytes(1 << 16))
-    assert connections.traffic(accepted.fileno()) == (0, written)
+    assert traffic(accepted.fileno()) == (0, written)
 
 
 def test_an_ended_connection_is_at_its_end_for_both(pair: Pair) -> None:
@@ -62,6 +67,7 @@ def test_another_connection_of_that_number_is_left_alone(pair: Pair) -> None:
     client, accepted = pair
     name = connections.name(accepted.fileno())
     assert name is not None
+    assert connections.traffic(client.fileno(), name) is None
     assert not connections.end(client.fileno(), name)
     client.sendall(b"x")
     assert accepted.recv(1) == b"x"
@@ -72,7 +78,7 @@ def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         for descriptor in (file.fileno(), 1 << 20):
             assert connections.name(descriptor) is None
-            assert connections.traffic(descriptor) is None
+            assert traffic(descriptor) is None
             assert not connections.end(descriptor, ("127.0.0.1", 1))
     assert psutil.Process().num_fds() == before
 

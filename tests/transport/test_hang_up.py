@@ -24,8 +24,9 @@ print(transport.port, flush=True)
 changes = []
 while not changes:
     changes = transport.changes()
-((opened, descriptor),) = changes
-while connections.traffic(descriptor).read < int(sys.argv[1]):
+((opened, descriptor, _),) = changes
+name = connections.name(descriptor)
+while connections.traffic(descriptor, name).read < int(sys.argv[1]):
     time.sleep(0.01)
 print("has read it", flush=True)
 sys.stdin.readline()
