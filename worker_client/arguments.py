@@ -37,8 +37,8 @@ def parse(
             f"the mean of {dtype.name.lower()} is not defined: "
             "use op='sum' and divide, or a floating type"
         )
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"name must be a string, got {name!r}")
+    if name is not None:
+        _check_name(name)
     return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
 
 
@@ -55,6 +55,17 @@ def refuse_extras(weight: float | None, residual: Any, what: str) -> None:
     """
     if weight is not None or residual is not None:
         raise ConfigError(f"weight= and residual= do not go with {what}")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"name must be a string, got {name!r}")
+    try:
+        name.encode()  # as the ranks tell it to each other
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"name must be text that UTF-8 can express, got {name!r}: {error.reason}"
+        ) from None
 
 
 def _parse_op(op: str | ReduceOp) -> ReduceOp:

@@ -76,6 +76,7 @@ def _auto(value: object) -> object:
 Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
 AutoBytes = Annotated[ByteSize, BeforeValidator(_auto)]
 _SECONDS_OF = TypeAdapter[float](Seconds)
+_PATIENCE_OF = TypeAdapter[float](Annotated[float, BeforeValidator(_duration), Field(ge=0)])
 
 
 class WorkerConfig(BaseSettings):
@@ -237,8 +238,21 @@ def seconds(name: str, value: object) -> float:
     Raises:
         ConfigError: it is none; the message says what to write.
     """
+    return _read(_SECONDS_OF, name, value)
+
+
+def patience(name: str, value: object) -> float:
+    """Read how long to wait at most, given as the argument `name`: from 0 s to infinity.
+
+    Raises:
+        ConfigError: it is no duration; the message says what to write.
+    """
+    return _read(_PATIENCE_OF, name, value)
+
+
+def _read(durations: TypeAdapter[float], name: str, value: object) -> float:
     try:
-        return _SECONDS_OF.validate_python(value)
+        return durations.validate_python(value)
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{name}: {message} (got {value!r})") from None

@@ -204,7 +204,8 @@ def attach(
 
 _SECOND_HOOK = (
     "the model already has a communication hook, and DDP takes one: remove the other "
-    "register_comm_hook() call, or pass it our hook, such as fp16_compress_wrapper(reduction_hook)"
+    "attach() or register_comm_hook() call, or pass it our hook, such as "
+    "fp16_compress_wrapper(reduction_hook)"
 )
 _PYTHON_REDUCER = (
     "torch._dynamo's optimize_ddp='python_reducer' gives hooks no buckets: leave "

@@ -54,7 +54,7 @@ def enlist(
     hosted: Server | None = None
     keys = load_keys(settings.keys)
     if _hosts_reducer(settings, world_size):
-        hosted, own, curves = _embed(group)
+        hosted, own, curves = _embed(settings, group)
         keys = replace(keys, hosts=curves)
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
@@ -192,8 +192,13 @@ def _fallback(
 
 
 def _embed(
-    group: ProcessGroup | None,
+    settings: WorkerConfig, group: ProcessGroup | None
 ) -> tuple[Server, tuple[str, ...], Mapping[str, Curve | None]]:
+    if group is None and settings.embedded:
+        raise ConfigError(
+            "REDUCTION_EMBEDDED=1 needs init_process_group(): call it first, and leave out rank= "
+            "and world_size=, or unset REDUCTION_EMBEDDED"
+        )
     if group is None:
         raise ConfigError(
             "there are no reducers to use: start some and set REDUCTION_SERVERS=host:port,"

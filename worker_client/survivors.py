@@ -278,7 +278,8 @@ class Survivors:
             ends, self._ends = self._ends, []
             self._recovery = None
             log.warning(
-                "going on without rank %s: %s are left, which reducers number from 0 on",
+                "going on without rank %s; ranks that go on: %s "
+                "(numbered from 0 on at the reducers)",
                 ", ".join(map(str, sorted(lost))),
                 ", ".join(map(str, membership.present)),
             )

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ReductionTimeout
+from worker_client import config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,27 +42,31 @@ class Work:
     # while it is taken.
     _lock: threading.Lock
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | str | None = None) -> Any:
         """Wait until the all-reduce has ended and return the array or tensor.
 
         Args:
-            timeout: seconds to wait at most; None waits for the end, which the all-reduce's own
-                timeout bounds.
+            timeout: seconds to wait at most, or text such as ``"5s"``; None and infinity wait for
+                the end, which the all-reduce's own timeout bounds.
 
         Raises:
+            ConfigError: `timeout` is negative or no duration; the all-reduce goes on.
             ReductionTimeout: `timeout` has passed; the all-reduce goes on.
             LocalProtocolError: this is a callback, or a signal handler that interrupted another
                 wait, which alone could bring the end; or the client was shut down.
             ReductionError: the all-reduce failed; the class and its attributes say why.
         """
-        until = math.inf if timeout is None else time.monotonic() + timeout
+        patience_s = math.inf if timeout is None else config.patience("timeout", timeout)
+        until = time.monotonic() + patience_s
         if not self._ended:
             self._lead(self.done, until)
         if not self._ended:
-            left = None if timeout is None else max(0.0, until - time.monotonic())
-            concurrent.futures.wait([self.future()], left)
+            left_s = max(0.0, until - time.monotonic())
+            # More than `TIMEOUT_MAX`, which is centuries, locks refuse.
+            bound_s = left_s if left_s < threading.TIMEOUT_MAX else None
+            concurrent.futures.wait([self.future()], bound_s)
         if not self._ended:
-            raise ReductionTimeout(f"{self} is still in progress after {timeout:g} s")
+            raise ReductionTimeout(f"{self} is still in progress after {patience_s:g} s")
         if self._error is not None:
             raise self._error
         return self._result

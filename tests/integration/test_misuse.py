@@ -175,3 +175,5 @@ def test_without_reducers_or_a_process_group_it_says_what_to_do() -> None:
         connect(rank=0, world_size=2)
     with pytest.raises(ConfigError, match="torchrun"):
         connect(servers="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"=1 needs init_process_group.* or unset"):
+        connect(servers="127.0.0.1:1", embedded=True, rank=0, world_size=2)

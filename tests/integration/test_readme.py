@@ -79,6 +79,20 @@ def test_the_quick_start_runs_as_shown() -> None:
     assert all(float(loss) < 1e-3 for _, loss, _, _ in ends)
 
 
+def test_the_pool_for_a_notebook_runs_as_shown_and_says_nothing() -> None:
+    found = re.search(r"^from reducer import local_pool\n.*?(?=^```$)", README, re.M | re.DOTALL)
+    assert found, "the README has no local_pool"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import worker_client\n{found[0]}"],
+        env={k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
 def test_the_settings_tables_are_complete() -> None:
     section = README.partition("\n## Settings\n")[2].partition("\n## ")[0]
     written = set(re.findall(r"^\| `(REDUCTION_\w+)`", section, re.MULTILINE))

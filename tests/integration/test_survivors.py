@@ -16,10 +16,13 @@ import pytest
 from bench.chaos_run import Pool
 from bench.lab import Lab
 from bench.ranks import Ranks
+from tests.integration.calls import all_reduce, ones
 from tests.integration.survivor_rank import IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from worker_client.client import Client
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux"),
@@ -190,6 +193,20 @@ def test_a_reducer_dies_with_a_rank() -> None:
         job.progress(12)
 
     assert_went_on(run(4, 3, action))
+
+
+def test_a_loss_is_logged_with_those_that_go_on(
+    job: Callable[..., list[Client]], caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = job(3, on_rank_lost="continue")
+    all_reduce(clients)
+    clients.pop(1).shutdown()
+    for work in [client.all_reduce(ones()) for client in clients]:
+        work.wait(30)
+    said = [one.getMessage() for one in caplog.records if "going on" in one.msg]
+    assert said == [
+        "going on without rank 1; ranks that go on: 0, 2 (numbered from 0 on at the reducers)"
+    ] * len(clients)
 
 
 def test_a_ddp_training_goes_on_without_a_rank() -> None:

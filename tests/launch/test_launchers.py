@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +20,6 @@ from worker_client.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -95,6 +95,42 @@ def test_srun(settings: dict[str, str], slurm: dict[str, str]) -> None:
     # Two nodes: the ranks meet at the first host of 127.0.0.[1-2].
     command = ["srun", "-n", str(RANKS), "-N", "2", *LAUNCH, "--", SCRIPT]
     train([command], {**settings, **slurm})
+
+
+@pytest.mark.timeout(600)
+def test_the_batch_script_for_nodes_of_one_kind(tmp_path: Path, slurm: dict[str, str]) -> None:
+    if not shutil.which("sbatch"):
+        pytest.skip("there is no `sbatch` (Debian: slurm-wlm)")
+    section = (ROOT / "docs" / "deployment.md").read_text().partition("\n## SLURM\n")[2]
+    found = re.search(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert found, "docs/deployment.md has no batch script"
+    # Two nodes here, and another program may have the port.
+    script = found[1].replace("reducers=2", "reducers=1").replace("5555", str(free_port()))
+    (tmp_path / "train.sbatch").write_text(script)
+    subprocess.run(
+        [sys.executable, "-m", "reducer", "keygen", "keys", "--job", "x"], cwd=tmp_path, check=True
+    )
+    settings = bare_environment(
+        **slurm,
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        POOL_KEYS=str(tmp_path / "keys" / "pool"),
+        JOB_KEYS=str(tmp_path / "keys" / "jobs" / "x"),
+        REDUCTION_EMBEDDED="0",  # without the pool it shall fail
+    )
+    output = tmp_path / "output"
+    batch = ["sbatch", "--wait", "--nodes=2", f"--output={output}", "train.sbatch", SCRIPT]
+    ended = subprocess.run(
+        batch,
+        cwd=tmp_path,
+        env=settings,
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = output.read_text() if output.exists() else ended.stderr
+    assert ended.returncode == 0, said
+    assert [(rank, reducers) for rank, _, reducers in SAID.findall(said)] == [("0", "1")], said
 
 
 @pytest.mark.timeout(600)

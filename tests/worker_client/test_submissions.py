@@ -144,6 +144,7 @@ def test_as_many_names_as_one_likes(submit: Submit) -> None:
         ({"data": np.ones(3, int), "op": "mean"}, "mean of int64"),
         ({"name": 5}, "name must be a string, got 5"),
         ({"name": []}, r"name must be a string, got \[\]"),
+        ({"name": "\ud800"}, r"UTF-8 can express, got '\\ud800'"),
         ({"timeout": "soon"}, "timeout"),
         ({"timeout": -1}, "timeout"),
     ],

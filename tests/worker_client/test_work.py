@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
+from typing import Any
 
 import pytest
 
-from reducer.errors import RankLostError, ReductionError, ReductionTimeout
+from reducer.errors import ConfigError, RankLostError, ReductionError, ReductionTimeout
 from worker_client.work import PlainWork, Work
 
 
@@ -40,6 +42,28 @@ def test_a_wait_that_is_too_short_ends_nothing(work: Work, timeout: float) -> No
     ) as caught:
         work.wait(timeout)
     assert isinstance(caught.value, TimeoutError)
+    assert not work.done()
+    work.finish("result", None)
+    assert work.wait() == "result"
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300, 1e10, 10**12, "30s", "2 min"])
+def test_any_patience_will_do(work: Work, timeout: float | str) -> None:
+    timer = threading.Timer(0.05, work.finish, ["result", None])
+    timer.start()
+    assert work.wait(timeout) == "result"
+    timer.join()
+
+
+def test_patience_may_be_text(work: Work) -> None:
+    with pytest.raises(ReductionTimeout, match=r"progress after 0\.01 s$"):
+        work.wait("10ms")
+
+
+@pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan, "soon", "-1s", [], 10**400])
+def test_what_is_no_patience_is_refused(work: Work, timeout: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^timeout: .* \(got "):
+        work.wait(timeout)
     assert not work.done()
     work.finish("result", None)
     assert work.wait() == "result"
