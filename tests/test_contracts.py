@@ -17,7 +17,7 @@ PACKAGES = ("reducer", "worker_client")
 FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
     "_slots": {"libzmq", "slots", "wire"},
-    "_loop": {"_slots", "admission", "kernels", "loop", "reductions", "wire"},
+    "_loop": {"_slots", "admission", "kernels", "limits", "loop", "reductions", "wire"},
     "_flight": {"libzmq", "wire"},
 }
 # ... and what those of the worker's client may take from it.
