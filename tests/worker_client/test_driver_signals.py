@@ -106,6 +106,7 @@ print(clients, flush=True)
 """
 
 
+@pytest.mark.timeout(180)
 def test_interrupts_at_any_instant_leave_the_lead_free(pool: list[str], tmp_path: Path) -> None:
     script = tmp_path / "storm.py"
     script.write_text(STORM)
@@ -119,7 +120,7 @@ def test_interrupts_at_any_instant_leave_the_lead_free(pool: list[str], tmp_path
     try:
         assert storm.stdout
         assert storm.stdout.readline() == "ready\n"
-        deadline = time.monotonic() + 40.0
+        deadline = time.monotonic() + 120.0
         while storm.poll() is None and time.monotonic() < deadline:
             storm.send_signal(signal.SIGINT)
             time.sleep(random.uniform(0.001, 0.01))
