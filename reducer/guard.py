@@ -71,7 +71,7 @@ class Connection:
     looked: float = field(default=0.0)
     unread: int = 0
     unsent: int = 0
-    beyond: int = 0
+    beyond: float = 0.0
     least: int = 0
     taken: int = -1
     stuck: int = 0
@@ -97,9 +97,9 @@ class Connection:
         """
         # Heartbeats are no messages, and are allowed as they come: what a peer does not use of
         # that is not saved up for what it may leave unread later.
-        heartbeats = int(HEARTBEATS_PER_S * (now - self.looked))
+        heartbeats = HEARTBEATS_PER_S * (now - self.looked)
         self.beyond = min(passed.read - taken, self.beyond + heartbeats)
-        self.unread = passed.read - taken - self.beyond
+        self.unread = int(passed.read - taken - self.beyond)
         self.least = min(self.least, given - passed.written)
         self.unsent = given - passed.written - self.least
         self.looked = now
