@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 import zmq
 
+from reducer import transport
+from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client import Client
 from worker_client.settings import Settings
@@ -34,7 +36,7 @@ def joined(
     impl: str, context: zmq.Context
 ) -> Iterator[Callable[..., tuple[Client, list[Reducer]]]]:
     """Make a client of rank 0 of 2 that has joined some reducers."""
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
 
         def make(
             reducers: int = 1,
@@ -59,3 +61,13 @@ def joined(
             return made, pool
 
         yield make
+
+
+@pytest.fixture
+def post(
+    impl: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Post]:
+    # Else libzmq closes connections that answer no heartbeats, and the guard need not.
+    monkeypatch.setattr(transport, "heartbeats", lambda _: None)
+    with ExitStack() as stack:
+        yield Post(impl, getattr(request, "param", PATIENCE), stack)

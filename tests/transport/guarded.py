@@ -1,0 +1,118 @@
+"""A reducer's guard on duty, and what its tests ask of peers."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+from bench.intruder import Worker
+from bench.zmtp import GREETING, HANDSHAKE, dial
+from reducer import implementation, kernels
+from reducer.engine import Engine
+from reducer.guard import Guard
+from reducer.limits import Patience
+from reducer.transport import Transport, make_context
+from reducer.wire.constants import MessageType
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+WAIT_S = 60.0
+PATIENCE = Patience(max_connections=1000, hello_s=10.0)
+M = MessageType
+MIB = 1 << 20
+
+
+class Post:
+    """A transport, an engine and a guard on duty, whose time is what a test says.
+
+    Attributes:
+        now: seconds.
+        guard, engine, transport: those on duty.
+    """
+
+    def __init__(self, impl: str, patience: Patience, stack: ExitStack) -> None:
+        self.now = 0.0
+        table = kernels.select(None)
+        chosen = implementation.select(impl, table)
+        context = make_context(1)
+        stack.callback(context.destroy, linger=0)
+        self.transport = Transport("tcp://127.0.0.1:0", context)
+        stack.callback(self.transport.close)
+        self.engine = Engine(
+            table, chosen.slots, memory_limit=256 * MIB, incarnation="1", address="here:1"
+        )
+        self.guard = Guard(self.engine, self.transport, patience)
+        self._loop = chosen.loop(self.engine, self.transport)
+        self._stack = stack
+        self.address = f"127.0.0.1:{self.transport.port}"
+
+    def step(self) -> None:
+        """Serve for a moment, and let the guard look."""
+        self._loop.step(0.005)
+        self._loop.send(self.guard.look(self.now))
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Go on until something is so."""
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < deadline, "it never came to that"
+            self.step()
+
+    def stranger(self, *, greets: bool = True) -> socket.socket:
+        """Connect, shake hands, and be known to the guard."""
+        here = self.guard.connections
+        peer = self._stack.enter_context(dial(self.address))
+        if greets:
+            peer.sendall(HANDSHAKE)
+            received = b""
+            while len(received) <= len(GREETING):  # and the READY after it
+                received += peer.recv(1000)
+        self.until(lambda: self.guard.connections == here + 1)
+        return peer
+
+    def member(self, job: str, **settings: int) -> Worker:
+        """Join a job."""
+        here = self.members.get(job, 0)
+        worker = self._stack.enter_context(closing(Worker(self.address, job, **settings)))
+        self.until(lambda: self.members.get(job, 0) > here)
+        answer(worker, M.WELCOME)
+        return worker
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Number of members by job."""
+        return {job.name: len(job.members) for job in self.engine.jobs}
+
+    @property
+    def closed(self) -> int:
+        """How many connections the guard has ended."""
+        return self.engine.counters.closed
+
+
+def ended(peer: socket.socket) -> bool:
+    """Whether the other side has hung up; what it said before is passed over."""
+    peer.settimeout(0.001)
+    try:
+        return not peer.recv(1 << 16)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def answer(worker: Worker, kind: MessageType) -> bytes:
+    """Hear the next message but for PINGs, which is to be of this kind; return its body."""
+    header, body = worker.hear()
+    while header.type is M.PING:
+        header, body = worker.hear()
+    assert header.type is kind
+    return body
+
+
+def rounds(post: Post, number: int = 20) -> None:
+    """Let some time pass in which nothing should happen."""
+    for _ in range(number):
+        post.step()

@@ -1,0 +1,211 @@
+"""What the guard allows members of jobs, and what not."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import pytest
+
+from bench.zmtp import COMMAND, MORE, frame
+from reducer import guard as guards
+from reducer.connections import Traffic
+from reducer.guard import STUCK_LOOKS
+from tests.transport.guarded import MIB, WAIT_S, M, Post, answer, ended, rounds
+
+
+def test_who_sends_beyond_its_window_is_dropped(post: Post) -> None:
+    worker = post.member("job", window=MIB)
+    (job,) = post.engine.jobs
+    payload = bytes(1 << 18)
+    for chunk in range(2 * job.reserved >> 18):
+        post.step()
+        try:
+            worker.contribute(0, payload, chunk << 18)
+        except OSError:
+            break
+    post.until(lambda: post.members == {})
+    assert post.engine.counters.dropped == 1
+
+
+def test_who_reads_no_results_is_dropped(post: Post) -> None:
+    worker = post.member("job", world_size=1, window=MIB)
+    post.member("other", world_size=1, window=MIB)
+    payload, chunk = bytes(1 << 18), 0
+    while "job" in post.members:  # the kernel holds megabytes before libzmq has to
+        worker.contribute(0, payload, chunk << 18)
+        chunk += 1
+        assert chunk < 1000
+        post.step()
+    assert post.members == {"other": 1}
+
+
+def test_what_is_in_slots_counts_as_well(post: Post) -> None:
+    worker = post.member("job")
+    post.member("job", rank=1)
+    (job,) = post.engine.jobs
+    worker.contribute(0, bytes(MIB))
+    post.until(lambda: post.engine.held() > MIB // 2)
+    job.reserved = post.engine.held() * 8 // 9  # the guard adds an eighth
+    rounds(post)
+    assert post.members == {"job": 2}
+    worker.line.connection.sendall(frame(bytes(2 * MIB), MORE)[: MIB * 3 // 4])
+    post.until(lambda: post.members == {"job": 1})
+    assert job.members.keys() == {1}, "it is the other one's fault"
+
+
+def test_what_waits_of_honest_members_is_no_offence(post: Post) -> None:
+    worker = post.member("job", world_size=1, window=8 * MIB)
+
+    def reduce() -> None:
+        for chunk in range(60 + 4):  # so many are under way
+            if chunk < 60:
+                worker.contribute(0, bytes(MIB), chunk * MIB)
+            if chunk >= 4:
+                answer(worker, M.RESULT)
+
+    thread = threading.Thread(target=reduce, daemon=True)
+    thread.start()
+    post.until(lambda: not thread.is_alive())
+    assert post.members == {"job": 1}
+    assert post.engine.counters.results == 60
+
+
+def test_a_message_without_an_end_is_found_out(post: Post) -> None:
+    worker = post.member("job", window=64 * MIB)
+    worker.line.connection.sendall(frame(bytes(1 << 16), MORE) * 32)
+    for _ in range(2 * STUCK_LOOKS):
+        post.step()
+    assert post.members == {"job": 1}
+    post.now += guards.STUCK_S
+    post.until(lambda: post.members == {})
+    assert post.engine.counters.dropped == 1
+
+
+def test_who_is_taken_from_is_not_stuck() -> None:
+    connection = guards.Connection(0, (), 0.0)
+    assert not any(connection.is_stuck(now, 3, float(now), much=True) for now in range(100))
+    found = [
+        connection.is_stuck(99, 3, float(at), much=much)
+        for at, much in enumerate((True, False, True, True, True), 100)
+    ]
+    assert found == [False, False, False, False, True]
+
+
+def test_looks_in_no_time_do_not_make_anybody_stuck() -> None:
+    connection = guards.Connection(0, (), 0.0)
+    times = [0.0] * 50 + [guards.STUCK_S / 2] * 50 + [guards.STUCK_S]
+    assert [connection.is_stuck(0, 3, at, much=True) for at in times] == [False] * 100 + [True]
+
+
+def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: Post) -> None:
+    worker = post.member("job", world_size=1, window=8 * MIB)
+    post.member("job 2")
+    for chunk in range(20):
+        worker.contribute(0, bytes(MIB), chunk * MIB)
+        post.until(lambda number=chunk + 1: post.engine.counters.results == number)
+        answer(worker, M.RESULT)
+    descriptors = {c.descriptor for c in post.guard._connections.values()}
+    worker.close()
+    post.until(lambda: post.guard.connections == 1)
+    peer = post.stranger()
+    assert {c.descriptor for c in post.guard._connections.values()} == descriptors, "used again"
+    rounds(post)
+    assert post.members == {"job": 1, "job 2": 1}, "it may come back"
+    assert not post.engine.counters.dropped
+    peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
+    post.until(lambda: ended(peer))
+
+
+def test_what_a_broken_connection_had_said_is_not_the_next_ones(post: Post) -> None:
+    post.member("first").close()
+    post.until(lambda: post.guard.connections == 0)
+    (first,) = post.transport._peers
+    worker = post.member("second")
+    ((number, connection),) = post.guard._connections.items()
+    for late in (first, b"unheard of"):  # of the same descriptor, and read only now
+        post.transport.note(late, connection.descriptor, 1000)
+    assert post.transport.connection(first) != number
+    post.transport.note(b"second's", connection.descriptor, 1000)
+    assert post.transport.connection(b"second's") == number
+    assert post.transport.connection(b"unheard of") == 0
+    post.transport.note(b"unheard of", connection.descriptor, 1000)
+    assert post.transport.connection(b"unheard of") == 0
+    worker.close()
+
+
+def test_heartbeats_that_were_not_sent_are_not_saved_up(post: Post) -> None:
+    worker = post.member("job", window=MIB)
+    (job,) = post.engine.jobs
+    for _ in range(100):
+        post.now += 24 * 3600.0
+        post.step()
+    worker.line.connection.settimeout(0.01)
+    sent = 0
+    with suppress(OSError):
+        while post.members and sent < 8 * job.reserved:
+            worker.line.connection.sendall(frame(bytes(1 << 16), MORE) * 4)
+            sent += 1 << 18
+            post.step()
+    post.until(lambda: post.members == {})
+
+
+def test_heartbeats_are_allowed_however_often_the_guard_looks() -> None:
+    connection = guards.Connection(0, (), 0.0)
+    for look in range(10_000):
+        connection.weigh(Traffic(look // 2, 0), 0, 0, look / 1000)  # 500 bytes a second
+    assert connection.unread <= 1
+
+
+def test_what_libzmq_says_of_its_own_is_no_credit_for_results() -> None:
+    connection = guards.Connection(0, (), 0.0)
+    for at in range(100):  # the peer reads everything, and libzmq's heartbeats as well
+        connection.weigh(Traffic(1000 * at, 1000 * at + 100 * at), 1000 * at, 1000 * at, float(at))
+        assert (connection.unread, connection.unsent) == (0, 0)
+    connection.weigh(Traffic(99_000, 108_900), 99_000, 99_000 + MIB, 100.0)
+    assert connection.unsent == MIB
+
+
+def test_members_of_many_jobs_have_their_turns(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "MEMBERS_PER_LOOK", 2)
+    for number in range(6):
+        post.member(f"job {number}")
+    looked = []
+    weigh = guards.Connection.weigh
+
+    def count(connection: guards.Connection, *arguments: object) -> None:
+        looked.append(connection.descriptor)
+        weigh(connection, *arguments)
+
+    monkeypatch.setattr(guards.Connection, "weigh", count)
+    rounds(post, 4)
+    assert len(looked) <= 4 * 2
+    rounds(post, 4)
+    assert len(set(looked)) == 6
+
+
+def test_a_long_message_may_take_its_time(post: Post) -> None:
+    worker = post.member("job", window=64 * MIB)
+    whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
+    worker.line.connection.sendall(whole[: MIB // 2])
+    rounds(post, 2 * STUCK_LOOKS)
+    assert post.members == {"job": 1}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_heartbeats_count_only_if_they_are_too_many(post: Post, *, at_once: bool) -> None:
+    worker = post.member("job")
+    (job,) = post.engine.jobs
+    job.reserved = 0
+    ping = frame(b"\x04PING\0\0", COMMAND)
+    number = 2 * guards.SLACK_BYTES // len(ping)
+    for _ in range(100):
+        if not at_once:
+            post.now += number * len(ping) / guards.HEARTBEATS_PER_S / 100
+        if post.members:
+            worker.line.connection.settimeout(WAIT_S)
+            worker.line.connection.sendall(ping * (number // 100))
+            ended(worker.line.connection)  # takes the answers
+            post.step()
+    rounds(post)
+    assert post.members == ({} if at_once else {"job": 1})
