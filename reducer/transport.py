@@ -129,6 +129,9 @@ class Transport:
             # No payload is larger, and an honest peer's other messages are far smaller.
             self._router.setsockopt(zmq.MAXMSGSIZE, max_chunk_bytes + HEADER_BYTES)
             self._router.setsockopt(zmq.HANDSHAKE_IVL, int(handshake_s * 1000))
+            # What a connection that ends has not sent is freed after this. By default libzmq would
+            # keep it until the peer reads it, and wait for that when the context is destroyed.
+            self._router.setsockopt(zmq.LINGER, LINGER_MS)
             self._configure(ipv6="[" in endpoint)
             if pair is not None:
                 self._demand_keys(pair)
