@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.lab import Lab, LabUnavailable
+from lab import Lab, LabUnavailable
 
 RESULTS = Path("bench/results")
 
@@ -26,11 +26,13 @@ class Step(NamedTuple):
         name: of its files.
         command: module and options.
         shaped: whether it needs hosts with links of their own, and so root.
+        outputs: options for its files; ``{0}`` is their path without suffix.
     """
 
     name: str
     command: str
     shaped: bool = False
+    outputs: str = "--json {0}.json --plot {0}.png"
 
 
 STEPS = [
@@ -45,7 +47,11 @@ STEPS = [
         "bench.allreduce --unshaped --workers 4 --embedded --sizes 4KiB,256KiB,4MiB,64MiB "
         "--baselines gloo --rounds 3",
     ),
-    Step("kernels", "bench.kernels --sizes 64KiB,1MiB,16MiB"),
+    Step(
+        "micro",
+        "pytest --benchmark-only bench/micro --benchmark-max-time 0.2 --benchmark-min-rounds 5",
+        outputs="--benchmark-json {0}.json",
+    ),
     Step(
         "ddp-shaped",
         "bench.ddp --workers 4 --reducers 4 --mbit 1000 --gloo-caps 25 --rounds 2",
@@ -68,7 +74,7 @@ def main() -> int:
             continue
         file = RESULTS / f"{step.name}.json"
         file.unlink(missing_ok=True)
-        if run(f"{step.command} --json {file} --plot {file.with_suffix('.png')}"):
+        if run(f"{step.command} {step.outputs.format(file.with_suffix(''))}"):
             failed.append(step.name)
         if file.exists():
             files.append(str(file))

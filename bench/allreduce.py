@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from bench import options, tables
+from bench import options, report
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
-from bench.lab import LabUnavailable
+from lab import LabUnavailable
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
@@ -52,8 +52,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """Compare all-reduces in one run, alternating, and print medians."""
     contenders = options.ours(workers, reducers, embedded, mixed, wire, keys=keys)
     contenders += options.baselines(baselines)
-    names = [contender.name for contender in contenders if not contender.ours]
-    found = options.begin("allreduce", None if unshaped else mbit, [workers], rounds)
+    columns = report.all_reduce_columns(each.name for each in contenders if not each.ours)
+    found = options.begin_all_reduces("allreduce", None if unshaped else mbit, [workers], rounds)
     hosts = hosts_needed(workers, contenders)
     try:
         with (
@@ -62,14 +62,14 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         ):
             found.settings.skipped = contest.skipped
             found.settings.payload_rates += contest.payload_rates
-            print(f"# {tables.conditions(found.settings)}")
-            print(tables.heading(names))
+            print(f"# {report.conditions(found.settings)}")
+            print(report.heading(columns))
             for nbytes in options.sizes(sizes):
                 rows = contest.measure(
                     nbytes, rounds=rounds, iterations=options.iterations(iterations)
                 )
                 for row in rows:
-                    print(tables.line(row, names), flush=True)
+                    print(report.line(columns, row), flush=True)
                 found.rows += rows
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.allreduce: {error}")

@@ -9,7 +9,6 @@ and must end with the same bits. README.md defines every option and figure.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -18,11 +17,12 @@ from typing import Annotated
 
 import typer
 
-from bench import options, results
+from bench import options, report
 from bench.chaos_blows import PLACES, at_failpoints, at_random
-from bench.chaos_figures import ChaosResults, figures, table
+from bench.chaos_figures import figures
 from bench.chaos_run import train
 from bench.crew import CrewError
+from bench.results import ChaosResults
 
 LONGEST_STALL_S = 3.0
 
@@ -52,9 +52,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     else:
         number = signal.SIGTERM if drain else signal.SIGKILL
         blows = at_random(kills or 200, reducers, seed, number)
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > cores / 2:
-        print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
+    run = options.begin("bench.chaos")
     try:
         with options.lab(workers + reducers, None) as lab:
             disturbed = train(lab, workers, blows, seed=seed)
@@ -62,20 +60,16 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     except CrewError as error:
         sys.exit(f"bench.chaos: {error}")
     found = ChaosResults(
-        time=results.now(),
-        machine=results.machine(),
-        command=results.command("bench.chaos"),
-        environment=results.environment(),
-        load=load,
+        **dict(run),
         workers=workers,
         reducers=reducers,
         **figures(disturbed, undisturbed),
     )
-    print(table(found))
+    print(report.chaos_text(found))
     for line in found.errors:
         print(f"# {line}")
     if json:
-        json.write_text(found.model_dump_json(indent=1) + "\n")
+        found.write(json)
     sys.exit(int(found.lost > 0 or not found.identical or found.stall_s > LONGEST_STALL_S))
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from datetime import datetime  # noqa: TC003 (pydantic reads it)
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-
-from bench import results
 
 
 class Record:
@@ -84,47 +81,8 @@ class Record:
         return set(self.weights[self.least_steps])
 
 
-class ChaosResults(results.Record):
-    """One run of `bench.chaos`."""
-
-    schema_version: int = results.SCHEMA
-    kind: Literal["chaos"] = "chaos"
-    time: datetime
-    machine: results.Machine
-    command: str
-    environment: dict[str, str]
-    """``REDUCTION_`` variables."""
-    load: float
-    """Load average of the last minute when it began: what else the machine was doing."""
-    workers: int
-    reducers: int
-    kills: int
-    steps: int
-    lost: int
-    """Steps that raised an error at some rank."""
-    errors: list[str]
-    """What the first of them raised."""
-    identical: bool
-    """Whether the final weights of all ranks have the same bits, with kills and without."""
-    median_s: float
-    """A step's time with kills."""
-    undisturbed_s: float
-    """The same without."""
-    stall_s: float
-    """The longest step minus the median one."""
-    recovery_median_s: float
-    """From a kill to when all ranks had finished a step."""
-    recovery_p99_s: float
-    moved: int
-    """Chunks that were sent again to another reducer, all ranks."""
-    claimed: int
-    """Chunks whose result a rank had, and told another reducer so."""
-    supplied: int
-    """Results that a rank sent because others lacked them."""
-
-
 def figures(disturbed: Record, undisturbed: Record) -> dict[str, Any]:
-    """Return what `ChaosResults` holds of two trainings of as many steps."""
+    """Return the figures of `bench.results.ChaosResults` from two trainings of as many steps."""
     durations, recoveries = disturbed.durations(), disturbed.recoveries() or [0.0]
     median = statistics.median(durations)
     lost = {**undisturbed.errors, **disturbed.errors}
@@ -141,26 +99,3 @@ def figures(disturbed: Record, undisturbed: Record) -> dict[str, Any]:
         "recovery_p99_s": float(np.percentile(recoveries, 99, method="higher")),
         **{name: disturbed.totals[name] for name in ("moved", "claimed", "supplied")},
     }
-
-
-def table(found: ChaosResults) -> str:
-    """Return the figures as text."""
-    rows = {
-        "kills": f"{found.kills}",
-        "steps": f"{found.steps}",
-        "steps lost": f"{found.lost}",
-        "weights identical": "yes" if found.identical else "NO",
-        "median step": (
-            f"{1e3 * found.median_s:.1f} ms, undisturbed {1e3 * found.undisturbed_s:.1f} ms"
-        ),
-        "longest stall": f"{found.stall_s:.2f} s",
-        "from a kill to a finished step": (
-            f"median {1e3 * found.recovery_median_s:.0f} ms, "
-            f"p99 {1e3 * found.recovery_p99_s:.0f} ms"
-        ),
-        "chunks moved": f"{found.moved}",
-        "results claimed": f"{found.claimed}",
-        "results supplied": f"{found.supplied}",
-    }
-    head = f"# {found.workers} workers, {found.reducers} reducers, all on this machine"
-    return "\n".join([head, *(f"{name:<30}  {value}" for name, value in rows.items())])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bench.chaos_blows import Blow
-    from bench.lab import Host, Lab
+    from lab import Host, Lab
 
 LISTEN_S = 0.02
 PATIENCE_S = 60.0  # for what takes seconds on a busy machine

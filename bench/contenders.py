@@ -240,25 +240,6 @@ class Mpi:
         self._mpi.Finalize()
 
 
-def create(kind: Kind, place: Place) -> AllReduce:
-    """Make this process's part of a contender.
-
-    Raises:
-        ImportError: what the contender needs is not installed.
-    """
-    if kind == "ring":
-        ring: AllReduce = import_module("bench.ring").Ring(place)
-        return ring
-    classes: dict[Kind, Callable[[Place], AllReduce]] = {
-        "pool": Pool,
-        "mixed": Embedded,
-        "embedded": Embedded,
-        "gloo": Gloo,
-        "mpi": Mpi,
-    }
-    return classes[kind](place)
-
-
 def _interface(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):

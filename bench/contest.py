@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from bench.contenders import Contender
-    from bench.lab import Lab
+    from lab import Lab
 
 BLOCK_S = 0.5  # a round's share of one contender, unless one all-reduce takes longer
 MOST = 2000  # iterations in a block

@@ -21,7 +21,7 @@ from bench.contenders import Place
 
 if TYPE_CHECKING:
     from bench.contenders import Contender
-    from bench.lab import Lab
+    from lab import Lab
 
 ROOT = Path(__file__).parent.parent
 ABORT_S = 5.0

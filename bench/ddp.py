@@ -2,7 +2,7 @@
 
     python -m bench.ddp --workers 4 --reducers 4 --mbit 1000 --model resnet50
 
-Every rank is a process on a host of its own in `bench.lab`, with one model per variant:
+Every rank is a process on a host of its own in `lab`, with one model per variant:
 
 - **reducers**: `worker_client.attach`.
 - **gloo-25**, **gloo-64**: DDP's own all-reduce, with its default buckets and with ours.
@@ -14,7 +14,6 @@ train, `bench.ddp_figures` what the figures mean.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from enum import Enum
@@ -24,15 +23,16 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from bench import ddp_models, options, results
+from bench import ddp_models, options, report
 from bench.crew import CrewError
-from bench.ddp_figures import NO_OP, DdpResults, table
-from bench.ddp_plot import plot as draw
+from bench.ddp_figures import NO_OP
 from bench.ddp_run import Spec, measure
-from bench.lab import Lab, LabUnavailable
+from bench.results import DdpResults
+from lab import Lab, LabUnavailable
 
 if TYPE_CHECKING:
     from bench.ddp_figures import Reports
+    from bench.results import Run
 
 BAR_SAMPLES = 1.4  # ours over the faster Gloo
 BAR_EXPOSED = 1.1  # exposed communication over the ideal
@@ -87,24 +87,20 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             f"bench.ddp: {spec.model} needs {spec.memory_bytes / 1e9:.0f} GB of memory for "
             f"{workers} workers: take fewer, or one of --gloo-caps"
         )
-    if not unshaped and os.geteuid() != 0:
-        print("# shaped links need root: measuring on loopback, unshaped, instead")
-        unshaped = True
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > cores / 2:
-        print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
+    rate = options.link_rate(None if unshaped else mbit)
+    run = options.begin("bench.ddp")
     try:
-        with options.lab(workers + spec.reducers, None if unshaped else mbit) as lab:
+        with options.lab(workers + spec.reducers, rate) as lab:
             payload_rate = _payload_rate(lab)
             reports = measure(spec, lab)
     except (LabUnavailable, CrewError) as error:
         sys.exit(f"bench.ddp: {error}")
-    found = _results(spec, lab.mbit, payload_rate, load, reports)
-    print(table(found))
+    found = _results(run, spec, rate, payload_rate, reports)
+    print(report.ddp_text(found))
     if json:
-        json.write_text(found.model_dump_json(indent=1) + "\n")
+        found.write(json)
     if plot:
-        draw(found, plot)
+        plot.write_bytes(report.picture(found))
     failed = any(row.wrong for row in found.rows) or (check and not _reached(found))
     sys.exit(int(failed))
 
@@ -120,17 +116,13 @@ def _payload_rate(lab: Lab) -> float | None:
 
 
 def _results(
-    spec: Spec, mbit: float | None, payload_rate: float | None, load: float, reports: Reports
+    run: Run, spec: Spec, mbit: float | None, payload_rate: float | None, reports: Reports
 ) -> DdpResults:
     nbytes = ddp_models.nbytes(spec.model)
     simulated = spec.model in ddp_models.ARCHITECTURES
     batch = ddp_models.workload(spec.model, spec.compute_s).batch
     return DdpResults(
-        time=results.now(),
-        machine=results.machine(),
-        command=results.command("bench.ddp"),
-        environment=results.environment(),
-        load=load,
+        **dict(run),
         mbit=mbit,
         payload_rate=payload_rate,
         model=spec.model,

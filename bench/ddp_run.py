@@ -11,7 +11,7 @@ from bench.ranks import Ranks
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB
 
 if TYPE_CHECKING:
-    from bench.lab import Lab
+    from lab import Lab
 
 WARMUP_STEPS = 3
 TORCH_BYTES = 400 << 20  # of a process that has imported torch

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from bench import pool
 from bench.crew import CrewError
 from bench.fault_job import Job, Told
-from bench.lab import packets
+from lab import packets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bench.lab import Lab
-    from bench.lab.packets import Way
+    from lab import Lab
+    from lab.packets import Way
 
 WORKERS = 4
 REDUCERS = 3

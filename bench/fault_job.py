@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from bench.lab.lab import Host, Lab
+    from lab.lab import Host, Lab
 
 JOIN_S = 50.0  # most of it is importing torch in all ranks at once
 LEAVE_S = 10.0

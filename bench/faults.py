@@ -17,7 +17,7 @@ import typer
 from bench import fault_cases
 from bench.crew import CrewError
 from bench.fault_cases import MBIT, REDUCERS, WORKERS, Row, stage
-from bench.lab import Lab, LabUnavailable
+from lab import Lab, LabUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

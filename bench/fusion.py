@@ -16,8 +16,8 @@ from pydantic import ByteSize, TypeAdapter
 
 from bench import options, pool
 from bench.crew import CrewError
-from bench.lab import LabUnavailable
 from bench.ranks import Ranks
+from lab import LabUnavailable
 
 PATIENCE_S = 600.0
 NAMES = {"one": "all bytes as one tensor", "waits": "one after the other"}

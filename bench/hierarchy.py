@@ -21,7 +21,7 @@ import typer
 from bench import options, pool
 from bench.crew import ROOT, CrewError
 from bench.hierarchy_rank import DEVICE, MODES
-from bench.lab import Lab, LabUnavailable
+from lab import Lab, LabUnavailable
 from worker_client.demo.ranks import free_port
 
 PATIENCE_S = 500.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.lab.lab import Host
+    from lab.lab import Host
 
 # Open MPI starts a daemon on every host with `AGENT HOST COMMAND`, as it would with ssh.
 AGENT = Path(__file__).with_name("mpi_agent.sh")

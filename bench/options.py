@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from bench import plots
+from bench import report, results
 from bench.contenders import Contender
-from bench.lab import Lab
-from bench.results import Results, Settings, command, environment, machine, now
+from bench.results import Results, Run, Settings
+from lab import Lab
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,33 +88,28 @@ def lab(hosts: int, mbit: float | None) -> Lab:
     return Lab.loopback(hosts) if mbit is None else Lab(hosts, mbit)
 
 
-def begin(kind: Kind, mbit: float | None, workers: list[int], rounds: int) -> Results:
-    """Write down on what and how it will be measured.
+def link_rate(mbit: float | None) -> float | None:
+    """Return the rate that links can have: without root none, which it says."""
+    if mbit is None or os.geteuid() == 0:
+        return mbit
+    print("# shaped links need root: measuring on loopback, unshaped, instead")
+    return None
 
-    It warns of a machine that is busy. Without root links cannot be shaped: then the unshaped part
-    is all that can be measured, and it says that too.
-    """
-    if mbit is not None and os.geteuid() != 0:
-        print("# shaped links need root: measuring on loopback, unshaped, instead")
-        mbit = None
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    if load > cores / 2:
-        print(f"# the machine is busy (load {load:.1f}, {cores} cores): figures suffer from that")
-    return Results(
-        kind=kind,
-        time=now(),
-        machine=machine(),
-        settings=Settings(
-            command=command(f"bench.{kind}"),
-            mbit=mbit,
-            load=load,
-            payload_rates=[],
-            workers=workers,
-            rounds=rounds,
-            environment=environment(),
-            skipped={},
-        ),
+
+def begin(module: str) -> Run:
+    """Describe the machine and the command that begins, and warn if the machine is busy."""
+    run = results.begin(module)
+    if warning := results.busy(run.load, run.machine.cores):
+        print(f"# {warning}")
+    return run
+
+
+def begin_all_reduces(kind: Kind, mbit: float | None, workers: list[int], rounds: int) -> Results:
+    """Return results without rows yet, of links with this rate if they can have it."""
+    settings = Settings(
+        mbit=link_rate(mbit), payload_rates=[], workers=workers, rounds=rounds, skipped={}
     )
+    return Results(**dict(begin(f"bench.{kind}")), kind=kind, settings=settings)
 
 
 def finish(found: Results, json: Path | None, plot: Path | None) -> int:
@@ -128,7 +123,7 @@ def finish(found: Results, json: Path | None, plot: Path | None) -> int:
     if json:
         found.write(json)
     if plot:
-        plot.write_bytes(plots.draw(found))
+        plot.write_bytes(report.picture(found))
     if found.soak:
         return int(found.soak.wrong > 0)
     return int(any(row.wrong for row in found.rows) or not any(row.ours for row in found.rows))

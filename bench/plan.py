@@ -17,8 +17,8 @@ from bench import options
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
-from bench.lab import LabUnavailable
-from bench.lab.network import BURST_BYTES
+from lab import LabUnavailable
+from lab.network import BURST_BYTES
 from reducer import links, plan
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterable
 
-    from bench.lab.lab import Host
+    from lab.lab import Host
 
 READY = "reducer ready on "
 

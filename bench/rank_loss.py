@@ -22,7 +22,7 @@ import typer
 from bench import pool
 from bench.crew import CrewError
 from bench.fault_job import LEAVE_S, Job
-from bench.lab import Lab
+from lab import Lab
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

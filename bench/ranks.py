@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from bench.lab import Host
+    from lab import Host
 
 ABORT_S = 5.0
 LAST_LINES = 5

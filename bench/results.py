@@ -1,12 +1,13 @@
-"""The form of all results: one JSON schema, with the machine and the settings beside the rows.
+"""The form of all results: one JSON schema, with the machine and the settings beside the figures.
 
-Sizes are in bytes, durations in seconds or microseconds as their names say, rates in bytes per
-second. None means that nothing was measured, or that it makes no sense there. README.md defines
-every figure.
+Sizes are in bytes, durations in seconds, microseconds or milliseconds as their names say, rates in
+bytes per second. None means that a figure was not measured, or makes no sense there. README.md
+defines every figure.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -16,14 +17,17 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import psutil
 import zmq
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA = 1
+SCHEMA = 2
 Kind: TypeAlias = Literal["allreduce", "scaling", "soak"]
 ROOT = Path(__file__).parent.parent
+LOAD_S = 0.5  # over which the load of the processors is measured
+BUSY_SHARE = 0.5  # of the processors: the load from which on the machine is called busy
 
 
 class Record(BaseModel):
@@ -45,21 +49,33 @@ class Machine(Record):
     """Git commit, with ``+`` if the working tree differed from it."""
 
 
-class Settings(Record):
-    """How it was measured."""
+class Run(Record):
+    """The machine and the command of a result, as they were when the command began."""
 
+    schema_version: int = SCHEMA
+    time: datetime
+    machine: Machine
     command: str
+    environment: dict[str, str]
+    """``REDUCTION_`` variables."""
+    load: float
+    """Processors that other processes used just before; see `processors_in_use`."""
+
+    def write(self, path: Path) -> None:
+        """Write the result as JSON."""
+        path.write_text(self.model_dump_json(indent=1) + "\n")
+
+
+class Settings(Record):
+    """The settings of all-reduces."""
+
     mbit: float | None
     """Rate of every link each way in Mbit/s; None: not shaped, so that processors are the limit."""
-    load: float
-    """Load average of the last minute when it began: what else the machine was doing."""
     payload_rates: list[float]
     """Bytes per second of one TCP stream between two hosts, by iperf3, in each lab that was used;
     empty if links were not shaped."""
     workers: list[int]
     rounds: int
-    environment: dict[str, str]
-    """``REDUCTION_`` variables."""
     skipped: dict[str, str]
     """Contenders that were asked for and not measured, and why."""
 
@@ -148,33 +164,201 @@ class Soak(Record):
     trends: list[Trend]
 
 
-class Results(Record):
-    """One run of one command."""
+class Results(Run):
+    """One run of `bench.allreduce`, `bench.scaling` or `bench.soak`."""
 
-    schema_version: int = SCHEMA
     kind: Kind
-    time: datetime
-    machine: Machine
     settings: Settings
     rows: list[Row] = []
     soak: Soak | None = None
 
-    def write(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(self.model_dump_json(indent=1) + "\n")
 
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """Read what `write` wrote.
+class DdpRow(Record):
+    """One way to average gradients."""
 
-        Raises:
-            pydantic.ValidationError: it is something else.
-        """
-        return cls.model_validate_json(path.read_text())
+    variant: str
+    bucket_cap_mb: int | None
+    """None: DDP's default, 25 and a first bucket of 1."""
+    samples_per_s: float
+    """Of all ranks."""
+    rounds_ms: list[float]
+    """A step's mean time in each round."""
+    step_ms: float
+    """Median of the rounds."""
+    median_ms: float
+    """Of all single steps."""
+    p99_ms: float
+    """Of all single steps; the slowest one if there are less than a hundred."""
+    cpu_ms: float
+    """Processor time of a step and rank, all threads."""
+    exposed_ms: float
+    """Step minus the step of the no-op hook."""
+    all_reduce_ms: float | None
+    """One all-reduce of as many bytes, with nothing beside it."""
+    ideal_ms: float | None
+    """All-reduce minus the backward pass, or 0: what no overlap can hide."""
+    exposed_over_ideal: float | None
+    """None where the ideal is less than a hundredth of the step: the ratio is noise."""
+    wrong: int
+    """Weights that differ from rank 0's in a bit, or from those of the first Gloo variant by more
+    than rounding."""
+    checked: int
+    identical: bool | None
+    """Whether all ranks have the same bits."""
+    largest_difference: float | None
+    """Between a weight of this variant and of the first Gloo variant."""
+
+
+class DdpResults(Run):
+    """One run of `bench.ddp`."""
+
+    kind: Literal["ddp"] = "ddp"
+    mbit: float | None
+    """Rate of every link each way in Mbit/s; None: not shaped, so that processors are the limit."""
+    payload_rate: float | None
+    """Bytes per second of one TCP stream between two hosts, by iperf3; None if not shaped."""
+    model: str
+    nbytes: int
+    """Of the model's gradients."""
+    parameters: int
+    """Tensors."""
+    batch: int
+    """Samples per rank and step."""
+    workers: int
+    reducers: int
+    """On hosts of their own; 0: embedded."""
+    rounds: int
+    steps: int
+    """Of every variant and round."""
+    compute_ms: float | None
+    """Simulated forward and backward pass; None: a real one."""
+    backward_ms: float
+    """Backward pass with the no-op hook."""
+    wire_ms: float | None
+    """The gradients' bytes over the payload rate: no worker can send or receive them faster."""
+    rows: list[DdpRow]
+    ours_over_gloo: float
+    """Samples per second, against the better one of Gloo's variants in each round."""
+
+
+class ChaosResults(Run):
+    """One run of `bench.chaos`."""
+
+    kind: Literal["chaos"] = "chaos"
+    workers: int
+    reducers: int
+    kills: int
+    steps: int
+    lost: int
+    """Steps that raised an error at some rank."""
+    errors: list[str]
+    """What the first of them raised."""
+    identical: bool
+    """Whether the final weights of all ranks have the same bits, with kills and without."""
+    median_s: float
+    """A step's time with kills."""
+    undisturbed_s: float
+    """The same without."""
+    stall_s: float
+    """The longest step minus the median one."""
+    recovery_median_s: float
+    """From a kill to when all ranks had finished a step."""
+    recovery_p99_s: float
+    moved: int
+    """Chunks that were sent again to another reducer, all ranks."""
+    claimed: int
+    """Chunks whose result a rank had, and told another reducer so."""
+    supplied: int
+    """Results that a rank sent because others lacked them."""
+
+
+class MicroStats(BaseModel):
+    """Seconds of one call, over the rounds."""
+
+    median: float
+    iqr: float
+    rounds: int
+
+
+class MicroBenchmark(BaseModel):
+    """One benchmark of pytest-benchmark."""
+
+    group: str | None
+    name: str
+    extra_info: dict[str, Any]
+    """``nbytes``, if there: the bytes that one call works on."""
+    stats: MicroStats
+
+
+class MicroResults(BaseModel):
+    """What the report reads of a file that pytest-benchmark has written."""
+
+    kind: Literal["micro"] = "micro"
+    time: datetime = Field(alias="datetime")
+    version: str
+    """Of pytest-benchmark."""
+    machine_info: dict[str, Any]
+    """What pytest-benchmark writes; bench/micro/conftest.py adds ``load``, which `Run` defines."""
+    commit_info: dict[str, Any]
+    benchmarks: list[MicroBenchmark]
+
+
+AnyResults: TypeAlias = Results | DdpResults | ChaosResults | MicroResults
+
+
+def read(path: Path) -> AnyResults:
+    """Read the file of a benchmark.
+
+    Raises:
+        OSError, KeyError, ValueError: the file cannot be read, or holds something else.
+    """
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    if "benchmarks" in found:
+        return MicroResults.model_validate(found)
+    kind, schema = found["kind"], found.get("schema_version")
+    if schema != SCHEMA:
+        raise ValueError(f"its schema has version {schema}, and not {SCHEMA}: measure again")
+    if kind == "ddp":
+        return DdpResults.model_validate(found)
+    if kind == "chaos":
+        return ChaosResults.model_validate(found)
+    return Results.model_validate(found)
+
+
+def begin(module: str) -> Run:
+    """Describe this machine, what it is busy with, and the command that begins."""
+    return Run(
+        time=now(),
+        machine=machine(),
+        command=command(module),
+        environment=environment(),
+        load=processors_in_use(),
+    )
+
+
+def processors_in_use() -> float:
+    """Return how many of the processors that this process may use are busy, while it sleeps.
+
+    The load average of the last minute would also count the benchmark that ran before this one.
+    """
+    shares = psutil.cpu_percent(LOAD_S, percpu=True)
+    return float(sum(shares[cpu] for cpu in os.sched_getaffinity(0)) / 100)
+
+
+def busy(load: float, cores: int) -> str:
+    """Return a warning if the machine was busy when a benchmark began, and nothing otherwise."""
+    if load < BUSY_SHARE * cores:
+        return ""
+    return (
+        f"the machine was busy: other processes used {load:.1f} of {cores} processors when this "
+        "benchmark began; repeat it on an idle machine"
+    )
 
 
 def now() -> datetime:
-    """Return the time for `Results.time`."""
+    """Return the time for `Run.time`."""
     return datetime.now(timezone.utc).replace(microsecond=0)
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench import options, tables
+from bench import options, report
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
-from bench.lab import LabUnavailable
+from lab import LabUnavailable
 
 if TYPE_CHECKING:
     from bench.results import Results, Row
@@ -50,9 +50,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         raise typer.BadParameter("it takes one size, and at least 2 workers")
     others = [Contender("embedded")] if embedded else []
     others += options.baselines(baselines)
-    names = [contender.name for contender in others if not contender.ours]
-    found = options.begin("scaling", None if unshaped else mbit, ranks, rounds)
-    print(tables.heading(names))
+    columns = report.all_reduce_columns(each.name for each in others if not each.ours)
+    found = options.begin_all_reduces("scaling", None if unshaped else mbit, ranks, rounds)
+    print(report.heading(columns))
     try:
         for n in ranks:
             contenders = [Contender("pool", k) for k in pools if k <= n]
@@ -70,11 +70,11 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                 for name, why in contest.skipped.items():
                     found.settings.skipped[f"{name}, n={n}"] = why
             for row in rows:
-                print(tables.line(row, names), flush=True)
+                print(report.line(columns, row), flush=True)
             found.rows += rows
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.scaling: {error}")
-    print(f"# {tables.conditions(found.settings)}")
+    print(f"# {report.conditions(found.settings)}")
     for text in flatness(found):
         print(f"# {text}")
     sys.exit(options.finish(found, json, plot))

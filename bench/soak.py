@@ -18,13 +18,13 @@ import numpy as np
 import psutil
 import typer
 
-from bench import options, tables
+from bench import options, report
 from bench.contenders import Contender
 from bench.contest import ITEM, Contest, hosts_needed
 from bench.crew import CrewError
-from bench.lab import LabUnavailable
 from bench.oracle import PERIOD
 from bench.results import Sample, Soak, Trend
+from lab import LabUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         raise typer.BadParameter(f"the largest size is at most {ITEM * PERIOD} bytes")
     contender = Contender("embedded") if embedded else Contender("pool", reducers)
     plan = Plan(_batches(count, samples), most, min(check_every, count))
-    found = options.begin("soak", None, [workers], 1)
+    found = options.begin_all_reduces("soak", None, [workers], 1)
     try:
         with (
             options.lab(hosts_needed(workers, [contender]), None) as lab,
@@ -78,8 +78,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.soak: {error}")
     soak.trends = trends(soak.samples)
-    print(f"# {tables.conditions(found.settings)}")
-    print(tables.soak(soak))
+    print(f"# {report.conditions(found.settings)}")
+    print(report.soak_text(soak))
     grows = not all(trend.flat for trend in soak.trends)
     sys.exit(options.finish(found, json, plot) or int(check and grows))
 

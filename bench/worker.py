@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench import oracle
-from bench.contenders import OURS, Mpi, Place, create
+from bench.contenders import OURS, Embedded, Gloo, Mpi, Place, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench.contenders import AllReduce
+    from bench.contenders import AllReduce, Kind
 
 
 class Worker:
@@ -109,6 +109,26 @@ class Worker:
         """Leave the others."""
         self._contender.close()
         return {}
+
+
+def create(kind: Kind, place: Place) -> AllReduce:
+    """Make this process's part of a contender.
+
+    Raises:
+        ImportError: what the contender needs is not installed.
+    """
+    if kind == "ring":
+        from bench.ring import Ring  # noqa: PLC0415 (baselines do not load our kernels)
+
+        return Ring(place)
+    classes: dict[Kind, Callable[[Place], AllReduce]] = {
+        "pool": Pool,
+        "mixed": Embedded,
+        "embedded": Embedded,
+        "gloo": Gloo,
+        "mpi": Mpi,
+    }
+    return classes[kind](place)
 
 
 def _smallest_cast() -> int:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bench import ddp, ddp_models
-from bench.ddp_figures import DdpResults, Reports
+from bench.ddp_figures import Reports
+from bench.results import DdpResults
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
-@pytest.mark.timeout(180)  # importing torch in three processes at once takes its time
 @pytest.mark.parametrize(
     ("model", "pool"),
     [("mlp", {"reducers": 2}), ("mlp", {"embedded": True}), ("digits", {"reducers": 1})],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import typer
+from _pytest.config.argparsing import Parser
 
 from bench import __main__ as short
 
@@ -16,11 +17,17 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("step", short.STEPS, ids=lambda step: step.name)
-def test_every_command_exists_with_its_options(step: short.Step) -> None:
-    module, *options = shlex.split(step.command)
+def test_every_command_exists_with_its_options(step: short.Step, tmp_path: Path) -> None:
+    module, *options = shlex.split(f"{step.command} {step.outputs.format(tmp_path / 'found')}")
+    if module == "pytest":
+        plugin = pytest.importorskip("pytest_benchmark.plugin")
+        parser = Parser(_ispytest=True)
+        plugin.pytest_addoption(parser)
+        known, unknown = parser.parse_known_and_unknown_args(options)
+        assert (known.file_or_dir, unknown) == (["bench/micro"], [])
+        return
     app = typer.Typer()
     app.command()(import_module(module).main)
-    options += ["--json", "found.json", "--plot", "found.png"]
     assert typer.main.get_command(app).make_context(module, options)
 
 
@@ -35,9 +42,9 @@ def test_what_fails_or_cannot_run_is_said_and_the_rest_goes_on(
 
     def run(command: str) -> int:
         commands.append(command)
-        if "bench.kernels" in command:
+        if "bench/micro" in command:
             return 1
-        for word in shlex.split(command.partition("--json")[2])[:1]:
+        for word in shlex.split(command.partition("json ")[2])[:1]:
             short.Path(word).touch()
         return 0
 
@@ -46,13 +53,13 @@ def test_what_fails_or_cannot_run_is_said_and_the_rest_goes_on(
     monkeypatch.setattr(short, "why_unshaped", lambda: obstacle)
     assert short.main() == 1
     left = [step for step in short.STEPS if not (obstacle and step.shaped)]
-    assert [command.partition(" --json")[0] for command in commands[:-1]] == [
-        step.command for step in left
+    assert commands[:-1] == [
+        f"{step.command} {step.outputs.format(tmp_path / step.name)}" for step in left
     ]
-    reported = [f"{tmp_path}/{step.name}.json" for step in left if step.name != "kernels"]
+    reported = [f"{tmp_path}/{step.name}.json" for step in left if step.name != "micro"]
     assert commands[-1].split()[1:-2] == reported
     said = capsys.readouterr().out
-    assert "failed: kernels" in said
+    assert "failed: micro" in said
     assert ("no root" in said) == bool(obstacle)
 
 

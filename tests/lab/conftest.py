@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.lab import Lab
+from lab import Lab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from bench.lab import Lab, LabUnavailable, claims, keeper
+from lab import Lab, LabUnavailable, claims, keeper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ FAMILY = ["sh", "-c", "setsid sleep 1000 & echo $!; exec sleep 1000"]
 OWNER = """
 import json, os, sys, time
 from subprocess import PIPE
-from bench.lab import Lab
+from lab import Lab
 with Lab.loopback(2) if "loopback" in sys.argv else Lab(2, 100) as lab:
     process = lab.hosts[1].start(json.loads(sys.argv[1]), stdout=PIPE)
     family = [process.pid, int(process.stdout.readline())]
@@ -179,7 +179,7 @@ def test_a_benchmark_killed_while_it_builds_leaves_nothing(
 ) -> None:
     before = dead()
     with subprocess.Popen(
-        [sys.executable, "-S", "-c", "from bench.lab import Lab; Lab(20, 100).__enter__()"],
+        [sys.executable, "-S", "-c", "from lab import Lab; Lab(20, 100).__enter__()"],
         cwd=ROOT,
         start_new_session=True,
     ) as process:
@@ -241,7 +241,7 @@ def test_a_new_lab_takes_a_dead_ones_number_and_removes_what_it_left(namespaces:
 def test_without_root_a_lab_says_what_to_do(namespaces: None) -> None:
     script = """
 import os
-from bench.lab import Lab, LabUnavailable
+from lab import Lab, LabUnavailable
 os.setuid(65534)
 try:
     Lab(hosts=2, mbit=100).__enter__()

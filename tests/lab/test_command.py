@@ -1,4 +1,4 @@
-"""``python -m bench.lab``: what it runs, prints and returns."""
+"""``python -m lab``: what it runs, prints and returns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from subprocess import PIPE
 
 import pytest
 
-from bench.lab import Lab, claims
+from lab import Lab, claims
 
 ROOT = Path(__file__).parent.parent.parent
-COMMAND = [sys.executable, "-S", "-m", "bench.lab"]
+COMMAND = [sys.executable, "-S", "-m", "lab"]
 
 
 def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -62,7 +62,7 @@ def test_the_status_is_the_first_failures(kind: list[str], script: str, status: 
 )
 def test_what_cannot_be_run_is_told_in_one_line(arguments: list[str], said: str) -> None:
     done = command("run", "--loopback", *arguments)
-    assert done.stderr.startswith(f"bench.lab: {said}")
+    assert done.stderr.startswith(f"lab: {said}")
     assert done.stderr.count("\n") == 1
     assert done.returncode == 1
 
@@ -86,7 +86,7 @@ def test_a_dead_lab_is_shown_and_cleaned(namespaces: None) -> None:
         lab._keeper.kill()
         while claims.look(int(name.removeprefix("rlab")))[0]:
             time.sleep(0.01)
-        assert f"{name}  dead: remove it with `python -m bench.lab clean`" in command("show").stdout
+        assert f"{name}  dead: remove it with `python -m lab clean`" in command("show").stdout
         assert f"{name} removed" in command("clean").stdout.splitlines()
         assert name not in command("show").stdout.split()
 

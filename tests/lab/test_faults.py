@@ -15,12 +15,12 @@ import pytest
 
 from bench import fault_cases, faults
 from bench.fault_cases import MBIT, REDUCERS, WORKERS, Row, Scene, stage
-from bench.lab import Lab, packets
+from lab import Lab, packets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bench.lab.packets import Way
+    from lab.packets import Way
 
 COUNT = 30
 SLOW_COUNT = 12  # each takes a fifth of a second then

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.lab import Host, Lab, LabUnavailable, network
+from lab import Host, Lab, LabUnavailable, network
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

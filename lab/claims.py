@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.lab.network import NAMES, NAMESPACES, PREFIX, LabUnavailable
+from lab.network import NAMES, NAMESPACES, PREFIX, LabUnavailable
 
 CLAIMS = Path("/run/reduction-lab")
 NUMBERS = range(256)  # the third byte of the hosts' addresses

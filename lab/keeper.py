@@ -15,9 +15,9 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from bench.lab import claims
-from bench.lab.network import LabUnavailable, Network, require_root
-from bench.lab.processes import Members
+from lab import claims
+from lab.network import LabUnavailable, Network, require_root
+from lab.processes import Members
 
 
 @dataclass(frozen=True, slots=True)

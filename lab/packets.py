@@ -10,10 +10,10 @@ import shutil
 from subprocess import PIPE, STDOUT
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from bench.lab.network import COMMAND_S, LabUnavailable
+from lab.network import COMMAND_S, LabUnavailable
 
 if TYPE_CHECKING:
-    from bench.lab.lab import Host
+    from lab.lab import Host
 
 Way: TypeAlias = Literal["in", "out", "both"]
 

@@ -7,24 +7,31 @@ import os
 import secrets
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
-from bench.lab import rate
-from bench.lab.claims import Facts
-from bench.lab.keeper import Request, clean, tear_down
-from bench.lab.network import LabUnavailable, Network, require_root
-from bench.lab.processes import MARK
+from lab.claims import Facts
+from lab.keeper import Request, clean, tear_down
+from lab.network import LabUnavailable, Network, require_root
+from lab.processes import MARK
+from worker_client.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 STOP_S = 60.0
+IPERF_RUNS = 3
+# The first second is left out: in it, the shaper's burst comes on top of the rate.
+IPERF_LENGTH = ("-O", "1", "-t", "1")
+IPERF_START_S = 5.0
+IPERF_RUN_S = 30.0
 Stream: TypeAlias = "int | IO[str] | IO[bytes] | None"
 
 
@@ -147,12 +154,12 @@ class Lab:
         Measured at the first call (some seconds) and at the first after a `set_rate`.
 
         Raises:
-            LabUnavailable: iperf3 is missing, or there is one host only.
+            LabUnavailable: iperf3 is missing or fails, or there is one host only.
         """
         if self._payload_rate is None:
             if len(self.hosts) < 2:
                 raise LabUnavailable("a payload rate is measured between two hosts: make more")
-            self._payload_rate = rate.payload_rate(self.hosts[0], self.hosts[1])
+            self._payload_rate = _payload_rate(self.hosts[0], self.hosts[1])
         return self._payload_rate
 
     def _start(
@@ -209,7 +216,7 @@ class Lab:
             request = Request(facts, self._namespaces, owner)
             # The keeper needs the standard library alone, and starts at once without the rest.
             self._keeper = subprocess.Popen(
-                [sys.executable, "-SE", "-m", "bench.lab", "keep", request.to_json()],
+                [sys.executable, "-SE", "-m", "lab", "keep", request.to_json()],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -256,3 +263,38 @@ class Lab:
             tear_down(self._mark, None)
             if self._namespaces:
                 clean()
+
+
+def _payload_rate(sender: Host, receiver: Host) -> float:
+    """Return the bytes per second that iperf3 receives, the median of `IPERF_RUNS` runs."""
+    if not shutil.which("iperf3"):
+        raise LabUnavailable("the payload rate is measured with iperf3: install the package iperf3")
+    port = str(free_port())
+    server = receiver.start(
+        ["iperf3", "-s", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        client = ["iperf3", "-c", receiver.address, "-p", port, *IPERF_LENGTH, "-J"]
+        return statistics.median(_run_iperf3(sender, client) for _ in range(IPERF_RUNS))
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _run_iperf3(sender: Host, client: list[str]) -> float:
+    deadline = time.monotonic() + IPERF_START_S
+    while True:
+        with sender.start(client, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            try:
+                output, _ = process.communicate(timeout=IPERF_RUN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise LabUnavailable(f"iperf3 did not end within {IPERF_RUN_S:g} s") from None
+        report = json.loads(output or "{}")
+        # With -J its exit status is 0 whatever happens.
+        if received := report.get("end", {}).get("sum_received"):
+            return float(received["bits_per_second"]) / 8
+        # The server may not listen yet, or not have finished the run before.
+        if time.monotonic() > deadline:
+            raise LabUnavailable(f"iperf3 failed: {report.get('error', 'it said nothing')}")
+        time.sleep(0.05)

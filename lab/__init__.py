@@ -8,11 +8,11 @@ Links are shaped in both directions, and what runs in a host is an ordinary proc
         server = lab.hosts[0].start(["iperf3", "-s"])
         client = lab.hosts[1].start(["iperf3", "-c", lab.hosts[0].address])
 
-``python -m bench.lab`` runs a command in a lab, lists the labs there are, and removes what dead
+``python -m lab`` runs a command in a lab, lists the labs there are, and removes what dead
 ones left.
 """
 
-from bench.lab.lab import Host, Lab
-from bench.lab.network import LabUnavailable
+from lab.lab import Host, Lab
+from lab.network import LabUnavailable
 
 __all__ = ["Host", "Lab", "LabUnavailable"]

@@ -1,4 +1,4 @@
-"""The command ``python -m bench.lab``: run a command in a lab, show the labs, clean up."""
+"""The command ``python -m lab``: run a command in a lab, show the labs, clean up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from bench.lab import Lab, LabUnavailable, claims, keeper
-from bench.lab.network import PREFIX
+from lab import Lab, LabUnavailable, claims, keeper
+from lab.network import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bench.lab import Host
+    from lab import Host
 
 ENVIRONMENT = """\
 The command finds in its environment:
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(options)
         return _show() if options.do == "show" else _clean()
     except LabUnavailable as error:
-        print(f"bench.lab: {error}", file=sys.stderr)
+        print(f"lab: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.lab", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m lab", description=__doc__)
     commands = parser.add_subparsers(dest="do", required=True, metavar="run | show | clean")
     run = commands.add_parser(
         "run",
@@ -102,7 +102,7 @@ def _show() -> int:
     for number in claims.known():
         alive, facts = claims.look(number)
         if not alive:
-            print(f"{PREFIX}{number}  dead: remove it with `python -m bench.lab clean`")
+            print(f"{PREFIX}{number}  dead: remove it with `python -m lab clean`")
             continue
         rate = "unshaped" if facts.mbit is None else f"{facts.mbit:g} Mbit/s"
         print(

@@ -1,0 +1,84 @@
+"""Casts between float32 and the 16-bit types that travel, by every variant that can run here.
+
+`nbytes` are those of the float32 elements. They stay in the L2 cache or come from memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from reducer.wire.constants import DType
+from worker_client import casts
+
+if TYPE_CHECKING:
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+HALVES: dict[DType, np.dtype[Any]] = {
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+}
+
+pytestmark = [
+    pytest.mark.benchmark(max_time=0.2),
+    pytest.mark.parametrize("variant", casts.variants()),
+    pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name.lower()),
+    pytest.mark.parametrize("nbytes", [256 << 10, 64 << 20], ids=["256KiB", "64MiB"]),
+]
+
+
+def describe(benchmark: BenchmarkFixture, what: str, dtype: DType, nbytes: int) -> None:
+    size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+    benchmark.group = f"casts, {what} {dtype.name.lower()}, {size}"
+    benchmark.extra_info["nbytes"] = nbytes
+
+
+def floats(nbytes: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(nbytes // 4, np.float32)
+
+
+def view(array: Array) -> memoryview:
+    return array.view(np.uint8).data
+
+
+def same_bits(found: Array, expected: Array) -> bool:
+    return bool((found.view(np.uint8) == expected.view(np.uint8)).all())
+
+
+def test_narrow(benchmark: BenchmarkFixture, nbytes: int, dtype: DType, variant: str) -> None:
+    values = floats(nbytes)
+    out = np.ones(values.size, HALVES[dtype])
+    describe(benchmark, "float32 to", dtype, nbytes)
+    benchmark(casts.select(variant).narrow, view(values), view(out), dtype)
+    assert same_bits(out, values.astype(HALVES[dtype]))
+
+
+def test_narrow_keeping(
+    benchmark: BenchmarkFixture, nbytes: int, dtype: DType, variant: str
+) -> None:
+    """With what rounding took away last time added, and what it takes away now kept."""
+    narrow = casts.select(variant).narrow_keeping
+    values, residual = floats(nbytes), np.ones(nbytes // 4, np.float32)
+    out = np.ones(values.size, HALVES[dtype])
+    describe(benchmark, "float32 with the residual to", dtype, nbytes)
+    benchmark(narrow, view(values), view(residual), view(out), dtype)
+    # Every call changed the residual: what is compared is one more, which begins with a known one.
+    total = values + floats(nbytes, seed=1)
+    residual[:] = floats(nbytes, seed=1)
+    narrow(view(values), view(residual), view(out), dtype)
+    rounded = total.astype(HALVES[dtype])
+    assert same_bits(out, rounded)
+    assert same_bits(residual, total - rounded.astype(np.float32))
+
+
+def test_widen(benchmark: BenchmarkFixture, nbytes: int, dtype: DType, variant: str) -> None:
+    values = floats(nbytes).astype(HALVES[dtype])
+    out = np.ones(values.size, np.float32)
+    describe(benchmark, "to float32 from", dtype, nbytes)
+    benchmark(casts.select(variant).widen, view(values), view(out), dtype)
+    assert same_bits(out, values.astype(np.float32))

@@ -1,0 +1,107 @@
+"""One chunk at a reducer, without a network: from the first rank's offer to the result for all.
+
+With the plain twin the engine takes the messages, with the compiled one the core of its loop, which
+first copies each payload into a message of libzmq's, as the network would. Both sum with the best
+kernels. `nbytes` are those of all contributions.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+
+from reducer import implementation, kernels
+from reducer.engine import Engine
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from pytest_benchmark.fixture import BenchmarkFixture
+
+    from reducer.reductions import Send
+
+JOB = fingerprint("job")
+ROUNDS = 500
+WARM_UP = 20
+
+
+class Offer(NamedTuple):
+    """One rank's contribution: the name of its connection, and the frames."""
+
+    peer: bytes
+    header: bytes
+    payload: bytes
+
+
+def receiver(impl: str, world_size: int) -> Callable[[bytes, bytes, bytes], Sequence[Send] | None]:
+    """Return what takes the contributions of a job whose ranks have all joined."""
+    table = kernels.select()
+    chosen = implementation.select(impl, table)
+    engine = Engine(table, chosen.slots, memory_limit=1 << 30, incarnation="1", address="here:1")
+    body = encode(Hello(job="job", world_size=world_size, reducers=1, reducer_index=0))
+    for rank in range(world_size):
+        hello = Header(MessageType.HELLO, job=JOB, rank=rank, window=4 << 20)
+        engine.receive(name(rank), hello.pack(), body)
+    if impl == "plain":
+        return engine.receive
+    from reducer._loop import Core  # noqa: PLC0415 (may not be built)
+
+    return Core(engine).offer
+
+
+def name(rank: int) -> bytes:
+    return b"%d" % rank
+
+
+def offers(payloads: list[bytes]) -> Iterator[list[Offer]]:
+    """Yield one contribution of each rank, for one all-reduce after the other."""
+    nbytes = len(payloads[0])
+    for sequence in range(WARM_UP + ROUNDS):
+        header = Header(
+            MessageType.CONTRIBUTION,
+            job=JOB,
+            sequence=sequence,
+            watermark=sequence,
+            total_bytes=nbytes,
+            nbytes=nbytes,
+            dtype=DType.FLOAT32,
+            op=ReduceOp.SUM,
+            wire_dtype=DType.FLOAT32,
+        )
+        yield [
+            Offer(name(rank), header._replace(rank=rank).pack(), payload)
+            for rank, payload in enumerate(payloads)
+        ]
+
+
+@pytest.mark.parametrize("impl", implementation.NAMES)
+@pytest.mark.parametrize("kib", [4, 512], ids=lambda kib: f"{kib}KiB")
+@pytest.mark.parametrize("ranks", [2, 8], ids=lambda ranks: f"{ranks}ranks")
+def test_offers_to_result(benchmark: BenchmarkFixture, ranks: int, kib: int, impl: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((ranks, kib << 8), np.float32)
+    receive = receiver(impl, ranks)
+    all_offers = offers([row.tobytes() for row in rows])
+
+    def setup() -> tuple[tuple[list[Offer]], dict[str, object]]:
+        return (next(all_offers),), {}
+
+    def reduce_chunk(offered: list[Offer]) -> Sequence[Send] | None:
+        for offer in offered:
+            sends = receive(*offer)
+        return sends
+
+    benchmark.group = f"slots, {ranks} offers of {kib} KiB to the result"
+    benchmark.extra_info["nbytes"] = rows.nbytes
+    sends = benchmark.pedantic(
+        reduce_chunk, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP, iterations=1
+    )
+    assert {send.peer for send in sends} == {name(rank) for rank in range(ranks)}
+    expected = reduce(np.add, rows).tobytes()
+    assert all(bytes(send.payload) == expected for send in sends)
