@@ -5,24 +5,31 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 # By name, what is installed already is left alone: only an extra's packages are added to it.
 PACKAGE := reduction-server
-GENERATED := reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c worker_client/_flight.c \
-	worker_client/_cast.c worker_client/_submissions.c
+GENERATED := reducer/_cyutility.c reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c \
+	worker_client/_flight.c worker_client/_cast.c worker_client/_submissions.c
 # Commands, and Debian's packages for them where those have other names.
-TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client \
+TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
 	slurmctld slurmd
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
-# Processes of pytest. Tests mostly wait, and stay right beside others.
-PROCESSES ?= 2
+# Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
+PROCESSES ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest --durations=10
 PARALLEL := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# What has environments or targets of its own.
+APART := --ignore tests/frameworks --ignore tests/containers
+# For test-extended: SELECT='-m extended' leaves out what `make test` runs; folders may follow.
+SELECT ?=
 COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
 	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
+
+# Every test starts interpreters: what they have compiled once is kept, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
 SANITIZED_INPUTS ?= 2000
 
-.PHONY: demo test test-integrations test-torch-suite test-containers test-clouds test-tools \
-	container-tools lint bench fuzz sanitize audit sbom release clean
+.PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
+	test-tools container-tools lint bench fuzz sanitize audit sbom release clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 define install
@@ -35,17 +42,22 @@ define install
 	fi
 endef
 
-demo: .venv/ready
+demo: .venv/demo-ready
 	$(BIN)/worker-client demo
 
+# Every layer, and one representative of every scenario: less than five minutes on two cores.
 test: .venv/ready
-	$(PYTEST) $(PARALLEL) --ignore tests/integrations --ignore tests/containers
+	$(PYTEST) $(PARALLEL) $(APART) -m "not extended"
 
-test-integrations: .venv/integrations-ready
-	$(PYTEST) $(PARALLEL) -m "not slow" tests/integrations
+# All that `make test` runs, and what it leaves out: tests/extended.py says what.
+test-extended: .venv/ready
+	$(PYTEST) $(PARALLEL) $(APART) $(SELECT)
 
-test-torch-suite: .venv/integrations-ready
-	$(BIN)/python -m pytest -m slow tests/integrations
+test-frameworks: .venv/frameworks-ready
+	$(PYTEST) $(PARALLEL) -m "not slow" tests/frameworks
+
+test-torch-suite: .venv/frameworks-ready
+	$(BIN)/python -m pytest -m slow tests/frameworks
 
 # Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
 test-containers: .venv/manifests-ready container-tools
@@ -104,14 +116,27 @@ clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)
 	rm -f reducer/*.so reducer/kernels/*.so worker_client/*.so
 
-.venv/ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
+# What the demo needs, and nothing else: the package, compiled while what is large is installed beside
+# it. Byte code is made of what the demo imports alone; pip would make it of everything, for longer.
+.venv/demo-ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) -e ".[dev,demo]"
+	@echo "Compiling the package, and installing what the demo needs into .venv: about a minute"
+	@$(INSTALL) --no-deps -e . & compiled=$$!; \
+	$(BIN)/python -m pip install --no-compile -c constraints.txt torch scikit-learn matplotlib && \
+	$(BIN)/python -c "import torch, sklearn.datasets, matplotlib.backends.backend_agg" && \
+	wait $$compiled
+	$(BIN)/python -m pip install --no-compile -c constraints.txt "$(PACKAGE)[demo]"
+	touch $@
+
+# ... and what tests and linters need.
+.venv/ready: .venv/demo-ready
+	@echo "Installing what tests and linters need into .venv"
+	$(INSTALL) "$(PACKAGE)[dev]"
 	touch $@
 
 # Apart, so that no other test ever needs the frameworks, nor any test what the benchmarks need.
-.venv/integrations-ready: .venv/ready
-	$(INSTALL) "$(PACKAGE)[integrations]"
+.venv/frameworks-ready: .venv/ready
+	$(INSTALL) "$(PACKAGE)[frameworks]"
 	touch $@
 
 .venv/manifests-ready: .venv/ready

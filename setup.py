@@ -11,7 +11,7 @@ REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
-FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3"]
+FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3", "-g0"]
 FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 
 LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
@@ -33,8 +33,17 @@ LOOP_HEADERS = [
     f"{KERNELS}/fold.h",
 ]
 
+# What Cython makes of every memoryview, compiled once instead of once in each module.
+SHARED = "reducer._cyutility"
+
 extensions = cythonize(
     [
+        Extension(
+            SHARED,
+            sources=["reducer/_cyutility.c"],
+            extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
+        ),
         Extension(
             "reducer.kernels._kernels",
             sources=[
@@ -100,6 +109,8 @@ extensions = cythonize(
             extra_link_args=LINK_FLAGS,
         ),
     ],
+    nthreads=os.cpu_count(),
+    shared_utility_qualified_name=SHARED,
     compiler_directives={
         "language_level": "3",
         "boundscheck": DEBUG,

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reducer import implementation, local_pool
+from tests.extended import ROWS
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from tests.extended import Row
     from worker_client.client import Client
 
 # What launchers, and whoever configures this project, tell a process.
@@ -42,6 +44,18 @@ LABS = (
     "tests/launch/test_vertex.py",
 )
 
+# Files that take longest begin, so that no process is left alone with one of them at the end.
+LONGEST = (
+    *LABS,
+    *(f"tests/integration/test_{name}.py" for name in ("demo", "ddp", "horovod", "survivors")),
+    "tests/faults/test_failpoints.py",
+    "tests/worker_client/test_driver_signals.py",
+    *(f"tests/integration/test_{name}.py" for name in ("readme", "failures", "rank_loss")),
+    "tests/launch/test_launchers.py",
+    *(f"tests/integration/test_{name}.py" for name in ("bits", "ddp_failover", "wire_dtype")),
+    "tests/sim/",
+)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -53,6 +67,40 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "labs" if nodeid.startswith(LABS) else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the extended tests, and begin with the files that take longest."""
+    for item in items:
+        row = row_of(item)
+        if row:
+            item.add_marker(pytest.mark.extended(instead=row.instead))
+    if not any("::" in argument for argument in config.args):  # so files are here as a whole
+        check_rows(items)
+    items.sort(key=place)
+
+
+def place(item: pytest.Item) -> int:
+    """Return where a test's file stands among the longest, or behind them."""
+    return next((at for at, file in enumerate(LONGEST) if item.nodeid.startswith(file)), 99)
+
+
+def row_of(item: pytest.Item) -> Row | None:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return next((row for row in ROWS if row.names(item.nodeid, parameters)), None)
+
+
+def check_rows(items: list[pytest.Item]) -> None:
+    """Refuse rows that have become wrong: a test was renamed, or became extended itself."""
+    extended = {item.nodeid for item in items if item.get_closest_marker("extended")}
+    fast = {item.nodeid for item in items} - extended
+    files = {nodeid.partition("::")[0] for nodeid in fast | extended}
+    for row in ROWS:
+        for begins, nodeids in ((row.tests, extended), *((fast_, fast) for fast_ in row.instead)):
+            file = begins.partition("::")[0]
+            if file in files and not any(nodeid.startswith(begins) for nodeid in nodeids):
+                raise pytest.UsageError(f"tests/extended.py: no test of {row} begins with {begins}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from bench.lab import Host, Lab
+    from lab import Host, Lab
 
 LOG_S = 120.0
 # Limits that this user may set: podman's own are higher than some machines allow. Logs go to files,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.lab import Lab
+from lab import Lab
 from tests.containers.images import ROOT
 from tests.containers.podman import Container, contained
 

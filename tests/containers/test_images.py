@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reducer
-from bench.lab import Host, Lab
+from lab import Host, Lab
 from reducer.keygen import keygen
 from tests.containers.podman import Container, contained, podman, run
 

@@ -6,7 +6,6 @@ only with their connection.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from worker_client.operation import Operation
 
 if TYPE_CHECKING:
     import random
+    from unittest import TestCase
 
 COUNTS = (0, 1, 7, 16, 33, 100, 257)
 CHUNK_BYTES = 64
@@ -346,14 +346,15 @@ class Training(RuleBasedStateMachine):
         self.results_are_exact()
 
 
-SETTINGS = settings(
-    max_examples=int(os.environ.get("STATE_MACHINE_EXAMPLES", "300")),
+FEW = settings(
+    max_examples=60,
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    derandomize="STATE_MACHINE_EXAMPLES" not in os.environ,
+    derandomize=True,
 )
+MANY = settings(FEW, max_examples=3000)
 
 
 class PlainTraining(Training):
@@ -362,7 +363,14 @@ class PlainTraining(Training):
     implementation = "plain"
 
 
-TestTraining = pytest.mark.timeout(300)(Training.TestCase)
-TestTraining.settings = SETTINGS
-TestPlainTraining = pytest.mark.timeout(300)(PlainTraining.TestCase)
-TestPlainTraining.settings = SETTINGS
+def case(machine: type[Training], how: settings) -> type[TestCase]:
+    """A test case of its own; Hypothesis keeps one for each class of machines."""
+    made: type[TestCase] = type(machine.__name__, (machine,), {}).TestCase
+    made.settings = how
+    return made
+
+
+TestTraining = case(Training, FEW)
+TestPlainTraining = case(PlainTraining, FEW)
+TestLongTraining = pytest.mark.timeout(600)(case(Training, MANY))
+TestLongPlainTraining = pytest.mark.timeout(600)(case(PlainTraining, MANY))

@@ -21,10 +21,10 @@ from worker_client import _flight
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable, Iterator
     from typing import IO
 
+    from tests.ranks import Rank
     from worker_client.client import Client
     from worker_client.work import Work
 
@@ -213,7 +213,7 @@ def test_a_reducer_stops_and_goes_on() -> None:
         assert outcomes(works) == [2.0, 2.0]
 
 
-def until_stopped(process: subprocess.Popen) -> None:
+def until_stopped(process: Rank) -> None:
     deadline = time.monotonic() + 5
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
@@ -265,8 +265,7 @@ def line(pipe: IO[str] | None) -> str:
     return pipe.readline().strip()
 
 
-def go(process: subprocess.Popen) -> None:
-    assert process.stdin is not None
+def go(process: Rank) -> None:
     process.stdin.write("go\n")
     process.stdin.flush()
 
@@ -274,7 +273,7 @@ def go(process: subprocess.Popen) -> None:
 @contextmanager
 def both(
     failpoints: str, servers: list[str], request: pytest.FixtureRequest
-) -> Iterator[tuple[subprocess.Popen, Client]]:
+) -> Iterator[tuple[Rank, Client]]:
     """A process that is rank 0, and rank 1 here."""
     name = request.node.name[:100]
     with (
@@ -364,20 +363,17 @@ def test_a_worker_drops(servers: list[str], request: pytest.FixtureRequest, plac
         found = outcomes([ask_three_chunks(client)])
         assert found == [2.0 if place == "worker.received" else ReductionTimeout]
         assert process.wait(30) == 1
-        assert process.stderr
-        assert "reducer.errors.ReductionTimeout" in process.stderr.read()
+        assert "reducer.errors.ReductionTimeout" in process.err
 
 
 def test_a_worker_drops_its_hello(servers: list[str], request: pytest.FixtureRequest) -> None:
     with worker("worker.hello=drop", servers, request.node.name[:100]) as process:
         assert process.wait(30) == 1
-        assert process.stderr
-        assert "does not answer a HELLO" in process.stderr.read()
+        assert "does not answer a HELLO" in process.err
 
 
 def test_a_wrong_name_ends_the_command_with_a_sentence() -> None:
     with reducer("reducer.sum=kill") as (process, address):
         assert process.wait(30) == 2
         assert not address
-        assert process.stderr
-        assert "failpoints: no failpoint is called 'reducer.sum'" in process.stderr.read()
+        assert "failpoints: no failpoint is called 'reducer.sum'" in process.err

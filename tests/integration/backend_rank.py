@@ -1,14 +1,13 @@
 """One rank of test_torch_backend: every case over the backend, against Gloo in the same processes.
 
-Started as ``python -m tests.integration.backend_rank OUT BACKEND`` with the launcher's usual
-environment; a third argument names a file that appears when no reducer is left, and there is one
+Started as ``python -m tests.integration.backend_rank BACKEND`` with the launcher's usual
+environment; a second argument names a file that appears when no reducer is left, and there is one
 case then.
 Contributions are small whole numbers, so that results are the same in any order.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client.torch_backend
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
+from tests.ranks import write_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -325,7 +325,7 @@ CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
 ]
 
 
-def without_reducers(out: str, ended: Path) -> None:
+def without_reducers(ended: Path) -> None:
     pair = dist.new_group([0, 1])
     groups = [dist.group.WORLD] if dist.get_rank() == 2 else [dist.group.WORLD, pair]
 
@@ -338,27 +338,26 @@ def without_reducers(out: str, ended: Path) -> None:
         return totals
 
     ends = [reduce_in_all()]
-    Path(out).write_text("")
+    print("reduced", flush=True)  # noqa: T201 (the test waits for it)
     while not ended.exists():
         time.sleep(0.05)
     ends += [reduce_in_all() for _ in range(3)]
     used = [group.client.counters.fallbacks > 0 for group in groups]
-    Path(out).write_text(json.dumps({"totals": ends, "used": used}))
+    write_result({"totals": ends, "used": used})
 
 
 def main() -> None:
-    dist.init_process_group(sys.argv[2], timeout=timedelta(seconds=40))
+    dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=40))
     assert isinstance(dist.group.WORLD, worker_client.torch_backend.ReductionGroup)
-    out = f"{sys.argv[1]}.{dist.get_rank()}"
-    if len(sys.argv) > 3:
-        without_reducers(out, Path(sys.argv[3]))
+    if len(sys.argv) > 2:
+        without_reducers(Path(sys.argv[2]))
     else:
-        all_cases(out)
+        all_cases()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def all_cases(out: str) -> None:
+def all_cases() -> None:
     warnings.simplefilter("ignore")  # torch's, of what it will call otherwise one day
     gloo = dist.new_group(backend="gloo")
     rank = dist.get_rank()
@@ -369,7 +368,7 @@ def all_cases(out: str) -> None:
             ends[case.__name__] = ""
         except Exception:  # noqa: BLE001 (the test shows it)
             ends[case.__name__] = traceback.format_exc()
-        Path(out).write_text(json.dumps(ends))
+        write_result(ends)
 
 
 if __name__ == "__main__":

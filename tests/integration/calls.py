@@ -1,4 +1,4 @@
-"""All-reduces that the tests of failures make."""
+"""All-reduces that the tests of failures make, and the reducers that they end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import pytest
 
 from reducer.errors import (
@@ -29,6 +30,17 @@ def errors_of(works: list, within_s: float = 2.0) -> list[ReductionError]:
             work.wait(max(0.0, deadline - time.monotonic()))
         assert work.done(), "still in progress"
         found.append(error.value)
+    return found
+
+
+def process_of(server: str) -> psutil.Process:
+    """The reducer of a local pool that listens there. Other pools may be this process's, too."""
+    port = int(server.rpartition(":")[2])
+    (found,) = (
+        child
+        for child in psutil.Process().children()
+        if any(c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections())
+    )
     return found
 
 

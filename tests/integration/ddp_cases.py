@@ -1,16 +1,14 @@
-"""One rank of the DDP tests: runs every case through Gloo and through the reducers, writes JSON.
+"""One rank of the DDP tests: runs every case through Gloo and through the reducers.
 
-Started by test_ddp.py as `python ddp_cases.py OUT.json GROUP` with torchrun's environment.
+Started by test_ddp as `python -m tests.integration.ddp_cases GROUP` with torchrun's environment.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from reducer.errors import ConfigError, ReductionError
+from tests.ranks import write_result
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB, ReductionState, reduction_hook
 
 STEPS = 50
@@ -175,7 +174,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def main(out: str, group: str) -> None:
+def main(group: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results: dict[str, object] = {}
@@ -195,7 +194,7 @@ def main(out: str, group: str) -> None:
         results["sparse_in_hook"] = sparse_in_hook()
         results["refusals"] = refusals()
     results["bytes_reduced"] = worker_client.init().bytes_reduced
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
+    write_result(results)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""One rank of the tests of hierarchical DDP: ``python hierarchy_rank.py CASE OUT.json``.
+"""One rank of the tests of hierarchical DDP: ``python -m tests.integration.hierarchy_rank CASE``.
 
 Started with a launcher's environment, GROUP_RANK included.
 """
@@ -6,12 +6,10 @@ Started with a launcher's environment, GROUP_RANK included.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from reducer.errors import ConfigError, ReductionError
+from tests.ranks import write_result
 from worker_client.collectives import all_gather_bytes
 from worker_client.startup import connect
 
@@ -104,11 +103,11 @@ def refuse() -> dict[str, Any]:
     return {"said": "nothing"}
 
 
-def main(case: str, out: str) -> None:
+def main(case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {"train": train, "lose": lose, "refuse": refuse}[case]()
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(found))
+    write_result(found)
     if case != "lose":
         dist.barrier()
         dist.destroy_process_group()

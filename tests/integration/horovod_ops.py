@@ -1,4 +1,4 @@
-"""Calls of the Horovod interface, as one of three ranks; `horovod_rank.py` runs each function."""
+"""Calls of the Horovod interface, as one of three ranks; `horovod_rank` runs each function."""
 
 from __future__ import annotations
 

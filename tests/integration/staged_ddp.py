@@ -1,16 +1,14 @@
 """One rank that trains with DDP over Gloo, and then through reducers with its gradients staged.
 
-Started by test_staged_ddp.py as `python staged_ddp.py OUT.json cuda|slow` with torchrun's
+Started by test_staged_ddp as `python -m tests.integration.staged_ddp cuda|slow` with torchrun's
 environment; `slow` is the tests' own device, which needs no GPU.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from reducer.errors import DeviceError, ReductionError
+from tests.ranks import write_result
 from tests.worker_client.slow_device import SlowDevice
 from worker_client import device, staged_call
 
@@ -94,7 +93,7 @@ def broken() -> str:
     return "no error"
 
 
-def main(out: str, kind: str) -> None:
+def main(kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stock = train("cuda:0" if kind == "cuda" else "cpu", reduction=False)
@@ -107,7 +106,7 @@ def main(out: str, kind: str) -> None:
     results["threads"] = [one.name for one in worker_client.init()._staging._threads]
     if kind == "slow":
         results["broken"] = broken()
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
+    write_result(results)
     dist.barrier()
     dist.destroy_process_group()
 

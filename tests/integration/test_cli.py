@@ -25,7 +25,7 @@ REDUCER = str(Path(sys.executable).with_name("reducer"))
 def fails(*arguments: str) -> str:
     """Run `reducer serve` with arguments that it must refuse, and return what it says."""
     done = subprocess.run(
-        [REDUCER, "serve", *arguments], capture_output=True, text=True, timeout=20, check=False
+        [REDUCER, "serve", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -131,7 +131,7 @@ def test_a_pool_ends_with_its_killed_parent() -> None:
         children = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)
     assert len(children) == 2
-    assert psutil.wait_procs(children, timeout=20)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 def test_a_pool_that_cannot_start_says_so() -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 
 from reducer import local_pool
-from tests.integration.launch import rank_environment
+from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-CASES = Path(__file__).with_name("ddp_cases.py")
 OPTIONS = (
     "find_unused_parameters",
     "static_graph",
@@ -28,46 +24,21 @@ OPTIONS = (
 )
 
 
-def run_ranks(
-    world_size: int,
-    group: str,
-    out: Path,
-    servers: list[str],
-    *,
-    script: Path = CASES,
-    **settings: str,
-) -> list[dict]:
-    """Run `ddp_cases.py`, or another script, at every rank and return what each wrote."""
-    settings = {"REDUCTION_SERVERS": ",".join(servers), **settings}
-    environment = rank_environment(world_size, **settings)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(out), group],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=150)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(world_size)]
+def run_cases(world_size: int, group: str, reducers: int) -> list[dict]:
+    """Run a group of `ddp_cases` at every rank and return the results."""
+    with local_pool(reducers) if reducers else nullcontext([]) as servers:
+        given = environments(world_size, servers)
+        return run(given, "-m", "tests.integration.ddp_cases", group)
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    with local_pool(2) as servers:
-        return run_ranks(2, "options", tmp_path_factory.mktemp("ddp") / "options.json", servers)
+def options() -> list[dict]:
+    return run_cases(2, "options", reducers=2)
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    with local_pool(2) as servers:
-        return run_ranks(2, "failures", tmp_path_factory.mktemp("ddp") / "failures.json", servers)
+def failures() -> list[dict]:
+    return run_cases(2, "failures", reducers=2)
 
 
 def assert_same_training(ranks: list[dict], case: str) -> None:
@@ -79,7 +50,6 @@ def assert_same_training(ranks: list[dict], case: str) -> None:
     assert len({rank[case]["reduction"]["digest"] for rank in ranks}) == 1
 
 
-@pytest.mark.timeout(180)  # the first case pays for all of them, in two processes
 @pytest.mark.parametrize("case", OPTIONS)
 def test_trains_like_gloo_with_every_option(options: list[dict], case: str) -> None:
     assert_same_training(options, case)
@@ -95,19 +65,12 @@ def test_a_second_run_gives_the_same_bits(options: list[dict]) -> None:
         assert rank["repeat"]["reduction"] == rank["many_buckets"]["reduction"]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("reducers", [0, 3])
-def test_three_ranks_in_fp32(tmp_path: Path, reducers: int) -> None:
+def test_three_ranks_in_fp32(reducers: int) -> None:
     # Without servers every rank hosts a reducer: the embedded default.
-    if reducers:
-        with local_pool(reducers) as servers:
-            ranks = run_ranks(3, "fp32", tmp_path / "fp32.json", servers)
-    else:
-        ranks = run_ranks(3, "fp32", tmp_path / "fp32.json", [])
-    assert_same_training(ranks, "find_unused_parameters")
+    assert_same_training(run_cases(3, "fp32", reducers), "find_unused_parameters")
 
 
-@pytest.mark.timeout(120)
 def test_backward_raises_the_typed_error_and_the_next_step_works(failures: list[dict]) -> None:
     for rank in failures:
         assert rank["errors"]["seen"] == ["ok", "ok", "ReductionTimeout (1,)", "ok", "ok"]

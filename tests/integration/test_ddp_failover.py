@@ -15,17 +15,14 @@ pytest.importorskip("torch", reason="needs torch")
 
 from bench.chaos_blows import Blow, at_random
 from bench.chaos_run import train
-from bench.lab import Lab
+from tests.ranks import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bench.chaos_figures import Record
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux"),
-    pytest.mark.timeout(120),  # a whole training each, and perhaps one that others compare with
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 WORKERS, REDUCERS, KILLS = 2, 3, 6
 LONGEST_STALL_S = 3.0
@@ -34,7 +31,7 @@ STEPS = 480  # what most of these trainings make at most
 
 
 def run(blows: list[Blow]) -> Record:
-    with Lab.loopback(WORKERS + REDUCERS) as lab:
+    with Loopback(WORKERS + REDUCERS) as lab:
         return train(lab, WORKERS, blows, seed=0, pause_s=PAUSE_S)
 
 
@@ -47,7 +44,7 @@ class Undisturbed:
     def __call__(self, steps: int) -> set[str]:
         """Return all ranks' weights after some steps."""
         if steps not in self._weights:
-            with Lab.loopback(WORKERS + 1) as lab:
+            with Loopback(WORKERS + 1) as lab:
                 self._weights = train(lab, WORKERS, [], seed=0, steps=max(steps, STEPS)).weights
         return set(self._weights[steps])
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
+from contextlib import nullcontext
 
-import psutil
 import pytest
 
 from reducer import local_pool
-from tests.integration.launch import rank_environment
+from tests.ranks import environments, ranks
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -49,71 +46,47 @@ while True:
 """
 
 
-def heed_ctrl_c() -> None:
-    """Undo what a shell does to jobs in the background: they, and their children, ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@contextmanager
-def ranks(world_size: int, code: str, **settings: str):
-    environment = rank_environment(world_size, **settings)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", START + code],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=heed_ctrl_c,  # noqa: PLW1509 (no thread of this process holds a lock)
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
+def assert_exact(pool: int, reducers: str, turn: int, **settings: str) -> None:
+    """Check three ranks' results, with a pool besides the reducers that they host."""
+    code = START + EXACT.format(reducers=reducers) + LEAVE.format(turn=turn)
+    with (
+        local_pool(pool) if pool else nullcontext([]) as servers,
+        ranks(environments(3, servers, **settings), "-c", code) as job,
+    ):
+        assert job.outputs() == ["exact\n"] * 3
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_bits_and_leaving_in_any_order(turn: int) -> None:
-    with ranks(3, EXACT.format(reducers="n") + LEAVE.format(turn=turn)) as started:
-        for process in started:
-            out, err = process.communicate(timeout=50)
-            assert (process.returncode, out) == (0, "exact\n"), err
+    assert_exact(0, "n", turn)
 
 
 @pytest.mark.parametrize(
     ("pool", "reducers"), [(1, "1 + n"), (2, "2 + n"), (3, "3")], ids=["one", "two", "enough"]
 )
 def test_a_small_pool_is_helped_by_the_ranks(pool: int, reducers: str) -> None:
-    with local_pool(pool) as servers:
-        settings = {"REDUCTION_SERVERS": ",".join(servers), "REDUCTION_EMBEDDED": "1"}
-        code = EXACT.format(reducers=reducers) + LEAVE.format(turn=0)
-        with ranks(3, code, **settings) as started:
-            for process in started:
-                out, err = process.communicate(timeout=50)
-                assert (process.returncode, out) == (0, "exact\n"), err
+    assert_exact(pool, reducers, turn=0, REDUCTION_EMBEDDED="1")
 
 
 def interrupted_in() -> float:
     """Seconds from Ctrl-C in the middle of a loop until every rank is gone."""
-    with ranks(3, ENDLESS) as started:
-        for process in started:
-            assert process.stdout.readline() == "started\n"
+    with ranks(environments(3), "-c", START + ENDLESS, talk=True) as job:
+        for rank in job:
+            assert rank.stdout.readline() == "started\n"
         time.sleep(0.5)
         start = time.monotonic()
-        for process in started:
-            process.send_signal(signal.SIGINT)
-        _, alive = psutil.wait_procs([psutil.Process(p.pid) for p in started], timeout=20)
-        assert not alive
+        for rank in job:
+            rank.send_signal(signal.SIGINT)
+        for rank in job:
+            rank.wait(20)
         seconds = time.monotonic() - start
-        assert all("KeyboardInterrupt" in process.stderr.read() for process in started)
+        # On a busy machine one may hear that another has left before it hears its own signal.
+        said = [rank.err for rank in job]
+        assert any("KeyboardInterrupt" in text for text in said)
+        assert all("KeyboardInterrupt" in text or "RankLostError" in text for text in said), said
         return seconds
 
 
-@pytest.mark.timeout(120)
 def test_ctrl_c_in_the_middle_ends_every_rank() -> None:
     # Most of it is the interpreter with torch in it; a busy machine can slow one try, not all.
     assert any(interrupted_in() < 2 for _ in range(4))

@@ -6,14 +6,11 @@ import contextlib
 import http.server
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import pytest
 
 from reducer import local_pool
@@ -28,7 +25,8 @@ from reducer.errors import (
     StaleGenerationError,
 )
 from reducer.wire.constants import ReduceOp
-from tests.integration.calls import all_reduce, errors_of, ones
+from tests.integration.calls import all_reduce, errors_of, ones, process_of
+from tests.ranks import environments, ranks
 from worker_client.demo.ranks import free_port
 from worker_client.host_buffer import host_buffer
 from worker_client.startup import connect
@@ -171,14 +169,9 @@ sys.stdin.read()
 def worker(**arguments: object):
     """A rank in a process of its own; it ends when its standard input does."""
     code = WORKER.format(**{"count": 0, "size": 1000, **arguments})
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout.readline() == "joined\n"
-            yield process
-        finally:
-            process.kill()
+    with ranks(environments(1), "-c", code, talk=True) as (rank,):
+        assert rank.stdout.readline() == "joined\n"
+        yield rank
 
 
 def test_a_killed_worker_is_named_and_the_job_can_start_again(servers: list[str]) -> None:
@@ -244,17 +237,6 @@ def test_a_later_generation_ends_the_earlier_one(job: Callable[..., list[Client]
 
 
 # -- reducers that are not there, or die ------------------------------------------------------
-
-
-def process_of(server: str) -> psutil.Process:
-    """The reducer of a local pool that listens there."""
-    port = int(server.rpartition(":")[2])
-    (found,) = (
-        child
-        for child in psutil.Process().children()
-        if any(c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections())
-    )
-    return found
 
 
 def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:

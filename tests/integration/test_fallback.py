@@ -13,19 +13,16 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 from bench.chaos_run import Pool
-from bench.lab import Lab
 from bench.ranks import Ranks
 from reducer import local_pool
 from reducer.errors import ConfigError
+from tests.ranks import Loopback
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 PATIENCE_S = 60.0
 RANK_LOST_S = 5.0  # gloo hears of a closed connection at once; the rest is a busy machine
@@ -74,7 +71,7 @@ class Job:
 
 
 def run(workers: int, reducers: int, action: Callable[[Job], None], **others: str) -> Job:
-    with Lab.loopback(workers + reducers) as lab:
+    with Loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:])
         environment = {"REDUCTION_FALLBACK": "process-group", **others}
         module = "tests.integration.fallback_rank"

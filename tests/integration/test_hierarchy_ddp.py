@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reducer import local_pool
 from tests.integration.hierarchy_rank import VICTIM
-from tests.integration.launch import rank_environment
+from tests.ranks import environments, ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.importorskip("torch", reason="needs torch")
 
-RANK = Path(__file__).with_name("hierarchy_rank.py")
 NODES, LOCAL = 2, 2
 EVERYBODY = range(NODES * LOCAL)
 
@@ -30,39 +25,20 @@ def pool() -> Iterator[list[str]]:
         yield servers
 
 
-def run(
-    case: str, folder: Path, servers: list[str], nodes: int = NODES, **settings: str
-) -> dict[int, Any]:
-    """Run the case at every rank and return what those wrote that came to their end."""
-    environment = rank_environment(len(EVERYBODY), REDUCTION_SERVERS=",".join(servers), **settings)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(RANK), case, str(folder / "out.json")],
-            env={**environment, "RANK": str(rank), "GROUP_RANK": str(rank * nodes // 4)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in EVERYBODY
+def run(case: str, servers: list[str], nodes: int = NODES) -> list[Any]:
+    """Run the case at every rank and return the results of those that came to their end."""
+    given = [
+        {**environment, "GROUP_RANK": str(rank * nodes // 4)}
+        for rank, environment in enumerate(environments(len(EVERYBODY), servers))
     ]
-    try:
-        said = [rank.communicate(timeout=200)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    failed = [rank for rank in EVERYBODY if ranks[rank].returncode]
-    assert failed == ([VICTIM] if case == "lose" else []), "\n".join(said)
-    return {
-        rank: json.loads((folder / f"out.json.{rank}").read_text())
-        for rank in EVERYBODY
-        if rank not in failed
-    }
+    with ranks(given, "-m", "tests.integration.hierarchy_rank", case) as job:
+        return job.results(200, killed=[VICTIM] if case == "lose" else [])
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("reducers", [0, 2])
-def test_ddp_trains_as_without_hierarchy(tmp_path: Path, pool: list[str], reducers: int) -> None:
-    found = run("train", tmp_path, pool[:reducers])
-    for rank in found.values():
+def test_ddp_trains_as_without_hierarchy(pool: list[str], reducers: int) -> None:
+    found = run("train", pool[:reducers])
+    for rank in found:
         assert (rank["off"]["kind"], rank["auto"]["kind"]) == ("Client", "HierarchicalClient")
         assert rank["auto"]["losses"] == pytest.approx(rank["off"]["losses"], rel=1e-5)
         assert rank["auto"]["names"] == [f"rank {rank}" for rank in EVERYBODY]
@@ -70,24 +46,21 @@ def test_ddp_trains_as_without_hierarchy(tmp_path: Path, pool: list[str], reduce
     node = sum(found[rank]["auto"]["bytes_reduced"] for rank in range(LOCAL))
     assert node == found[0]["off"]["bytes_reduced"]
     for mode in ("off", "auto"):
-        assert len({rank[mode]["weights"] for rank in found.values()}) == 1
+        assert len({rank[mode]["weights"] for rank in found}) == 1
 
 
-@pytest.mark.timeout(240)
-def test_on_one_node_there_is_no_hierarchy(tmp_path: Path, pool: list[str]) -> None:
-    found = run("train", tmp_path, pool, nodes=1)
-    assert {rank["auto"]["kind"] for rank in found.values()} == {"Client"}
-    assert all(rank["auto"]["losses"] == rank["off"]["losses"] for rank in found.values())
+def test_on_one_node_there_is_no_hierarchy(pool: list[str]) -> None:
+    found = run("train", pool, nodes=1)
+    assert {rank["auto"]["kind"] for rank in found} == {"Client"}
+    assert all(rank["auto"]["losses"] == rank["off"]["losses"] for rank in found)
 
 
-@pytest.mark.timeout(240)
-def test_every_rank_hears_in_time_who_was_killed(tmp_path: Path, pool: list[str]) -> None:
-    found = run("lose", tmp_path, pool)
-    assert {rank["said"] for rank in found.values()} == {f"RankLostError {VICTIM}"}
-    assert all(rank["seconds"] < 3.0 for rank in found.values())
+def test_every_rank_hears_in_time_who_was_killed(pool: list[str]) -> None:
+    found = run("lose", pool)
+    assert {rank["said"] for rank in found} == {f"RankLostError {VICTIM}"}
+    assert all(rank["seconds"] < 3.0 for rank in found)
 
 
-@pytest.mark.timeout(240)
-def test_what_cannot_be_combined_is_refused(tmp_path: Path, pool: list[str]) -> None:
-    for rank in run("refuse", tmp_path, pool).values():
+def test_what_cannot_be_combined_is_refused(pool: list[str]) -> None:
+    for rank in run("refuse", pool):
         assert "or set REDUCTION_HIERARCHY=off" in rank["said"]

@@ -2,78 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from reducer import local_pool
-from tests.integration.launch import rank_environment
-from worker_client.demo.ranks import free_port
+from tests.ranks import environments, ranks, run
 
 pytest.importorskip("torch", reason="needs torch")
 
 from tests.integration import horovod_ops, horovod_training
 
-HERE = Path(__file__).parent
 SIZE = 3
 
 
-def run(environments: list[dict[str, str]], *command: str, timeout_s: float = 220) -> list[str]:
-    """Run a command at every rank, and return what each printed."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for environment in environments
-    ]
-    try:
-        said = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(said)
-    return said
-
-
-def run_cases(module: str, out: Path) -> list[dict[str, str]]:
+def run_cases(module: str) -> list[dict[str, str]]:
     """Run a module's cases at every rank, and return what went wrong at each."""
     with local_pool(2) as servers:
-        shared = rank_environment(
-            SIZE, REDUCTION_SERVERS=",".join(servers), REDUCTION_TIMEOUT="60s"
-        )
-        run(
-            [{**shared, "RANK": str(rank)} for rank in range(SIZE)],
-            *(str(HERE / "horovod_rank.py"), str(out), module),
-        )
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(SIZE)]
+        given = environments(SIZE, servers, REDUCTION_TIMEOUT="60s")
+        return run(given, "-m", "tests.integration.horovod_rank", module)
 
 
 @pytest.fixture(scope="module")
-def ops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_cases("horovod_ops", tmp_path_factory.mktemp("horovod") / "ops")
+def ops() -> list[dict[str, str]]:
+    return run_cases("horovod_ops")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", [case.__name__ for case in horovod_ops.CASES])
 def test_calls(ops: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in ops] == [""] * SIZE
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_cases("horovod_training", tmp_path_factory.mktemp("horovod") / "training")
+def training() -> list[dict[str, str]]:
+    return run_cases("horovod_training")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", [case.__name__ for case in horovod_training.CASES])
 def test_training(training: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
@@ -96,25 +58,31 @@ time.sleep(1.5 * (hvd.size() - hvd.rank() - 1))
 """
 
 
+def run_script(given: list[dict[str, str]]) -> list[str]:
+    """Run SCRIPT at every rank, and return what each prints; a slow one also logs who has left."""
+    with ranks(given, "-c", SCRIPT) as job:
+        return job.outputs()
+
+
 def environment(**told: str) -> dict[str, str]:
-    """Return this process's environment without what a launcher says, and with this."""
-    mine = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    inherited = {name: value for name, value in os.environ.items() if name not in mine}
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]), **told}
+    """Return the environment of a rank that no launcher has told anything, but for this."""
+    (given,) = environments(1)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del given[name]
+    return {**given, **told}
 
 
-@pytest.mark.timeout(240)
 def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left() -> None:
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    said = run([environment(**shared, RANK=str(rank)) for rank in range(2)], "-c", SCRIPT)
-    assert said == ["0 2 0 2 0 1 -0.5 -0.5 2\n", "1 2 1 2 0 1 -0.5 -0.5 2\n"]
+    assert run_script(environments(2)) == [
+        "0 2 0 2 0 1 -0.5 -0.5 2\n",
+        "1 2 1 2 0 1 -0.5 -0.5 2\n",
+    ]
 
 
-@pytest.mark.timeout(240)
 def test_mpirun_says_who_is_who() -> None:
     # As if on two hosts: what the launcher says of places goes before what is found out.
     with local_pool(1) as servers:
-        said = run(
+        said = run_script(
             [
                 environment(
                     REDUCTION_SERVERS=servers[0],
@@ -124,25 +92,17 @@ def test_mpirun_says_who_is_who() -> None:
                     OMPI_COMM_WORLD_LOCAL_SIZE="1",
                 )
                 for rank in range(2)
-            ],
-            *("-c", SCRIPT),
+            ]
         )
     assert said == ["0 2 0 1 0 2 -0.5 -0.5 2\n", "1 2 0 1 1 2 -0.5 -0.5 2\n"]
 
 
-@pytest.mark.timeout(120)
 def test_without_a_launcher_the_job_is_of_one() -> None:
-    assert run([environment()], "-c", SCRIPT) == ["0 1 0 1 0 1 0.0 0.0 1\n"]
+    assert run_script([environment()]) == ["0 1 0 1 0 1 0.0 0.0 1\n"]
 
 
-@pytest.mark.timeout(120)
 def test_servers_without_a_launcher_are_refused() -> None:
-    command = "import worker_client.horovod as hvd; hvd.init()"
-    done = subprocess.run(
-        [sys.executable, "-c", command],
-        env=environment(REDUCTION_SERVERS="127.0.0.1:1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "ConfigError: rank and world size are unknown" in done.stderr
+    given = [environment(REDUCTION_SERVERS="127.0.0.1:1")]
+    with ranks(given, "-c", "import worker_client.horovod as hvd; hvd.init()") as (rank,):
+        rank.wait(100)
+        assert "ConfigError: rank and world size are unknown" in rank.err

@@ -9,7 +9,6 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 import pytest
 import zmq
 
@@ -21,7 +20,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
-from tests.integration.calls import all_reduce, errors_of, ones
+from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
@@ -68,10 +67,9 @@ def test_garbage_disturbs_nobody(job: Callable[..., list[Client]], servers: list
                 assert Header.unpack(reply[0]).type is MessageType.ERROR
 
 
-def test_slots_are_freed(job: Callable[..., list[Client]]) -> None:
+def test_slots_are_freed(job: Callable[..., list[Client]], servers: list[str]) -> None:
     clients = job(2)
-    reducers = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
-    assert len(reducers) == 2
+    reducers = [process_of(server) for server in servers]
     arrays = [ones(1 << 20) for _ in clients]
     sizes = []
     for round_ in range(60):

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bench import pool, rank_loss
 from bench.fault_job import Job
-from bench.lab import Lab
 from reducer import local_pool
 from tests.integration import elastic
-from tests.integration.launch import rank_environment
+from tests.ranks import Loopback, environments, ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 STOPPED_S = 3.0
 NAMED_S = 3.0  # a process that stops breaks no connection: first its heartbeats have to be missed
 
@@ -35,17 +31,21 @@ def show(found: object) -> None:
 # -- a rank is killed -----------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind() -> None:
-    found = rank_loss.measure(tries=20, workers=4, reducers=2, jobs=4)
+@pytest.mark.parametrize(("tries", "jobs"), [(4, 2), (20, 4)])
+def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind(tries: int, jobs: int) -> None:
+    found = rank_loss.measure(tries=tries, workers=4, reducers=2, jobs=jobs)
     show(found)
     assert found.misnamed == []
-    assert len(found.seconds) == 20
+    assert len(found.seconds) == tries
     assert found.p99_s <= rank_loss.BOUND_S
     assert found.kept <= rank_loss.SLACK_BYTES
 
 
-def test_a_killed_rank_that_hosts_a_reducer_is_named_in_time() -> None:
+def test_a_killed_rank_that_hosts_a_reducer_is_named_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(rank_loss.Lab, "loopback", Loopback)  # torch is imported there already
     found = rank_loss.measure(tries=1, workers=4, reducers=0)
     show(found)
     assert found.misnamed == []
@@ -83,7 +83,7 @@ def test_the_command_fails_if_something_is_wrong(
 @pytest.fixture
 def job() -> Iterator[Job]:
     """Four ranks and two reducers."""
-    with Lab.loopback(6) as lab:
+    with Loopback(6) as lab:
         servers = [reducer.address for reducer in pool.start(lab.hosts[4:])]
         with Job(lab, lab.hosts[:4], servers) as started:
             yield started
@@ -153,44 +153,23 @@ def test_a_rank_that_stops_does_not_disturb_the_next_generation(job: Job) -> Non
 # -- a launcher starts the job again --------------------------------------------------------------
 
 
-def end_of(process: subprocess.Popen[str]) -> None:
-    """Wait until a process has ended well."""
-    try:
-        said, _ = process.communicate(timeout=50)
-    finally:
-        process.terminate()  # torchrun, and by it the ranks
-        process.wait(10)
-    assert process.returncode == 0, said
-
-
-def start(command: list[str], folder: Path, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *command, elastic.__file__, str(folder)],
-        env={**rank_environment(3), "PYTHONPATH": str(ROOT), **settings},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 def facts(folder: Path) -> list[dict]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
-@pytest.mark.timeout(120)
 def test_torchrun_starts_a_job_again_on_the_same_pool(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     whole.mkdir()
     disturbed.mkdir()
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--max-restarts", "2", "--nproc-per-node", "3"]
+    torchrun += ["--max-restarts", "2", "--nproc-per-node", "3", elastic.__file__, disturbed]
     with local_pool(2) as servers:
-        pool_of = {"REDUCTION_SERVERS": ",".join(servers)}
-        end_of(start(torchrun, disturbed, KILL_IN_STEP="6", **pool_of))
-        ranks = [start([], whole, RANK=str(rank), **pool_of) for rank in range(3)]
-        for rank in ranks:
-            end_of(rank)
+        given = environments(1, servers, KILL_IN_STEP="6")
+        with ranks(given, *torchrun, fresh=True) as launcher:
+            launcher.finish()
+        with ranks(environments(3, servers), elastic.__file__, whole) as job:
+            job.finish()
     for before, after in zip(facts(whole), facts(disturbed), strict=True):
         assert (before["restarts"], before["generation"], before["first"]) == (0, 0, 0)
         assert (after["restarts"], after["generation"], after["first"]) == (1, 1, 4)

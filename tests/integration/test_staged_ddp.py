@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from reducer import local_pool
-from tests.integration.launch import rank_environment
+from tests.ranks import environments, run
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("staged_ddp.py")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", ["slow", pytest.param("cuda", marks=on_a_gpu)])
-def test_trains_as_gloo_does(tmp_path: Path, kind: str) -> None:
-    out = tmp_path / "ends"
+def test_trains_as_gloo_does(kind: str) -> None:
     with local_pool(2) as servers:
-        environment = rank_environment(2, REDUCTION_SERVERS=",".join(servers), PYTHONPATH=str(ROOT))
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(out), kind],
-                env={**environment, "RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            said = [rank.communicate(timeout=150)[1] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    ends = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+        given = environments(2, servers)
+        ends = run(given, "-m", "tests.integration.staged_ddp", kind)
     for end in ends:
         assert end["ours"] == pytest.approx(end["stock"], rel=1e-4, abs=1e-6)
         assert end["late"] == ["ok", "ok", "ReductionTimeout", "ok"]

@@ -14,20 +14,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.chaos_run import Pool
-from bench.lab import Lab
 from bench.ranks import Ranks
 from tests.integration.calls import all_reduce, ones
 from tests.integration.survivor_rank import IN_FLIGHT
+from tests.ranks import Loopback
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from worker_client.client import Client
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 PATIENCE_S = 60.0
 MODULE = "tests.integration.survivor_rank"
@@ -114,7 +111,7 @@ def run(
     module: str = MODULE,
     rest_s: float = 0.0,
 ) -> Job:
-    with Lab.loopback(workers + reducers) as lab:
+    with Loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:]) if reducers else None
         addresses = pool.addresses if pool else []
         environment = {"REST_S": str(rest_s), **({} if pool else {"MEET": "1"})}

@@ -81,16 +81,28 @@ def talk(python: str | Path, code: str, home: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source archive, and a wheel that was built from it and from nothing else."""
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive of the sources."""
     folder = tmp_path_factory.mktemp("dist")
-    build("--outdir", folder, ROOT)
-    return folder
+    build("--sdist", "--outdir", folder, ROOT)
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture
+def unpacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the archive of sources, and nothing that another test has built of it."""
+    folder = tmp_path_factory.mktemp("sources")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    (unpacked,) = folder.iterdir()
+    return unpacked
 
 
 @pytest.mark.timeout(400)
-def test_a_reducer_runs_from_the_wheel_alone(dist: Path, tmp_path: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
+def test_a_reducer_runs_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> None:
+    build("--wheel", "--outdir", tmp_path, unpacked)  # of the archive, and of nothing else
+    (wheel,) = tmp_path.glob("*.whl")
     home = tmp_path / "empty"
     venv.create(home)
     python = home / "bin" / "python"
@@ -98,17 +110,6 @@ def test_a_reducer_runs_from_the_wheel_alone(dist: Path, tmp_path: Path) -> None
     subprocess.run(command, env=OUTSIDE, check=True, capture_output=True)
     said = talk(python, EMPTY, home, PATH=str(home / "bin"))
     assert said == "compiled [0. 1. 2. 3. 4.]"
-
-
-@pytest.fixture(scope="module")
-def unpacked(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is in the archive of sources."""
-    folder = tmp_path_factory.mktemp("sources")
-    (sources,) = dist.glob("*.tar.gz")
-    with tarfile.open(sources) as archive:
-        archive.extractall(folder, filter="data")
-    (unpacked,) = folder.iterdir()
-    return unpacked
 
 
 @pytest.mark.timeout(400)
@@ -136,11 +137,9 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path
     assert said == "plain [0. 1. 2. 3. 4.]"
 
 
-@pytest.mark.timeout(400)
-def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(dist: Path) -> None:
-    (sources,) = dist.glob("*.tar.gz")
-    with tarfile.open(sources) as archive:
-        packed = {name.partition("/")[2] for name in archive.getnames()}
+def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(archive: Path) -> None:
+    with tarfile.open(archive) as sources:
+        packed = {name.partition("/")[2] for name in sources.getnames()}
     listed = subprocess.run(
         ["git", "ls-files", "reducer", "worker_client"],
         cwd=ROOT,

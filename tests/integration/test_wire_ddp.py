@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from reducer import local_pool
-from tests.integration.test_ddp import run_ranks
+from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-SCRIPT = Path(__file__).with_name("wire_ddp.py")
-PATHS = {"PYTHONPATH": str(SCRIPT.parents[2])}
+RANK = ("-m", "tests.integration.wire_ddp")
 
 
 @pytest.fixture(scope="module")
@@ -22,29 +19,22 @@ def servers() -> list[str]:
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp16"])
-def compressed(
-    request: pytest.FixtureRequest, servers: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict]:
-    out = tmp_path_factory.mktemp("wire") / "out.json"
-    cases = "stock,plain,feedback,weighted,wrapper"
-    settings = {"REDUCTION_WIRE_DTYPE": request.param, **PATHS}
-    return run_ranks(2, cases, out, servers, script=SCRIPT, **settings)
+def compressed(request: pytest.FixtureRequest, servers: list[str]) -> list[dict]:
+    given = environments(2, servers, REDUCTION_WIRE_DTYPE=request.param)
+    return run(given, *RANK, "stock,plain,feedback,weighted,wrapper")
 
 
 @pytest.fixture(scope="module")
-def weighted(servers: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    out = tmp_path_factory.mktemp("weights") / "out.json"
+def weighted(servers: list[str]) -> list[dict]:
     cases = "weighted,alone,join,alone-join,refused"
-    return run_ranks(3, cases, out, servers, script=SCRIPT, **PATHS)
+    return run(environments(3, servers), *RANK, cases)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ["plain", "feedback", "weighted", "wrapper"])
 def test_ranks_agree_to_the_bit(compressed: list[dict], case: str) -> None:
     assert len({rank[case]["digest"] for rank in compressed}) == 1
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", ["plain", "feedback", "wrapper"])
 def test_it_trains_nearly_like_gloo_in_float32(compressed: list[dict], case: str) -> None:
     rank = compressed[0]
@@ -52,7 +42,6 @@ def test_it_trains_nearly_like_gloo_in_float32(compressed: list[dict], case: str
     assert rank[case]["loss"] != rank["stock"]["loss"]  # it was rounded indeed
 
 
-@pytest.mark.timeout(180)
 def test_residuals_are_kept_for_each_bucket(compressed: list[dict]) -> None:
     for rank in compressed:
         assert rank["plain"]["residuals"] == []
@@ -61,7 +50,6 @@ def test_residuals_are_kept_for_each_bucket(compressed: list[dict]) -> None:
         assert rank["feedback"]["digest"] != rank["plain"]["digest"]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("case", "same"), [("weighted", "alone"), ("join", "alone-join")])
 def test_unequal_batches_train_like_one_process_with_all_samples(
     weighted: list[dict], case: str, same: str
@@ -71,7 +59,6 @@ def test_unequal_batches_train_like_one_process_with_all_samples(
         assert rank[case]["loss"] == pytest.approx(rank[same]["loss"], rel=1e-5)
 
 
-@pytest.mark.timeout(180)
 def test_error_feedback_needs_a_cast(weighted: list[dict]) -> None:
     assert all("set REDUCTION_WIRE_DTYPE=bf16" in rank["refused"] for rank in weighted)
     assert all(rank["wire_dtype"] == "float32" for rank in weighted)

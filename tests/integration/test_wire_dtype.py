@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from reducer import kernels, local_pool
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
 from tests.conftest import joined
-from tests.integration.calls import errors_of
+from tests.integration.calls import errors_of, process_of
 from worker_client import casts, wire_cast
 from worker_client.startup import connect
 
@@ -175,13 +174,14 @@ def test_a_reducer_may_die_between_the_pieces(impl: str) -> None:
     del impl
     given = [values(rank, 4 * LARGE) for rank in range(2)]
     expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
-    with local_pool(2) as servers:
-        host = [p for p in psutil.Process().children() if "serve" in p.cmdline()]
-        with joined(2, servers=servers, job="dies", wire_dtype="bf16") as clients:
-            works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
-            host[-1].kill()
-            assert [work.wait(30).tobytes() for work in works] == [expected] * 2
-            assert clients[0].counters.losses == 1
+    with (
+        local_pool(2) as servers,
+        joined(2, servers=servers, job="dies", wire_dtype="bf16") as clients,
+    ):
+        works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
+        process_of(servers[1]).kill()
+        assert [work.wait(30).tobytes() for work in works] == [expected] * 2
+        assert clients[0].counters.losses == 1
 
 
 # -- errors -------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """One rank of test_wire_ddp: DDP trainings with 16 bits on the wire and with unequal batches.
 
-Started as `python wire_ddp.py OUT.json CASES` with torchrun's environment; writes JSON.
+Started as `python -m tests.integration.wire_ddp CASES` with torchrun's environment.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import ConfigError
 from tests.integration.ddp_cases import digest
+from tests.ranks import write_result
 from worker_client.ddp import ReductionState, reduction_hook
 
 STEPS = 40
@@ -99,7 +98,7 @@ def refused() -> str:
     return "nothing"
 
 
-def main(out: str, cases: str) -> None:
+def main(cases: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results: dict[str, object] = {}
@@ -110,7 +109,7 @@ def main(out: str, cases: str) -> None:
             results[case] = refused() if case == "refused" else train(case)
     client = worker_client.init()
     results["bytes_reduced"], results["wire_dtype"] = client.bytes_reduced, client.wire_dtype
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(results))
+    write_result(results)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -182,7 +182,6 @@ def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path: Path)
     assert "Open MPI has started this process as rank 1 of 2" in complained
 
 
-@pytest.mark.timeout(120)
 def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
     script = (
         "import os, time\n"

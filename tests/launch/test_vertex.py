@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.lab import Lab
+from lab import Lab
 from tests.launch.conftest import ROOT, bare_environment
 from tests.launch.environments import spec
 
 pytest.importorskip("torch", reason="needs torch")
 
 if TYPE_CHECKING:
-    from bench.lab import Host
+    from lab import Host
 
 SHAPE = (1, 2, 2, 1)  # replicas of each pool
 # The user's own: trains, or evaluates where it is told no rank.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.integration.launch import rank_environment
+from tests.ranks import environments, ranks
 
 pytest.importorskip("torch", reason="needs torch")
-pytestmark = pytest.mark.timeout(180)  # torch is loaded twice in each
 
 RANK = """
 import numpy, torch, torch.distributed as dist, worker_client
@@ -39,26 +36,10 @@ client.shutdown()
 """
 
 
-def ranks(world_size: int, **settings: str) -> list[str]:
+def outputs(world_size: int, **settings: str) -> list[str]:
     """What every rank prints."""
-    environment = rank_environment(world_size, **settings)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [process.communicate(timeout=150) for process in started]
-        assert [process.returncode for process in started] == [0] * world_size, said
-        return [out for out, _ in said]
-    finally:
-        for process in started:
-            process.kill()
+    with ranks(environments(world_size, **settings), "-c", RANK) as job:
+        return job.outputs(150)
 
 
 @pytest.fixture
@@ -72,13 +53,13 @@ def exposed() -> dict[str, str]:
 
 
 def test_what_others_can_reach_has_keys(exposed: dict[str, str]) -> None:
-    said = ranks(2, **exposed, REDUCTION_THREADS="2")
+    said = outputs(2, **exposed, REDUCTION_THREADS="2")
     assert said == ["CURVE CURVE\nrefused\n"] * 2
 
 
 def test_a_private_network_needs_none(exposed: dict[str, str]) -> None:
-    assert ranks(2, **exposed, REDUCTION_INSECURE="1") == ["NULL NULL\nwelcome\n"] * 2
+    assert outputs(2, **exposed, REDUCTION_INSECURE="1") == ["NULL NULL\nwelcome\n"] * 2
 
 
 def test_nor_does_this_machine() -> None:
-    assert ranks(2) == ["NULL NULL\nwelcome\n"] * 2
+    assert outputs(2) == ["NULL NULL\nwelcome\n"] * 2

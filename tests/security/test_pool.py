@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from tests.security.conftest import Pool
 
-pytestmark = pytest.mark.timeout(150)
 M = MessageType
 
 

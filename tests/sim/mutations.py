@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 from reducer import engine
@@ -59,22 +59,39 @@ def _number_questions(self: HandingOver, sequence: int) -> None:
     del self, sequence
 
 
-MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "no-duplicate-check": (Round, "holds", _no_duplicates),
-    "no-epoch-check": (ShardMap, "lose", _no_epochs),
-    "results-freed-early": (PlainFlight, "take", _free_results),
-    "window-before-order": (PlainFlight, "_next", _first_come),
-    "no-wait-for-release": (Worker, "_release", _release_at_once),
-    "rank-lost-at-once": (engine, "AWAY_S", 0.0),
-    "questions-numbered": (HandingOver, "asked", _number_questions),
+class Mutation(NamedTuple):
+    """One broken rule.
+
+    Attributes:
+        owner: of the rule, a class or a module.
+        name: of its attribute.
+        instead: what replaces it.
+        seed: the first that notices; `python -m tests.sim --mutations` finds it anew when the
+            world of a seed has changed.
+    """
+
+    owner: Any
+    name: str
+    instead: Any
+    seed: int
+
+
+MUTATIONS = {
+    "no-duplicate-check": Mutation(Round, "holds", _no_duplicates, seed=2),
+    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=6),
+    "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=6),
+    "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=5),
+    "no-wait-for-release": Mutation(Worker, "_release", _release_at_once, seed=6),
+    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=75),
+    "questions-numbered": Mutation(HandingOver, "asked", _number_questions, seed=6),
 }
 
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
     """Break one rule in the plain implementation."""
-    where, what, instead = MUTATIONS[name]
-    with patch.object(where, what, instead):
+    mutation = MUTATIONS[name]
+    with patch.object(mutation.owner, mutation.name, mutation.instead):
         yield
 
 

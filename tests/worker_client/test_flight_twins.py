@@ -172,7 +172,13 @@ class Twins(RuleBasedStateMachine):
             assert one.view == other.view
 
 
+class ManyTwins(Twins):
+    """The same, longer."""
+
+
 TestTwins = Twins.TestCase
 TestTwins.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, derandomize=True
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
 )
+TestManyTwins = pytest.mark.timeout(300)(ManyTwins.TestCase)
+TestManyTwins.settings = settings(TestTwins.settings, max_examples=3000)

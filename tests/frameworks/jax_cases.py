@@ -11,7 +11,7 @@ import pytest
 
 import worker_client
 from reducer.errors import ConfigError, MismatchError
-from tests.integrations.cases import main
+from tests.frameworks.cases import main
 from worker_client.jax import all_reduce, broadcast, value_and_grad
 from worker_client.startup import connect
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import worker_client
 from reducer.errors import ConfigError
-from tests.integrations.cases import main
+from tests.frameworks.cases import main
 from worker_client.keras import (
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,

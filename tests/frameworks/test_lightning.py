@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integrations.ranks import run_cases
-from tests.integrations.training import assert_alike, train
+from tests.frameworks.training import assert_alike, train
+from tests.ranks import environments, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,20 +21,20 @@ MIB = 1 << 20
 
 
 def cases(
-    out: Path, group: str, servers: list[str], package: str = "lightning.pytorch"
+    folder: Path, group: str, servers: list[str], package: str = "lightning.pytorch"
 ) -> list[dict[str, Any]]:
-    folder = out.parent / "checkpoints"
-    return run_cases("lightning_cases.py", out, group, package, str(folder), servers=servers)
+    command = ("-m", "tests.frameworks.lightning_cases", group, package, folder / "checkpoints")
+    return run(environments(2, servers, TQDM_DISABLE="1"), *command)
 
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
-    return cases(tmp_path_factory.mktemp("lightning") / "options", "options", servers)
+    return cases(tmp_path_factory.mktemp("lightning"), "options", servers)
 
 
 @pytest.fixture(scope="module")
 def again(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
-    return cases(tmp_path_factory.mktemp("lightning") / "again", "again", servers)
+    return cases(tmp_path_factory.mktemp("lightning"), "again", servers)
 
 
 def test_the_example_trains_as_it_does_over_gloo(servers: list[str]) -> None:
@@ -116,14 +116,14 @@ def test_a_client_that_the_user_made_is_used_and_left_running(again: list[dict[s
 
 
 def test_an_embedded_job_fits_several_times(tmp_path: Path) -> None:
-    for rank in cases(tmp_path / "embedded", "again", []):
+    for rank in cases(tmp_path, "again", []):
         assert rank["straight"]["hosts"]
         assert rank["resumed"]["digest"] == rank["straight"]["digest"]
         assert rank["still_usable"]
 
 
 def test_a_rank_that_hosts_a_reducer_waits_for_the_others(tmp_path: Path) -> None:
-    first, second = cases(tmp_path / "goodbye", "goodbye", [])
+    first, second = cases(tmp_path, "goodbye", [])
     assert second["woke"] < first["returned"]
 
 
@@ -131,7 +131,7 @@ def test_a_rank_that_hosts_a_reducer_waits_for_the_others(tmp_path: Path) -> Non
 def test_a_rank_that_raises_keeps_nobody_waiting(
     tmp_path: Path, servers: list[str], embedded: bool
 ) -> None:
-    first, second = cases(tmp_path / "failure", "failure", [] if embedded else servers)
+    first, second = cases(tmp_path, "failure", [] if embedded else servers)
     assert second["text"] == "this rank gives up"
     assert first["typed"], first
     assert embedded or first["error"] == "RankLostError", first
@@ -141,14 +141,14 @@ def test_a_rank_that_raises_keeps_nobody_waiting(
 
 
 def test_fabric_trains_as_it_does_over_gloo(tmp_path: Path, servers: list[str]) -> None:
-    for rank in cases(tmp_path / "fabric", "fabric", servers):
+    for rank in cases(tmp_path, "fabric", servers):
         assert rank["ours"]["digest"] == rank["stock"]["digest"]
         assert rank["ours"]["bytes"] > 0
 
 
 def test_the_other_lightning_is_served_too(tmp_path: Path, servers: list[str]) -> None:
     pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning")
-    ranks = cases(tmp_path / "other", "default", servers, package="pytorch_lightning")
+    ranks = cases(tmp_path, "default", servers, package="pytorch_lightning")
     assert len({rank["ours"]["digest"] for rank in ranks}) == 1
     for rank in ranks:
         assert rank["base"].startswith("pytorch_lightning.")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.integration.launch import rank_environment
-from tests.integrations.training import assert_alike, train
+from tests.frameworks.training import assert_alike, train
+from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("sklearn", reason="needs scikit-learn")
-
-CASES = Path(__file__).with_name("fsdp_cases.py")
 
 
 @pytest.mark.timeout(300)
@@ -40,28 +33,10 @@ def test_without_servers_the_replicas_host_reducers() -> None:
 
 
 @pytest.fixture(scope="module")
-def cases(servers: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    out = tmp_path_factory.mktemp("fsdp") / "cases.json"
-    environment = rank_environment(2, REDUCTION_SERVERS=",".join(servers))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(CASES), str(out)],
-            env={**environment, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=200)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+def cases(servers: list[str]) -> list[dict]:
+    return run(environments(2, servers), "-m", "tests.frameworks.fsdp_cases")
 
 
-@pytest.mark.timeout(240)
 def test_no_shard_trains_like_ddp(cases: list[dict]) -> None:
     assert cases[0]["no_shard"] == cases[1]["no_shard"]
     for case in cases:
@@ -69,17 +44,14 @@ def test_no_shard_trains_like_ddp(cases: list[dict]) -> None:
         assert case["no_shard"]["bytes_reduced"] > 0
 
 
-@pytest.mark.timeout(240)
 def test_reduce_dtype_is_what_travels(cases: list[dict]) -> None:
     assert [case["bfloat16"] for case in cases] == [[129.0, 2]] * 2
 
 
-@pytest.mark.timeout(240)
 def test_an_error_is_raised_by_backward(cases: list[dict]) -> None:
     assert cases[0]["late"] == "ReductionTimeout (1,)"
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("case", "fix"),
     [

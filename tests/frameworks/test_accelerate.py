@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integrations.ranks import run_cases
-from tests.integrations.training import assert_alike, train
+from tests.frameworks.training import assert_alike, train
+from tests.ranks import environments, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.timeout(300)
 MIB = 1 << 20
 
 
-def cases(out: Path, group: str, servers: list[str], **environment: str) -> list[dict[str, Any]]:
-    folder = str(out.parent / "checkpoints")
-    script = "accelerate_cases.py"
-    return run_cases(script, out, group, folder, servers=servers, **environment)
+def cases(folder: Path, group: str, servers: list[str], **settings: str) -> list[dict[str, Any]]:
+    given = environments(2, servers, TQDM_DISABLE="1", **settings)
+    command = ("-m", "tests.frameworks.accelerate_cases", group, folder / "checkpoints")
+    return run(given, *command)
 
 
 @pytest.fixture(scope="module")
 def accelerate(
     tmp_path_factory: pytest.TempPathFactory, servers: list[str]
 ) -> list[dict[str, Any]]:
-    return cases(tmp_path_factory.mktemp("accelerate") / "seen", "accelerate", servers)
+    return cases(tmp_path_factory.mktemp("accelerate"), "accelerate", servers)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,12 @@ def transformers(
     tmp_path_factory: pytest.TempPathFactory, servers: list[str]
 ) -> list[dict[str, Any]]:
     pytest.importorskip("transformers", reason="needs transformers")
-    return cases(tmp_path_factory.mktemp("transformers") / "seen", "transformers", servers)
+    return cases(tmp_path_factory.mktemp("transformers"), "transformers", servers)
 
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
-    return cases(tmp_path_factory.mktemp("refusals") / "seen", "refusals", servers)
+    return cases(tmp_path_factory.mktemp("refusals"), "refusals", servers)
 
 
 def test_the_example_trains_as_it_does_over_gloo(servers: list[str]) -> None:
@@ -119,7 +119,7 @@ def test_the_trainer_of_transformers_keeps_its_own_choices(
 
 
 def test_an_embedded_job_needs_no_reducers(tmp_path: Path) -> None:
-    for rank in cases(tmp_path / "embedded", "transformers", []):
+    for rank in cases(tmp_path, "transformers", []):
         assert rank["ours"]["default"]["digest"] == rank["stock"]["default"]["digest"]
 
 
@@ -137,5 +137,5 @@ def test_refuses_and_names_the_fix(refusals: list[dict[str, Any]], case: str, fi
 
 
 def test_a_process_alone_is_told_how_to_start(tmp_path: Path, servers: list[str]) -> None:
-    ranks = cases(tmp_path / "alone", "alone", servers, WORLD_SIZE="1")
+    ranks = cases(tmp_path, "alone", servers, WORLD_SIZE="1")
     assert all("accelerate launch" in rank["alone"] for rank in ranks)

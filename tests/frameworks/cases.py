@@ -7,18 +7,12 @@ which calls its functions named ``case_...`` one after the other, and says how e
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import traceback
-from contextlib import ExitStack
 from typing import Any
 
-from tests.integrations.training import ROOT
-
-WORLD_SIZE = 2
+from tests.ranks import ROOT, environments, ranks
 
 
 def names(module: str) -> list[str]:
@@ -47,37 +41,14 @@ def run(module: str, servers: list[str], **environment: str) -> dict[str, list[s
         What each case says at each rank, in rank order; None for nothing wrong.
     """
     settings = {
-        "REDUCTION_SERVERS": ",".join(servers),
         "REDUCTION_JOB": module,
         "REDUCTION_TIMEOUT": "60s",  # one rank may import its framework long after another
-        "WORLD_SIZE": str(WORLD_SIZE),
-        "OMP_NUM_THREADS": "1",
         **environment,
     }
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
     results: dict[str, list[str | None]] = {}
-    with ExitStack() as stack:
-        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(WORLD_SIZE)]
-        complaints = stack.enter_context(tempfile.TemporaryFile("w+"))
-        ranks = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", module],
-                    cwd=ROOT,
-                    env={**inherited, **settings, "RANK": str(rank)},
-                    stdout=out,
-                    stderr=complaints,
-                )
-            )
-            for rank, out in enumerate(said)
-        ]
-        for process in ranks:
-            stack.callback(process.kill)
-        for process, out in zip(ranks, said, strict=True):
-            if process.wait(240) != 0:
-                complaints.seek(0)
-                raise AssertionError(complaints.read())
-            out.seek(0)
-            for name, error in map(json.loads, out):
+    # Forks would have torch, and cases check that the adapters do without it.
+    with ranks(environments(2, servers, **settings), "-m", module, fresh=True) as job:
+        for said in job.outputs(240):
+            for name, error in map(json.loads, said.splitlines()):
                 results.setdefault(name, []).append(error)
     return results

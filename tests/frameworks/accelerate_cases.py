@@ -1,19 +1,16 @@
-"""One rank of the Accelerate and transformers tests: runs the cases of a group, writes JSON.
+"""One rank of the Accelerate and transformers tests: runs the cases of a group.
 
-Started by test_accelerate.py as ``python accelerate_cases.py OUT GROUP FOLDER``.
+Started by test_accelerate as ``python -m tests.frameworks.accelerate_cases GROUP FOLDER``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-OUT, GROUP, FOLDER = sys.argv[1:]
+GROUP, FOLDER = sys.argv[1:]
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
@@ -24,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import worker_client  # noqa: E402
 from reducer.errors import ConfigError  # noqa: E402
+from tests.ranks import write_result  # noqa: E402
 from worker_client import accelerate as ours  # noqa: E402
 
 if TYPE_CHECKING:
@@ -240,4 +238,4 @@ GROUPS = {
     "alone": alone,
 }
 seen = GROUPS[GROUP]()
-Path(f"{OUT}.{os.environ.get('RANK', '0')}").write_text(json.dumps(seen))
+write_result(seen)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import worker_client
 from reducer.errors import ConfigError, MismatchError, RankLostError
-from tests.integrations.cases import main
+from tests.frameworks.cases import main
 from worker_client.startup import connect
 from worker_client.tensorflow import DistributedGradientTape, all_reduce, broadcast_variables
 

@@ -6,15 +6,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.integrations import cases
-from tests.integrations.training import assert_alike, train
+from tests.frameworks import cases
+from tests.frameworks.training import assert_alike, train
 from worker_client.demo.ranks import free_port
 
 # Looked for and not imported, as that takes long and warns.
 if find_spec("tensorflow") is None:
     pytest.skip("needs tensorflow", allow_module_level=True)
 
-CASES = "tests.integrations.tensorflow_cases"
+CASES = "tests.frameworks.tensorflow_cases"
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.training import assert_alike, train
+from tests.frameworks.training import assert_alike, train
 
 pytest.importorskip("sklearn", reason="needs scikit-learn")
 pytest.importorskip("torch", reason="needs torch")

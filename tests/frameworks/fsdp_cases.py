@@ -1,11 +1,8 @@
-"""One rank of the FSDP tests: ``python fsdp_cases.py OUT.json`` with torchrun's environment."""
+"""One rank of the FSDP tests, as a module of its own, with torchrun's environment."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from torch.distributed.fsdp import (
 
 import worker_client
 from reducer.errors import ConfigError, ReductionError
+from tests.ranks import write_result
 from worker_client import fsdp
 
 
@@ -109,7 +107,7 @@ def refusals(mesh: Any) -> dict[str, str]:
         }
 
 
-def main(out: str) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -119,10 +117,10 @@ def main(out: str) -> None:
         "refusals": refusals(mesh),
         "late": late(mesh),
     }
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(found))
+    write_result(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

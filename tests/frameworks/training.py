@@ -7,20 +7,17 @@ trains over what its framework uses otherwise, and reduces nothing through reduc
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from tests.ranks import ROOT, environments, ranks
 from worker_client.demo.ranks import free_port
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 LINE = re.compile(r"rank (\d+): loss (\S+), weights (\w{16}), (\d+) bytes reduced")
 TOLERANCE = 1e-5
 
@@ -37,7 +34,7 @@ class End(NamedTuple):
 def train(
     example: str,
     *arguments: str,
-    servers: list[str] | None = None,
+    servers: Sequence[str] = (),
     workers: int = 2,
     timeout_s: float = 280.0,
     **environment: str,
@@ -52,29 +49,13 @@ def train(
         timeout_s: for all of it.
         environment: of the ranks, besides this process's.
     """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
-    if servers:
-        environment["REDUCTION_SERVERS"] = ",".join(servers)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *("-m", "torch.distributed.run"),
         *("--nproc-per-node", str(workers), "--master-port", str(free_port())),
-        *(str(ROOT / "examples" / example), *arguments),
+        *(ROOT / "examples" / example, *arguments),
     ]
-    process = subprocess.Popen(
-        command,
-        env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, said
+    with ranks(environments(1, servers, **environment), *command, fresh=True) as launcher:
+        (said,) = launcher.outputs(timeout_s)
     ends = sorted(
         End(int(rank), float(loss), weights, int(reduced))
         for rank, loss, weights, reduced in LINE.findall(said)

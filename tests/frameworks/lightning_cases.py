@@ -1,13 +1,12 @@
-"""One rank of the Lightning tests: runs the cases of a group and writes JSON.
+"""One rank of the Lightning tests: runs the cases of a group.
 
-Started by test_lightning.py as ``python lightning_cases.py OUT GROUP PACKAGE FOLDER``; the package
-is ``lightning.pytorch`` or ``pytorch_lightning``.
+Started by test_lightning as ``python -m tests.frameworks.lightning_cases GROUP PACKAGE FOLDER``;
+the package is ``lightning.pytorch`` or ``pytorch_lightning``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import sys
@@ -25,12 +24,13 @@ from torch.utils.data import DataLoader, TensorDataset
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OUT, GROUP, PACKAGE, FOLDER = sys.argv[1:]
+GROUP, PACKAGE, FOLDER = sys.argv[1:]
 pl = import_module(PACKAGE)
 FABRIC = "lightning.fabric" if PACKAGE == "lightning.pytorch" else "lightning_fabric"
 
 import worker_client  # noqa: E402
 from reducer.errors import ConfigError, ReductionError  # noqa: E402
+from tests.ranks import write_result  # noqa: E402
 from worker_client import lightning as ours  # noqa: E402
 
 warnings.filterwarnings("ignore")
@@ -307,4 +307,4 @@ seen["environment"] = [
     environment.node_rank(),
     environment.detect(),
 ]
-Path(f"{OUT}.{environment.global_rank()}").write_text(json.dumps(seen))
+write_result(seen)

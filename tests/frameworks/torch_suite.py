@@ -5,7 +5,7 @@ whatever they make as a ``gloo`` group is made as ours, and goes by Gloo's name 
 tests run in the same processes, each in a process group of its own; where one fails or hangs, the
 next gets new processes.
 
-    python tests/integrations/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
+    python tests/frameworks/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
 """
 # ruff: noqa: PLC0415, T201 (torch's tests read the environment when imported; this is a command)
 

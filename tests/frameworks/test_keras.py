@@ -9,14 +9,15 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.integrations import cases
-from tests.integrations.training import ROOT, assert_alike, train
+from tests.frameworks import cases
+from tests.frameworks.training import assert_alike, train
+from tests.ranks import ROOT
 
 # Looked for and not imported, as that takes long and warns.
 if find_spec("keras") is None:
     pytest.skip("needs keras", allow_module_level=True)
 
-CASES = "tests.integrations.keras_cases"
+CASES = "tests.frameworks.keras_cases"
 pytestmark = pytest.mark.timeout(300)
 
 

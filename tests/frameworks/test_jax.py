@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations import cases
-from tests.integrations.training import assert_alike, train
+from tests.frameworks import cases
+from tests.frameworks.training import assert_alike, train
 from worker_client.demo.ranks import free_port
 
 pytest.importorskip("jax", reason="needs jax")
 
-CASES = "tests.integrations.jax_cases"
+CASES = "tests.frameworks.jax_cases"
 pytestmark = pytest.mark.timeout(300)
 
 

@@ -1,0 +1,199 @@
+"""Tests that `make test` leaves to `make test-extended`, and the fast tests that stand for each.
+
+A test is in the table if it takes long, or is one of many cases, and a fast test would notice
+nearly everything that it would. tests/conftest.py marks what a row names as ``extended``; it
+refuses a row that names no test, or whose fast tests are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping  # noqa: TC003 (a field's type)
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """Extended tests of one file or folder, and what stands for them.
+
+    Attributes:
+        tests: how their node ids begin.
+        instead: how the node ids of the fast tests begin that stand for them.
+        where: parameters that they have; without any, all tests that begin so.
+    """
+
+    tests: str
+    instead: tuple[str, ...]
+    where: Mapping[str, object] = {}
+
+    def names(self, nodeid: str, parameters: Mapping[str, object]) -> bool:
+        """Say whether a test with these parameters is one of them."""
+        return nodeid.startswith(self.tests) and self.where.items() <= parameters.items()
+
+
+# The compiled implementation runs every scenario. The plain one runs them here, and in `make test`
+# wherever the two are compared: engines, sessions and flights without a network, transports over
+# real sockets, and every dtype, operation and size through real processes.
+PLAIN = {"impl": "plain"}
+TWINS = (
+    "tests/engine/",
+    "tests/transport/",
+    "tests/integration/test_bits.py::test_a_second_run_gives_the_same_bits",
+)
+PLAIN_ROWS = tuple(
+    Row(tests, (tests, *TWINS), PLAIN)
+    for tests in (
+        "tests/faults/",
+        "tests/integration/test_ddp_failover.py",
+        "tests/integration/test_failures.py",
+        "tests/integration/test_hierarchy.py",
+        "tests/integration/test_misuse.py",
+        "tests/integration/test_survivors.py",
+        "tests/integration/test_topologies.py",
+        "tests/integration/test_wire_dtype.py",
+        "tests/security/",
+        "tests/worker_client/test_autotune.py",
+        "tests/worker_client/test_collectives.py",
+        "tests/worker_client/test_device_errors.py",
+        "tests/worker_client/test_fusion.py",
+        "tests/worker_client/test_fusion_rounds.py",
+        "tests/worker_client/test_packing.py",
+    )
+)
+
+
+# By file and the fast test that stands for them: the extended tests.
+BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    # -- long searches, and full products of cases
+    "tests/engine/test_state_machine.py": {
+        "TestTraining": ("TestLongTraining",),
+        "TestPlainTraining": ("TestLongPlainTraining",),
+    },
+    "tests/worker_client/test_flight_twins.py": {
+        "TestTwins": ("TestManyTwins",),
+    },
+    "tests/sim/test_simulator.py": {
+        "test_the_guarantee_holds_whatever": ("test_the_guarantee_holds_in_many_more_worlds",),
+        "test_a_broken_rule_is_noticed": ("test_the_stored_seed_is_the_first_that_notices",),
+    },
+    "tests/integration/test_bits.py": {
+        "test_every_rank_gets_the_oracles_bits_in_the": (
+            "test_every_rank_gets_the_oracles_bits_in_all",
+        ),
+        "test_a_second_run_gives_the_same_bits": ("test_a_second_run_of_every_case",),
+    },
+    # -- ranks and reducers that are lost
+    "tests/integration/test_survivors.py": {
+        "test_the_others_go_on_when_a_rank_dies": (
+            "test_a_rank_dies_while_the_others_compute",
+            "test_one_rank_after_another_dies",
+            "test_the_first_rank_is_like_any_other",
+        ),
+        "test_a_minority_does_not_go_on": ("test_several_die_at_about_the_same_time",),
+    },
+    "tests/integration/test_ddp_failover.py": {
+        "test_all_reducers_are_replaced_one_by_one": (
+            "test_reducers_that_are_killed_and_come_back",
+        ),
+    },
+    "tests/integration/test_fallback.py": {
+        "test_the_job_goes_on_when_no_reducer_is_left[killed-2-1]": (
+            "test_the_job_goes_on_when_no_reducer_is_left[killed-4-3]",
+            "test_the_job_goes_on_when_no_reducer_is_left[drained-4-3]",
+        ),
+        "test_the_job_goes_on_when_no_reducer_is_left[drained-3-2]": (
+            "test_the_job_goes_on_when_no_reducer_is_left[killed-3-2]",
+            "test_the_job_goes_on_when_no_reducer_is_left[drained-2-1]",
+            "test_one_reducer_after_another_is_lost",
+        ),
+    },
+    "tests/integration/test_rank_loss.py": {
+        "test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[4-2]": (
+            "test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[20-4]",
+            "test_a_killed_rank_that_hosts_a_reducer",
+        ),
+        "test_a_rank_that_stops_for_seconds_is_fenced": (
+            "test_a_rank_that_stops_does_not_disturb",
+        ),
+    },
+    # -- whole trainings
+    "tests/integration/test_demo.py": {
+        "test_ranks_that_differ_are_a_failure": ("test_too_little_training",),
+        "test_it_can_be_stopped[terminate]": (
+            "test_it_can_be_stopped[ctrl-c]",
+            "test_nobody_outlives_a_killed_demo",
+        ),
+    },
+    "tests/integration/test_hierarchy_ddp.py": {
+        "test_ddp_trains_as_without_hierarchy[2]": (
+            "test_ddp_trains_as_without_hierarchy[0]",
+            "test_on_one_node_there_is_no_hierarchy",
+        ),
+    },
+    "tests/integration/test_embedded.py": {
+        "test_bits_and_leaving_in_any_order[0]": (
+            "test_bits_and_leaving_in_any_order[1]",
+            "test_bits_and_leaving_in_any_order[2]",
+        ),
+        "test_a_small_pool_is_helped_by_the_ranks[one]": (
+            "test_a_small_pool_is_helped_by_the_ranks[two]",
+            "test_a_small_pool_is_helped_by_the_ranks[enough]",
+        ),
+    },
+    "tests/integration/test_torch_backend.py": {
+        "test_through_a_pool": ("test_embedded_and_by_device",),
+    },
+    "tests/integration/test_horovod.py": {
+        "test_servers_without_a_launcher_are_refused": (
+            "test_without_a_launcher_the_job_is_of_one",
+        ),
+    },
+    # -- the package, links and launchers
+    "tests/integration/test_wheel.py": {
+        "test_the_archive_holds_sources": (
+            "test_a_reducer_runs_from_the_wheel_alone",
+            "test_what_is_built_for_others_is_compiled",
+            "test_without_a_compiler_the_plain_loops_serve",
+        ),
+    },
+    "tests/lab/test_faults.py": {
+        "test_a_reducer_whose_cable_is_pulled": (
+            "test_a_rank_and_a_reducer_that_are_parted",
+            "test_a_reducer_at_a_tenth_of_the_rate",
+            "test_one_percent_of_packets_lost",
+            "test_a_rank_whose_cable_is_pulled",
+        ),
+    },
+    "tests/launch/test_launchers.py": {
+        "test_torchrun_on_two_nodes": (
+            "test_srun",
+            "test_the_batch_script",
+            "test_azure_ml_calls_mpirun",
+        ),
+    },
+    # -- benchmarks
+    "tests/bench/test_allreduce.py": {
+        "test_all_reduces_are_compared": (
+            "test_predictions_are_compared_with_the_lab",
+            "test_16_bits_on_the_wire_are_a_contender",
+            "test_scaling",
+            "test_a_pool_with_keys_is_a_contender",
+        ),
+    },
+    "tests/bench/test_ddp.py": {
+        "test_a_tiny_run[mlp-pool1]": (
+            "test_a_tiny_run[digits-pool2]",
+            "test_a_tiny_run[mlp-pool0]",
+        ),
+    },
+}
+ROWS = (
+    *PLAIN_ROWS,
+    Row("tests/reducer/test_http.py", ("tests/reducer/test_http.py",), {"server": "plain"}),
+    Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
+    Row("tests/launch/test_vertex.py", ("tests/launch/test_resolve_clusters.py",)),
+    *(
+        Row(f"{file}::{extended}", (f"{file}::{fast}",))
+        for file, tests in BY_FILE.items()
+        for fast, many in tests.items()
+        for extended in many
+    ),
+)

@@ -1,0 +1,378 @@
+"""Starts the ranks of a job, waits for them, and leaves none behind.
+
+    with ranks(environments(2, servers), "-m", "tests.integration.ddp_cases", "options") as job:
+        first, second = job.results()
+
+A rank is a process of its own, forked from one that has imported torch (`tests.fork_server`), with
+the command line that `python` would get, its environment and nothing else in it, and files for what
+it writes. It can be killed, stopped and interrupted, and its exit code is real. `fresh` starts an
+interpreter for it instead: for a launcher, and where it matters what a rank imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import IO, TYPE_CHECKING, Any
+
+from worker_client.demo.ranks import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+ROOT = Path(__file__).parents[1]
+RESULT = "RANK_RESULT"  # names the file for a rank's result
+PATIENCE_S = 200.0  # less than pytest's own timeout, which would not say where the ranks are
+OTHERS_S = 10.0  # for the others to end when a rank has failed, and to say why
+STOP_S = 10.0  # for a rank to say where it is, or for a launcher to end its ranks
+POLL_S = 0.01
+# OpenMP and BLAS read these when they are loaded, and their threads would not survive a fork.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+SETTINGS = {**ONE_THREAD, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT)}
+
+
+def environments(
+    world_size: int, servers: Sequence[str] = (), **settings: str
+) -> list[dict[str, str]]:
+    """Return the environment of every rank as torchrun sets it on this machine, and settings.
+
+    Args:
+        world_size: number of ranks.
+        servers: addresses of reducers; none: the ranks host them.
+        settings: for all ranks, and before all that.
+    """
+    shared = {
+        **{name: value for name, value in os.environ.items() if name != "REDUCTION_SERVERS"},
+        **SETTINGS,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+        **({"REDUCTION_SERVERS": ",".join(servers)} if servers else {}),
+        **settings,
+    }
+    return [{**shared, "RANK": str(rank)} for rank in range(world_size)]
+
+
+def write_result(result: Any) -> None:
+    """Write this rank's result, for `Ranks.results`; a later one replaces it."""
+    Path(os.environ[RESULT]).write_text(json.dumps(result))
+
+
+class Rank:
+    """What a rank writes; `Forked` and `Fresh` are its process, with what `subprocess.Popen` has.
+
+    Attributes:
+        stem: beginning of the names of its files.
+        last: the signal that asks it to end.
+    """
+
+    stem: Path
+    last: signal.Signals
+
+    @property
+    def out(self) -> str:
+        """What it has written to standard output, if the test does not read that from a pipe."""
+        return Path(f"{self.stem}.out").read_text()
+
+    @property
+    def err(self) -> str:
+        """What it has written to standard error."""
+        return Path(f"{self.stem}.err").read_text()
+
+    @property
+    def result(self) -> Any:
+        """What it has given to `write_result`."""
+        return json.loads(Path(f"{self.stem}.json").read_text())
+
+    def stop(self) -> None:
+        """Ask the process to end, if it has not, and wait for a while."""
+        self.send_signal(self.last)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(STOP_S)
+
+
+class Ranks(list[Rank]):
+    """All ranks of a job, in order."""
+
+    def finish(self, timeout_s: float = PATIENCE_S, killed: Collection[int] = ()) -> None:
+        """Wait until all ranks have ended well; if one does not, raise what all have written.
+
+        Args:
+            timeout_s: for all of them; a rank that still runs then says where it is.
+            killed: those that must end by SIGKILL.
+        """
+        right = [-signal.SIGKILL if rank in killed else 0 for rank in range(len(self))]
+        until = time.monotonic() + timeout_s
+        while None in (codes := self._codes()) and time.monotonic() < until:
+            if any(code not in {None, good} for code, good in zip(codes, right, strict=True)):
+                until = min(until, time.monotonic() + OTHERS_S)
+            time.sleep(POLL_S)
+        if codes != right:
+            raise AssertionError(self._report())
+
+    def results(self, timeout_s: float = PATIENCE_S, killed: Collection[int] = ()) -> list[Any]:
+        """Return the results of all ranks that were not killed; see `finish`."""
+        self.finish(timeout_s, killed)
+        return [rank.result for at, rank in enumerate(self) if at not in killed]
+
+    def outputs(self, timeout_s: float = PATIENCE_S) -> list[str]:
+        """Return what each rank has written to standard output; see `finish`."""
+        self.finish(timeout_s)
+        return [rank.out for rank in self]
+
+    def kill(self) -> None:
+        """End all ranks, and what they have started, now."""
+        for rank in self:
+            if isinstance(rank, Fresh):
+                rank.stop()
+            end(rank)
+
+    def _codes(self) -> list[int | None]:
+        return [rank.poll() for rank in self]
+
+    def _report(self) -> str:
+        """Say how all ranks have ended, or where they are."""
+        codes = self._codes()
+        for rank in self:
+            rank.stop()
+        ends = ["still ran" if code is None else f"ended with code {code}" for code in codes]
+        return "\n".join(
+            f"-- rank {at} {end}\n{rank.err}{rank.out}"
+            for at, (rank, end) in enumerate(zip(self, ends, strict=True))
+        )
+
+
+@contextmanager
+def ranks(
+    environments: Sequence[Mapping[str, str]],
+    *command: str | Path,
+    talk: bool = False,
+    fresh: bool = False,
+) -> Iterator[Ranks]:
+    """Run a command of Python's at every rank, and kill those that are left at the end.
+
+    Args:
+        environments: of the ranks, whole; see `environments`. Added is where a result is written.
+        command: ``"-m", MODULE`` or ``"-c", CODE`` or a script, and arguments.
+        talk: make standard input and output pipes; otherwise the input is empty, and the output
+            goes to a file.
+        fresh: start an interpreter for each, instead of a fork.
+    """
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        started = Ranks()
+        stack.callback(started.kill)
+        for at, environment in enumerate(environments):
+            stem = Path(folder, str(at))
+            whole = {**environment, RESULT: f"{stem}.json"}
+            with Path(f"{stem}.out").open("w") as out, Path(f"{stem}.err").open("w") as err:
+                streams = (PIPE, PIPE, err) if talk else (DEVNULL, out, err)
+                rank = (Fresh if fresh else Forked)(list(map(str, command)), whole, *streams)
+            rank.stem = stem
+            started.append(rank)
+        yield started
+
+
+def run(
+    environments: Sequence[Mapping[str, str]], *command: str | Path, timeout_s: float = PATIENCE_S
+) -> list[Any]:
+    """Run a command at every rank, and return the results of all."""
+    with ranks(environments, *command) as job:
+        return job.results(timeout_s)
+
+
+class Fresh(subprocess.Popen, Rank):
+    """An interpreter of its own; see `Forked`."""
+
+    last = signal.SIGTERM  # a launcher ends its ranks
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], *streams: IO[Any] | int
+    ) -> None:
+        stdin, stdout, stderr = streams
+        super().__init__(
+            [sys.executable, *command],
+            env=environment,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+
+
+class Forked(Rank):
+    """A fork of the fork server, with what tests and benchmarks use of `subprocess.Popen`.
+
+    Args:
+        command: of Python, without its name.
+        environment: all of it.
+        stdin: `PIPE`, `DEVNULL`, a file or a descriptor, as the other two; None: this process's.
+        stdout: see `stdin`.
+        stderr: see `stdin`.
+
+    Attributes:
+        pid: its process.
+        returncode: its exit code, or minus a signal's number; None as long as `poll` found none.
+        stdin: the pipe to its standard input, if there is one.
+        stdout: the pipe from its standard output, if there is one.
+    """
+
+    last = signal.SIGABRT  # it says where all its threads are
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: IO[Any] | int | None = None,
+        stdout: IO[Any] | int | None = None,
+        stderr: IO[Any] | int | None = None,
+    ) -> None:
+        self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
+        self.stdout: IO[str] | None = None
+        with ExitStack() as theirs:
+            if stdin == PIPE:
+                reads, writes = os.pipe()
+                stdin, self.stdin = theirs.enter_context(os.fdopen(reads)), os.fdopen(writes, "w")
+            if stdout == PIPE:
+                reads, writes = os.pipe()
+                stdout, self.stdout = theirs.enter_context(os.fdopen(writes)), os.fdopen(reads)
+            nothing = theirs.enter_context(Path(os.devnull).open("r+b"))
+            streams = [
+                standard if stream is None else nothing if stream == DEVNULL else stream
+                for standard, stream in enumerate((stdin, stdout, stderr))
+            ]
+            self.pid: int = fork_server().ask(
+                {"command": command, "environment": environment, "folder": str(Path.cwd())},
+                [stream if isinstance(stream, int) else stream.fileno() for stream in streams],
+            )
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the process runs."""
+        if self.returncode is None:
+            self.returncode = fork_server().ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit code."""
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if the process has not ended."""
+        if self.poll() is None:  # until it is polled, nobody else gets its number
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Loopback:
+    """Stands in for a `lab.Lab` on loopback: Python processes on its hosts are forks.
+
+    Attributes:
+        hosts: all of them this machine.
+        address: of each.
+    """
+
+    address = "127.0.0.1"
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = [self] * hosts
+        self._started: list[Forked] = []
+
+    def __enter__(self) -> Loopback:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            end(process)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdout: IO[Any] | int | None = None,
+        stderr: IO[Any] | int | None = None,
+        stdin: IO[Any] | int | None = DEVNULL,
+    ) -> Forked:
+        """Start a Python process, as `lab.Host.start` does."""
+        assert argv[0] == sys.executable
+        environment = {**os.environ, **SETTINGS, **(env or {})}
+        self._started.append(Forked(argv[1:], environment, stdin, stdout, stderr))
+        return self._started[-1]
+
+
+class ForkServer:
+    """The process that forks ranks: one for all tests of this process, from the first one on."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._numbers = itertools.count()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+                cwd=ROOT,
+                env={**os.environ, **SETTINGS},
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+        atexit.register(self._stop)
+
+    def ask(self, request: dict[str, Any] | int, streams: Sequence[int] = ()) -> Any:
+        """Send a request, and return the answer."""
+        with self._lock:
+            number = next(self._numbers)
+            socket.send_fds(self._control, [json.dumps([number, request]).encode()], streams)
+            while True:  # pytest's timeout may have interrupted this, and left an answer
+                answered, answer = json.loads(self._control.recv(1 << 10))
+                if answered == number:
+                    return answer
+
+    def _stop(self) -> None:
+        self._control.close()
+        self.process.wait()
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """Return this process's fork server, which is started by the first call."""
+    return ForkServer()
+
+
+def end(process: Fresh | Forked) -> None:
+    """Kill a process and what it has started, and close its pipes."""
+    if process.poll() is None:  # its number is its own until then
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            with contextlib.suppress(BrokenPipeError):  # of what was not flushed
+                pipe.close()
