@@ -82,6 +82,7 @@ class Session:
             self.flight, self._agreement.chunk_bytes, settings.window_bytes > 0
         )
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
+        self._asked_in = 0  # epoch in which the latest question was asked
         self._joining = Joining(
             settings,
             self.links,
@@ -221,6 +222,7 @@ class Session:
             rate, timeout_s = self._flow.rate, operation.timeout_s
             question = self._agreement.question(rate, usable, timeout_s)
             self.calls.question = question
+            self._asked_in = self._map.epoch
             self._handing.asked(self.calls.begun)
             return self._start(question, now)
         return self._start(operation, now)
@@ -256,8 +258,8 @@ class Session:
             self._cut_anew()
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
             actions += self.losses.agreed(missed)
-        else:  # others may have got the answer
-            actions += self.losses.renew(self._map.fresh())
+        elif self._map.epoch == self._asked_in:  # else another rank, without it too, began anew
+            actions += self.losses.renew(self._map.fresh())  # others may have got the answer
         if self.losses.final:
             return actions
         (asked, *others), self._held = self._held, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.errors import LocalProtocolError, MismatchError
+from reducer.errors import LocalProtocolError, MismatchError, RankLostError
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
@@ -93,6 +93,39 @@ def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network: Netw
     call(network)
     network.deliver_all()
     assert all(worker.ended[1] is None for worker in network.workers)
+
+
+@pytest.mark.parametrize("hears_first", [False, True])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_rank_that_is_lost_amid_an_agreement_is_named(
+    implementation: str, hears_first: bool
+) -> None:
+    network = Network(3, 2, 0, 0, implementation)
+    network.connect()
+    network.deliver_all()
+    for _ in range(2):
+        call(network, (0, 1, 2))
+        network.deliver_all()
+    for rank in (1, 2):
+        network.submit(rank, operation(8))  # the first reducer takes the question, the second it
+    network.deliver_all()
+    network.workers[0].present = False
+    network.break_off(0, 0, at_once=True)
+    network.break_off(0, 1, at_once=False)  # this reducer notices later
+    network.tick(1.1)
+    network.deliver(network.down[1, 0])  # the agreement has failed at rank 1
+    if hears_first:
+        for queue in (network.up[1, 1], network.down[2, 1]):
+            while queue:
+                network.deliver(queue)  # and rank 2 hears from it before it has its own error
+    network.deliver_all()
+    network.tick(1.1)
+    network.deliver_all()
+    for worker in network.workers[1:]:
+        assert isinstance(worker.ended[2], RankLostError), worker.ended[2]
+        assert worker.ended[2].rank == 0
+    epochs = {worker.session._map.epoch for worker in network.workers[1:]}
+    assert len(epochs) == 1
 
 
 def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:

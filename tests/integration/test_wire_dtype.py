@@ -178,8 +178,9 @@ def test_a_reducer_may_die_between_the_pieces(impl: str) -> None:
         local_pool(2) as servers,
         joined(2, servers=servers, job="dies", wire_dtype="bf16") as clients,
     ):
+        mortal = process_of(servers[1])  # looking for it takes longer than the all-reduce
         works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
-        process_of(servers[1]).kill()
+        mortal.kill()
         assert [work.wait(30).tobytes() for work in works] == [expected] * 2
         assert clients[0].counters.losses == 1
 
