@@ -354,7 +354,7 @@ class Engine:
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
         job.forget()  # it may have finished what the others have, too
-        sends += [self._loss(job, member, *loss) for loss in job.losses.items()]
+        sends += [self._loss(job, member, loss) for loss in job.losses.values()]
         if earlier is not None:
             sends += self._supersede(earlier, header)
         return sends
@@ -382,15 +382,15 @@ class Engine:
         loss.check_epoch()
         if loss.reducer >= job.hello.reducers:
             raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
-        if loss.epoch <= job.losses.get(loss.reducer, -1):
+        if loss.reducer in job.losses and not loss > job.losses[loss.reducer]:
             return []
-        job.losses[loss.reducer] = loss.epoch
+        job.losses[loss.reducer] = loss
         others = [other for other in job.members.values() if other is not member]
-        return [self._loss(job, other, loss.reducer, loss.epoch) for other in others]
+        return [self._loss(job, other, loss) for other in others]
 
-    def _loss(self, job: Job, member: Member, reducer: int, epoch: int) -> Send:
+    def _loss(self, job: Job, member: Member, loss: Loss) -> Send:
         frame = Header(MessageType.SHARD_MAP, job=job.key, generation=job.generation).pack()
-        return Send(member.peer, frame, encode(Loss(reducer, epoch)))
+        return Send(member.peer, frame, encode(loss))
 
     def _settle_claims(self, job: Job, lost: Member) -> list[Send]:
         return self._decide(lambda c: (c.header.job, c.header.rank) == (job.key, lost.rank))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from reducer.limits import Limits
     from reducer.slots import Member, Round, Rounds, SlotsModule
-    from reducer.wire.messages import Hello
+    from reducer.wire.messages import Hello, Loss
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 MAX_GIVEN_UP = 1024  # ranges that are remembered; failures make some, and they pass
@@ -38,8 +38,8 @@ class Job:
         gone: ranks that left or were lost, with the watermark they had reached and the reason.
         max_chunk_bytes: the largest chunk that the job's settings lead to.
         rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
-        losses: reducers that ranks have lost, with the latest epoch that each is lost for;
-            `ALL_REDUCERS` if a rank could reach none.
+        losses: by reducer, the latest that ranks have said of its loss; of `ALL_REDUCERS` if a
+            rank began anew with all of them.
         given_up: all-reduces that a rank has given up, as first, last, and why.
         reserved: bytes of the reducer's memory set aside for this job.
         keys: public key that each rank came with.
@@ -56,7 +56,7 @@ class Job:
         self.members: dict[int, Member] = {}
         self.gone: dict[int, tuple[int, RankLostError]] = {}
         self.rounds = rounds
-        self.losses: dict[int, int] = {}
+        self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
         self.reserved = 0
         self.keys: dict[int, str] = {}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from reducer.wire.constants import MessageType
 from reducer.wire.messages import ALL_REDUCERS, LAST_EPOCH, Loss, encode
 from worker_client.actions import Reset, Send
-from worker_client.shard_map import ShardMap
+from worker_client.shard_map import NEVER, ShardMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,6 +59,7 @@ class Failover:
         self._flight = flight
         self._header = header
         self._renewed = 0  # the epoch in which everything began anew, if it did
+        self._renewed_after = NEVER  # the latest all-reduce whose failure made a rank begin anew
 
     def keeps(self, reducer: int) -> bool:
         """Whether results of a reducer are kept: it may be lost, and there is another way then."""
@@ -100,8 +101,8 @@ class Failover:
                 link.owed = None  # the others give it up as well
                 self._flight.shut(link.index)
                 actions.append(Reset(link.index))
-        loss = self._loss(reducer, dict(self.map.lost())[reducer])
-        return actions + [Send(link.index, *loss) for link in self._links if link.member]
+        said = self._said(Loss(reducer, dict(self.map.lost())[reducer]))
+        return actions + [Send(link.index, *said) for link in self._links if link.member]
 
     def rehome(self, link: Link, sequence: int | None = None) -> tuple[list[Send], list[int]]:
         """Move what a link carried to the heirs of its reducer.
@@ -147,17 +148,25 @@ class Failover:
         for reducer in range(self._reducers):
             self.map.lose(reducer, LAST_EPOCH)
 
-    def renew(self, epoch: int) -> None:
-        """Begin anew with all reducers."""
+    def renewed_after(self, sequence: int) -> bool:
+        """Whether a rank has begun anew since this all-reduce, or a later one, failed there."""
+        return sequence <= self._renewed_after
+
+    def renew(self, epoch: int, sequence: int) -> bool:
+        """Begin anew with all reducers, as an all-reduce has failed; whether that is news."""
+        self._renewed_after = max(sequence, self._renewed_after)
+        if epoch <= self.map.epoch:
+            return False
         self._renewed = epoch
         self.map.renew(epoch)
+        return True
 
     def news(self, link: Link) -> list[Send]:
         """Return what a reducer is to be told, and the other ranks by it, when it is reached."""
-        losses = [self._loss(*loss) for loss in self.map.lost()]
+        losses = [Loss(*loss) for loss in self.map.lost()]
         if self._renewed:
-            losses.append(self._loss(ALL_REDUCERS, self._renewed))
-        return [Send(link.index, *loss) for loss in losses]
+            losses.append(Loss(ALL_REDUCERS, self._renewed, self._renewed_after))
+        return [Send(link.index, *self._said(loss)) for loss in losses]
 
     def usable(self) -> list[bool]:
         """Return which reducers this rank could use from now on."""
@@ -188,5 +197,5 @@ class Failover:
             for chunk in self._flight.carried(link.index)
         )
 
-    def _loss(self, reducer: int, epoch: int) -> tuple[bytes, bytes]:
-        return self._header(MessageType.SHARD_MAP).pack(), encode(Loss(reducer, epoch))
+    def _said(self, loss: Loss) -> tuple[bytes, bytes]:
+        return self._header(MessageType.SHARD_MAP).pack(), encode(loss)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import DuplicateRankError, RankLostError, ReducerLostError, ReductionError
 from reducer.wire.states import LinkState
 from worker_client.actions import Action, Reset
+from worker_client.shard_map import NEVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -130,11 +131,15 @@ class Losses:
                 actions += self._calls.fail(operation, self._lost(link, "was the last one"))
         return actions
 
-    def renew(self, epoch: int) -> list[Action]:
-        """Cut buffers in the first way from now on, and say so: ranks have lost touch."""
-        if epoch <= self._map.epoch:
+    def renew(self, epoch: int, sequence: int = NEVER) -> list[Action]:
+        """Cut buffers in the first way from now on, and say so: ranks have lost touch.
+
+        Args:
+            epoch: which begins, if it is a later one.
+            sequence: the all-reduce whose failure says so.
+        """
+        if not self._failover.renew(epoch, sequence):
             return []
-        self._failover.renew(epoch)
         self._renewed()
         return [send for link in self._links if link.member for send in self.news(link)]
 

@@ -82,7 +82,6 @@ class Session:
             self.flight, self._agreement.chunk_bytes, settings.window_bytes > 0
         )
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
-        self._asked_in = 0  # epoch in which the latest question was asked
         self._joining = Joining(
             settings,
             self.links,
@@ -222,7 +221,6 @@ class Session:
             rate, timeout_s = self._flow.rate, operation.timeout_s
             question = self._agreement.question(rate, usable, timeout_s)
             self.calls.question = question
-            self._asked_in = self._map.epoch
             self._handing.asked(self.calls.begun)
             return self._start(question, now)
         return self._start(operation, now)
@@ -240,10 +238,10 @@ class Session:
 
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
-            return self._answered(error)
+            return self._answered(operation.sequence, error)
         return [Finish(operation, own(error, operation))]
 
-    def _answered(self, error: ReductionError | None) -> list[Action]:
+    def _answered(self, sequence: int, error: ReductionError | None) -> list[Action]:
         """Go on with what the ranks have agreed on, or with what was before."""
         self.calls.question = None
         actions: list[Action] = []
@@ -258,8 +256,8 @@ class Session:
             self._cut_anew()
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
             actions += self.losses.agreed(missed)
-        elif self._map.epoch == self._asked_in:  # else another rank, without it too, began anew
-            actions += self.losses.renew(self._map.fresh())  # others may have got the answer
+        elif not self.failover.renewed_after(sequence):  # others may have got the answer
+            actions += self.losses.renew(self._map.fresh(), sequence)
         if self.losses.final:
             return actions
         (asked, *others), self._held = self._held, []
@@ -381,9 +379,11 @@ class Session:
             return []
         if isinstance(error, MismatchError) and error.field == "epoch":
             # Some rank has missed an answer. All hear of it, so all begin anew.
-            renewed = Loss(ALL_REDUCERS, 1 + max(map(_epoch, (error.expected, error.got))))
+            epoch = 1 + max(map(_epoch, (error.expected, error.got)))
+            renewed = Loss(ALL_REDUCERS, epoch, header.sequence)
             renewed.check_epoch()
-            return [*self.losses.renew(renewed.epoch), *self._failed(link, header, error)]
+            anew = self.losses.renew(renewed.epoch, renewed.sequence)
+            return [*anew, *self._failed(link, header, error)]
         return self._failed(link, header, error)
 
     def _failed(self, link: Link, header: Header, error: ReductionError) -> list[Action]:
@@ -420,7 +420,7 @@ class Session:
         loss = decode(Loss, payload)
         loss.check_epoch()
         if loss.reducer == ALL_REDUCERS:
-            return self.losses.renew(loss.epoch)
+            return self.losses.renew(loss.epoch, loss.sequence)
         return self.losses.told(loss.reducer, loss.epoch)
 
     def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.errors import LocalProtocolError, MismatchError, RankLostError
+from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionTimeout
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
@@ -126,6 +126,26 @@ def test_a_rank_that_is_lost_amid_an_agreement_is_named(
         assert worker.ended[2].rank == 0
     epochs = {worker.session._map.epoch for worker in network.workers[1:]}
     assert len(epochs) == 1
+
+
+def test_who_asks_late_goes_on_as_those_do_that_gave_up(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    network.submit(0, operation(8, timeout_s=1.0))
+    network.deliver_all()
+    for _ in range(3):  # the deadline, and a second for a reducer to say who is missing
+        network.tick(1.1)
+    assert isinstance(network.workers[0].ended[2], ReductionTimeout)
+    network.deliver_all()
+    (epoch,) = {worker.session._map.epoch for worker in network.workers}
+    network.submit(1, operation(8))
+    network.deliver_all()
+    assert isinstance(network.workers[1].ended[2], ReductionTimeout)
+    assert {worker.session._map.epoch for worker in network.workers} == {epoch}
+    call(network)
+    network.deliver_all()
+    assert all(worker.ended[3] is None for worker in network.workers)
 
 
 def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:

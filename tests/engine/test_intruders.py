@@ -248,6 +248,18 @@ def test_records_count_as_memory(implementation: str) -> None:
     assert kinds(reducer.contribute(0, sequence + 1, payload=bytes(64))) == [M.RESULT]
 
 
+def test_records_of_a_failed_round_are_given_back(reducer: Reducer) -> None:
+    (job,) = reducer.engine.jobs
+    for rank in range(2):
+        reducer.contribute(rank, 0)
+    of_one_round = job.rounds.taken()
+    two_chunks(reducer, 0, 0, 64, sequence=1)
+    reducer.say(0, M.ABORT, 1, encode_error(ReducerLostError("gone", reducer="x")))
+    for rank in range(2):
+        reducer.contribute(rank, 2, watermark=2)
+    assert job.rounds.taken() == of_one_round
+
+
 def test_more_is_set_aside_for_records_while_there_is_room(implementation: str) -> None:
     reducer = Reducer(implementation, memory_limit=4 << 20)
     reducer.hello(0, world_size=1, window=0, chunk_bytes=64)
