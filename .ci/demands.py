@@ -10,42 +10,76 @@ With ``--full`` it prints all targets, and reads nothing.
 
 from __future__ import annotations
 
+import runpy
 import shlex
 import sys
 from fnmatch import fnmatch
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 FRAMEWORKS, CONTAINERS, CLOUDS = "test-frameworks", "test-containers", "test-clouds"
 TORCH_SUITE, EXTENDED = "test-torch-suite", "test-extended"
 EVERYTHING = (EXTENDED, CONTAINERS, CLOUDS, FRAMEWORKS, TORCH_SUITE)
-ADAPTERS = "accelerate collectives ddp fsdp jax keras lightning packing tensorflow torch_*"
+SECURITY, JOBS = "tests/security", "tests/integration/test_"
 
-# Patterns of paths (a * also matches slashes), and what they demand: targets, or folders and files
-# whose extended tests are run.
+
+def _modules(names: str) -> str:
+    """Return patterns of a worker's modules, compiled twins and all."""
+    return " ".join(f"worker_client/{name}.* worker_client/_{name}.*" for name in names.split())
+
+
+# Patterns of paths (a * also matches slashes), and what they demand: targets, or what the names
+# of files begin with whose extended tests are run.
 DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (".ci/* Makefile pyproject.toml setup.py constraints.txt tests/conftest.py", EVERYTHING),
     ("tests/extended.py tests/ranks.py tests/fork_server.py", EVERYTHING),
-    ("reducer/kernels/*", ("tests/kernels", "tests/integration/test_bits.py")),
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
-    ("reducer/keyfiles.py reducer/key* reducer/auth*", ("tests/security",)),
-    (f"worker_client/{ADAPTERS.replace(' ', '.py worker_client/')}.py", (FRAMEWORKS,)),
-    ("worker_client/horovod/*", (FRAMEWORKS,)),
+    # -- reducers
+    ("reducer/kernels/*", (f"{JOBS}bits.py",)),
+    ("reducer/http_port.py reducer/metrics.py reducer/observer.py", ("tests/reducer",)),
+    ("reducer/status*", ("tests/reducer",)),
+    ("reducer/fail* */faults.py", ("tests/faults",)),
+    ("reducer/key* reducer/auth* worker_client/keys.py worker_client/greeting.py", (SECURITY,)),
+    # -- workers
+    (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
+    (_modules("fallback handover"), (f"{JOBS}fallback.py",)),
+    (_modules("survivors part journal meeting"), (f"{JOBS}survivors.py",)),
+    (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
+    (
+        _modules("hierarchy mates folding nodes"),
+        (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),
+    ),
+    (_modules("wire_cast cast*"), (f"{JOBS}wire_dtype.py",)),
+    (_modules("embedded"), (f"{JOBS}embedded.py",)),
+    ("worker_client/demo/*", (f"{JOBS}demo.py",)),
+    (_modules("accelerate collectives ddp fsdp jax keras lightning packing"), (FRAMEWORKS,)),
+    (_modules("tensorflow torch_*"), (FRAMEWORKS,)),
+    ("worker_client/horovod/*", (FRAMEWORKS, f"{JOBS}horovod.py")),
+    (_modules("torch_* process_group"), (TORCH_SUITE, f"{JOBS}torch_backend.py")),
+    ("worker_client/launch/* worker_client/launching.py", ("tests/launch",)),
+    # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
-    ("tests/frameworks/torch_suite.py worker_client/torch_*", (TORCH_SUITE,)),
+    ("tests/frameworks/torch_suite.py", (TORCH_SUITE,)),
     ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),
     ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),
-    ("worker_client/launch/* worker_client/launching.py", ("tests/launch",)),
-    ("lab/*", ("tests/lab",)),
-    ("fuzz/*", ("tests/fuzz",)),
+    ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
+    ("release.lock MANIFEST.in", (f"{JOBS}wheel.py",)),
+    ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
+    ("bench/*", ("tests/bench",)),
+    (
+        "bench/chaos* bench/fault* bench/rank_loss.py",
+        (f"{JOBS}rank_loss.py", f"{JOBS}survivors.py", f"{JOBS}ddp_failover.py", "tests/lab"),
+    ),
 )
 
 
 def demanded(paths: list[str]) -> list[str]:
     """Return the lines for changed paths."""
     found = {demand for path in paths for demand in _by(path)}
-    folders = sorted(demand for demand in found if demand.startswith("tests/"))
+    files = {file for demand in found if demand.startswith("tests/") for file in files_of(demand)}
     lines = [target for target in EVERYTHING if target in found and target != EXTENDED]
-    if EXTENDED in found or folders:  # of all tests, unless folders alone are demanded
-        lines.insert(0, _extended([] if EXTENDED in found else folders))
+    if EXTENDED in found or files:  # all of them, unless some alone are demanded
+        lines.insert(0, _extended([] if EXTENDED in found else sorted(files)))
     return lines
 
 
@@ -57,15 +91,21 @@ def _by(path: str) -> set[str]:
         for demand in demands
     }
     top, _, rest = path.partition("/")
-    folder = rest.partition("/")[0]
-    if top == "tests" and folder not in {"frameworks", "containers"} and "/" in rest:
-        found.add(f"tests/{folder}")  # a folder of tests is its own
+    if top == "tests" and "/" in rest:
+        found.add(f"tests/{rest.partition('/')[0]}")  # a folder of tests is its own
     return found
 
 
-def _extended(folders: list[str]) -> str:
+def files_of(demand: str) -> set[str]:
+    """Return the folder, or the files whose names begin so, if extended tests are there."""
+    rows = runpy.run_path(str(ROOT / "tests" / "extended.py"))["ROWS"]
+    files = {row.tests.partition("::")[0] for row in rows if row.tests.startswith(demand)}
+    return {demand} if files and (ROOT / demand).is_dir() else files
+
+
+def _extended(files: list[str]) -> str:
     """Return the line that runs the extended tests that `make test` left out."""
-    return f"{EXTENDED} SELECT={shlex.quote(' '.join(['-m extended', *folders]))}"
+    return f"{EXTENDED} SELECT={shlex.quote(' '.join(['-m extended', *files]))}"
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ TESTS = (
     "tests/transport",
     "tests/fuzz",
 )
-_COPIED = ("reducer", "worker_client", "fuzz", "tests", "bench", "setup.py", "pyproject.toml")
-_COPIED_TOO = ("README.md", "LICENSE")  # setup.py reads them by pyproject.toml
+_COPIED = ("reducer", "worker_client", "fuzz", "tests", "bench", "lab")
+_COPIED_TOO = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # setup.py reads the others
 
 
 def main() -> int:
@@ -50,6 +50,7 @@ def main() -> int:
 def copy(tree: Path) -> None:
     """Copy what is built and tested to another place, without anything that was built here."""
     generated = {path.with_suffix(".c") for path in Path().glob("*/**/*.pyx")}
+    generated.add(Path("reducer/_cyutility.c"))
     shutil.rmtree(tree, ignore_errors=True)
     tree.mkdir(parents=True)
 

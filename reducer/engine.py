@@ -382,7 +382,8 @@ class Engine:
         loss.check_epoch()
         if loss.reducer >= job.hello.reducers:
             raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
-        if loss.reducer in job.losses and not loss > job.losses[loss.reducer]:
+        known = job.losses.get(loss.reducer)
+        if known is not None and (loss.epoch, loss.sequence) <= (known.epoch, known.sequence):
             return []
         job.losses[loss.reducer] = loss
         others = [other for other in job.members.values() if other is not member]

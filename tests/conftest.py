@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,10 @@ LONGEST = (
 )
 
 
+# Where `nohup` has started this, no child would hear its terminal end, as some are to.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep each file's tests in one process of `pytest -n`, and in one all that make labs."""
@@ -76,7 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         row = row_of(item)
         if row:
             item.add_marker(pytest.mark.extended(instead=row.instead))
-    if not any("::" in argument for argument in config.args):  # so files are here as a whole
+    part = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    if not part:  # files are here as a whole
         check_rows(items)
     items.sort(key=place)
 
@@ -93,14 +99,22 @@ def row_of(item: pytest.Item) -> Row | None:
 
 def check_rows(items: list[pytest.Item]) -> None:
     """Refuse rows that have become wrong: a test was renamed, or became extended itself."""
-    extended = {item.nodeid for item in items if item.get_closest_marker("extended")}
-    fast = {item.nodeid for item in items} - extended
-    files = {nodeid.partition("::")[0] for nodeid in fast | extended}
+    fast = [item.nodeid for item in items if not item.get_closest_marker("extended")]
+    files = {item.nodeid.partition("::")[0] for item in items}
+    used = {id(row_of(item)) for item in items}
     for row in ROWS:
-        for begins, nodeids in ((row.tests, extended), *((fast_, fast) for fast_ in row.instead)):
-            file = begins.partition("::")[0]
-            if file in files and not any(nodeid.startswith(begins) for nodeid in nodeids):
-                raise pytest.UsageError(f"tests/extended.py: no test of {row} begins with {begins}")
+        stale = [
+            begins
+            for begins in (row.tests, *row.instead)
+            if begins.partition("::")[0] in files  # of a folder, some files alone may be here
+            and not (
+                id(row) in used
+                if begins is row.tests
+                else any(nodeid.startswith(begins) for nodeid in fast)
+            )
+        ]
+        if stale:
+            raise pytest.UsageError(f"tests/extended.py: {row} names no test by {stale}")
 
 
 @contextmanager

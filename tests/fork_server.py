@@ -14,8 +14,10 @@ instead of SIGINT. Here a rank returns from the server's loop, runs its script, 
 of the program as any script does.
 
 What a rank has in common with the others, and would not have in an interpreter of its own: the seed
-of hashes, and the modules that are imported already. These are of others: each rank imports
-`reducer` and `worker_client` itself.
+of hashes (so an order that depends on it is noticed by `fresh` ranks alone: those of launchers, of
+the README and of the demo), what `PYTHON*` and `OMP_NUM_THREADS` say of the interpreter, and the
+modules that are imported already. These are of others: each rank imports `reducer` and
+`worker_client` itself.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def environments(
         settings: for all ranks, and before all that.
     """
     shared = {
-        **{name: value for name, value in os.environ.items() if name != "REDUCTION_SERVERS"},
+        **{name: value for name, value in os.environ.items() if not _is_setting(name)},
         **SETTINGS,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -66,6 +66,11 @@ def environments(
         **settings,
     }
     return [{**shared, "RANK": str(rank)} for rank in range(world_size)]
+
+
+def _is_setting(name: str) -> bool:
+    """Whether this tells a job what to do that the test does not know of."""
+    return name.startswith("REDUCTION_") and name != "REDUCTION_IMPL"
 
 
 def write_result(result: Any) -> None:
@@ -351,10 +356,13 @@ class ForkServer:
         with self._lock:
             number = next(self._numbers)
             socket.send_fds(self._control, [json.dumps([number, request]).encode()], streams)
-            while True:  # pytest's timeout may have interrupted this, and left an answer
-                answered, answer = json.loads(self._control.recv(1 << 10))
+            while message := self._control.recv(1 << 10):
+                answered, answer = json.loads(message)
                 if answered == number:
                     return answer
+                # Else pytest's timeout has interrupted whoever asked that.
+        fork_server.cache_clear()
+        raise RuntimeError(f"the fork server has ended with code {self.process.wait()}")
 
     def _stop(self) -> None:
         self._control.close()
@@ -369,9 +377,12 @@ def fork_server() -> ForkServer:
 
 def end(process: Fresh | Forked) -> None:
     """Kill a process and what it has started, and close its pipes."""
-    if process.poll() is None:  # its number is its own until then
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    if isinstance(process, Forked):
+        process.kill()  # the fork server sees to what it has started
+    else:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe:
             with contextlib.suppress(BrokenPipeError):  # of what was not flushed

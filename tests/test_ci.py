@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DEMANDS = ROOT / ".ci" / "demands.py"
-TABLE = runpy.run_path(str(DEMANDS))["DEMANDS"]
+MODULE = runpy.run_path(str(DEMANDS))
 
 
 def demanded(*paths: str) -> list[str]:
@@ -35,8 +36,16 @@ def demanded(*paths: str) -> list[str]:
         ("worker_client/fsdp.py", ["tests/worker_client'", "test-frameworks"]),
         ("tests/frameworks/torch_suite.py", ["test-frameworks", "test-torch-suite"]),
         ("docker/reducer.Dockerfile", ["test-containers"]),
-        ("docker/vertex/custom-job.yaml", ["test-containers", "test-clouds"]),
+        ("docker/vertex/custom-job.yaml", ["test_vertex.py'", "test-containers", "test-clouds"]),
+        ("worker_client/losses.py", ["test_failures.py tests/sim tests/worker_client'"]),
+        (
+            "bench/rank_loss.py",
+            ["test_rank_loss.py tests/integration/test_survivors.py tests/lab'"],
+        ),
+        ("fuzz/targets.py", []),
         ("tests/security/test_pool.py", ["test-extended SELECT='-m extended tests/security'"]),
+        ("tests/wire/test_header.py", []),
+        ("tests/of_yore/test_what.py", []),
         (
             "Makefile",
             [
@@ -61,9 +70,41 @@ def test_what_it_cannot_understand_runs_nothing(arguments: list[str]) -> None:
     assert "make" not in done.stdout
 
 
+def test_what_failed_and_the_closing_lines_are_printed_last(tmp_path: Path) -> None:
+    """Of `make`, which is a stand-in here, the first pytest run fails and the second does not."""
+    (tmp_path / "make").write_text(
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        "lint) echo linted ;;\n"
+        'test) echo "FAILED tests/test_a.py::test_b - AssertionError"\n'
+        '  echo "===== 1 failed, 2 passed in 3.00s ====="; echo "make: Error 1"; exit 2 ;;\n'
+        '*) echo "===== 4 passed, 5 deselected in 6.00s (0:01:00) =====" ;;\n'
+        "esac\n"
+    )
+    (tmp_path / "make").chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / ".ci" / "run"), "--full"],
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    targets = len(MODULE["EVERYTHING"])
+    assert (
+        done.stdout.splitlines()[-4 - targets :]
+        == [
+            *("", "FAILED tests/test_a.py::test_b - AssertionError", "failed: make test"),
+            *["===== 4 passed, 5 deselected in 6.00s (0:01:00) ====="] * (1 + targets),
+            "===== 1 failed, 2 passed in 3.00s =====",
+        ][-4 - targets :]
+    )
+
+
 def test_changes_add_up() -> None:
-    assert demanded("lab/lab.py", "examples/fsdp.py", "lab/rate.py") == [
-        "test-extended SELECT='-m extended tests/lab'",
+    assert demanded("lab/lab.py", "examples/fsdp.py", "lab/network.py") == [
+        "test-extended SELECT='-m extended tests/lab tests/launch/test_vertex.py'",
         "test-frameworks",
     ]
 
@@ -75,8 +116,9 @@ def test_every_row_is_of_something() -> None:
     )
     files = found.stdout.splitlines()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
-    for patterns, demands in TABLE:
+    for patterns, demands in MODULE["DEMANDS"]:
         for pattern in patterns.split():
-            assert any(fnmatch(file, pattern) for file in files), pattern
+            twin = "worker_client/_" in pattern  # a module may have one
+            assert twin or any(fnmatch(file, pattern) for file in files), pattern
         for demand in demands:
-            assert demand in targets or (ROOT / demand).exists(), demand
+            assert demand in targets or MODULE["files_of"](demand), demand

@@ -142,17 +142,23 @@ def test_the_fork_server_has_one_thread() -> None:
     assert len(list(Path(f"/proc/{fork_server().process.pid}/task").iterdir())) == 1
 
 
-def test_no_rank_is_left() -> None:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_no_rank_is_left(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> None:
+    monkeypatch.setattr("tests.ranks.STOP_S", 0.2)
     code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n" + SLEEP
     left = []
-    with pytest.raises(KeyError), ranks(environments(3), "-c", code) as job:  # noqa: PT012
+    with (  # noqa: PT012
+        pytest.raises(KeyError),
+        ranks(environments(3), "-c", code, fresh=fresh) as job,
+    ):
         until(lambda: all("sleeps" in rank.out for rank in job))
         job[1].send_signal(signal.SIGSTOP)
         job[2].kill()
         left = [psutil.Process(rank.pid) for rank in job]
         left += [psutil.Process(int(rank.out.split()[0])) for rank in job]
         raise KeyError
-    assert [rank.returncode for rank in job] == [-signal.SIGKILL] * 3
+    asked = signal.SIGTERM if fresh else signal.SIGKILL
+    assert [rank.returncode for rank in job] == [-asked, -signal.SIGKILL, -signal.SIGKILL]
     until(lambda: not any(map(alive, left)))
 
 

@@ -167,7 +167,9 @@ class Losses:
             self.final = True
             self._failover.give_up()
             return []
-        actions = [*self.renew(self._map.fresh()), *self._calls.fail_all(error)]
+        question = self._calls.question  # it fails here as well, and that is no other reason
+        failed = NEVER if question is None else question.sequence
+        actions = [*self.renew(self._map.fresh(), failed), *self._calls.fail_all(error)]
         self._aborts.owe_finished(error)
         return actions
 

@@ -120,7 +120,8 @@ class Loss:
     Attributes:
         reducer: its index among the job's reducers, or `ALL_REDUCERS`.
         epoch: the latest version of the shard map that it is lost for.
-        sequence: the all-reduce whose failure had the rank begin anew; -1 for none.
+        sequence: with `ALL_REDUCERS`, the all-reduce whose failure had the rank begin anew; -1 for
+            none.
     """
 
     reducer: int
@@ -130,11 +131,8 @@ class Loss:
     def __post_init__(self) -> None:
         _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
         _check(self.epoch, int, 0, LAST_EPOCH, "epoch")
-        _check(self.sequence, int, -1, NO_SEQUENCE - 1, "sequence")
-
-    def __gt__(self, other: Loss) -> bool:
-        """Whether it says more than another one of the same reducer."""
-        return (self.epoch, self.sequence) > (other.epoch, other.sequence)
+        most = NO_SEQUENCE - 1 if self.reducer == ALL_REDUCERS else -1
+        _check(self.sequence, int, -1, most, "sequence")
 
     def check_epoch(self) -> None:
         """Refuse an epoch after which there would soon be no later one.

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionTimeout
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+    ReductionTimeout,
+)
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
+from reducer.wire.messages import ALL_REDUCERS, Loss, encode
 from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
 from worker_client.actions import Finish
@@ -146,6 +153,32 @@ def test_who_asks_late_goes_on_as_those_do_that_gave_up(network: Network) -> Non
     call(network)
     network.deliver_all()
     assert all(worker.ended[3] is None for worker in network.workers)
+
+
+def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network: Network) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    call(network, (0,))
+    for index in range(2):
+        network.do(0, network.workers[0].session.disconnected(index, "died"))
+    assert isinstance(network.workers[0].ended[2], ReducerLostError)
+    assert network.workers[0].session._map.epoch == 2
+
+
+def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoch(
+    network: Network,
+) -> None:
+    for _ in range(2):
+        call(network)
+        network.deliver_all()
+    call(network, (0,))
+    session = network.workers[0].session
+    for epoch, sequence in ((6, 1), (5, 2)):
+        told = Header(MessageType.SHARD_MAP).pack(), encode(Loss(ALL_REDUCERS, epoch, sequence))
+        network.do(0, session.receive(0, *told, network.now))
+    network.do(0, session.calls.fail(session.calls.question, LocalProtocolError("a failure")))
+    assert session._map.epoch == 6
 
 
 def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:

@@ -137,6 +137,16 @@ def test_a_loss_is_passed_on_once(two_of_three: Reducer) -> None:
     assert losses(tell(two_of_three, 1, ALL_REDUCERS, 6)) == {b"0": Loss(ALL_REDUCERS, 6)}
 
 
+def test_what_made_a_rank_begin_anew_is_passed_on(two_of_three: Reducer) -> None:
+    said = [Loss(ALL_REDUCERS, 4, 7), Loss(ALL_REDUCERS, 4, 9), Loss(ALL_REDUCERS, 6)]
+    for loss in said:
+        sends = two_of_three.say(0, M.SHARD_MAP, 0, encode(loss))
+        assert losses(sends) == {b"1": loss}
+    for loss in (*said, Loss(ALL_REDUCERS, 5, 11)):
+        assert two_of_three.say(1, M.SHARD_MAP, 0, encode(loss)) == []
+    assert losses(two_of_three.hello(2, world_size=3, reducers=4)) == {b"2": said[-1]}
+
+
 def test_who_joins_late_is_told_of_every_loss(two_of_three: Reducer) -> None:
     tell(two_of_three, 0, 2, 1)
     tell(two_of_three, 0, 3, 0)

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from reducer import errors
 from reducer.errors import RemoteProtocolError, VersionError
 from reducer.wire.constants import MAX_BODY_BYTES, ErrorCode
-from reducer.wire.messages import Hello, Welcome, decode, decode_error, encode, encode_error
+from reducer.wire.messages import (
+    Hello,
+    Loss,
+    Welcome,
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+)
 
 HELLO = Hello(job="digits", world_size=4, reducers=2, reducer_index=1, chunk_bytes=65536)
 ERRORS = [
@@ -64,6 +72,13 @@ def test_values_out_of_bounds_are_refused(change: dict) -> None:
     values = json.loads(encode(HELLO)) | change
     with pytest.raises(RemoteProtocolError):
         decode(Hello, json.dumps(values).encode())
+
+
+@pytest.mark.parametrize("values", [(2, 1, 5), (-1, 1, (1 << 64) - 1), (-1, 1, -2), (-2, 1)])
+def test_a_loss_out_of_bounds_is_refused(values: tuple[int, ...]) -> None:
+    with pytest.raises(errors.RemoteProtocolError):
+        Loss(*values)
+    assert decode(Loss, b'{"reducer":-1,"epoch":1}') == Loss(-1, 1, -1), "as of earlier versions"
 
 
 def test_a_missing_name_is_refused() -> None:
