@@ -58,8 +58,11 @@ LONGEST = (
 )
 
 
-# Where `nohup` has started this, no child would hear its terminal end, as some are to.
+# Started by `nohup` or in a shell's background, this ignores what some children are to die of, and
+# so would they.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
