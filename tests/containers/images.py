@@ -98,6 +98,7 @@ def _pip(folder: Path) -> list[str]:
     # Environment beats files, and comes first.
     lines = (line.partition("=") for line in reversed(listed.splitlines()))
     settings = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in lines}
+    settings.pop("constraint", None)  # a file of this machine; the images have one of their own
     options = []
     if "cert" in settings:
         options += ["--secret", f"id=ca,src={settings['cert']}"]
