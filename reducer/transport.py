@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import secrets
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import zmq
 
+from reducer import connections
 from reducer.admission import LOCAL
 from reducer.errors import ConfigError
 from reducer.keyfiles import KeyPair
@@ -33,7 +36,8 @@ _EVENT = struct.Struct("=HI")  # of a socket monitor: what happened; a descripto
 LATE_LOOKS = 100  # of the guard, in which messages of a connection that has ended may be read
 
 ZAP_DOMAIN = "reducer"  # what libzmq calls us when it asks whether to admit a key
-_CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_CHANGES = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_LIBC = ctypes.CDLL(None)  # of this process, and so libzmq's
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -123,6 +127,9 @@ class Transport:
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         handshake_s: float = 5.0,
     ) -> None:
+        # libzmq numbers peers from a value of rand() on, which is the same in every process unless
+        # that is seeded. Who knows the next number can end this process (SECURITY.md).
+        _LIBC.srand(secrets.randbits(32))
         self._router = context.socket(zmq.ROUTER)
         self._monitor = context.socket(zmq.PAIR)
         try:
@@ -144,6 +151,7 @@ class Transport:
         self._owners: dict[int, bytes] = {}  # whose each connection is
         self._open: dict[int, int] = {}  # connections by their descriptors
         self._accepted = 0
+        self._listening = -1  # descriptor
         self._changed: list[tuple[bool, int, int]] = []  # told by the monitor, not yet by `changes`
         self._refused: list[str] = []  # likewise, by `refusals`
         self.frame_extra = 0 if pair is None else _CURVE_FRAME_BYTES
@@ -219,6 +227,11 @@ class Transport:
         changed, self._changed = self._changed, []
         return changed
 
+    def admit(self, *, newcomers: bool) -> None:
+        """Let connections be made, or not for the time being; see `connections.admit`."""
+        self._hear()
+        connections.admit(self._listening, newcomers=newcomers)
+
     def refusals(self) -> list[str]:
         """Say why connections were refused for want of a key since the last call, for each one."""
         self._hear()
@@ -275,6 +288,8 @@ class Transport:
                     self._accepted += 1
                     self._open[value] = self._accepted
                     self._changed.append((True, value, self._accepted))
+            elif event == zmq.EVENT_LISTENING:
+                self._listening = value
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused.append("with a key that is not on the allow-list")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

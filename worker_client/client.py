@@ -298,6 +298,7 @@ class Client:
         data: Any = None,
         weight: float | None = None,
         residual: Any = None,
+        rounded: bool | None = None,
     ) -> Work:
         """Start an all-reduce of host memory, in the same order at every rank.
 
@@ -309,6 +310,8 @@ class Client:
             data: what the handle returns in the end.
             weight: as of `all_reduce`.
             residual: as of `all_reduce`.
+            rounded: whether it travels in 16 bits, as `rounds` says of the tensors in it; None for
+                what that says of `buffer`.
 
         Raises:
             ConfigError: `weight` or `residual` does not go with the others.
@@ -329,9 +332,14 @@ class Client:
                 timeout_s=timeout_s,
                 weight=weight,
                 residual=residual,
+                rounded=rounded,
             )
             self._begin(call)
         return work
+
+    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
+        """Whether a tensor travels in 16 bits: its dtype, reduction and bytes alone decide."""
+        return self._wire.rounds(dtype, op, nbytes)
 
     def shutdown(self) -> None:
         """Leave the job and free everything; what is in progress fails. May be called again."""

@@ -27,12 +27,23 @@ _TYPES: dict[DType, np.dtype[Any]] = {
     DType.INT64: np.dtype(np.int64),
     DType.UINT8: np.dtype(np.uint8),
 }
-_STEPS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
+
+
+def _keep(precedes: Callable[[Array, Array], Any]) -> Callable[[Array, Array], None]:
+    """Return the step of MIN or MAX: NaN wins, and a tie (-0 and +0) leaves the earlier value."""
+
+    def step(folded: Array, row: Array) -> None:
+        np.copyto(folded, row, where=precedes(row, folded) | np.isnan(row))
+
+    return step
+
+
+_STEPS: dict[ReduceOp, Callable[[Array, Array], Any]] = {
+    ReduceOp.SUM: lambda folded, row: np.add(folded, row, out=folded),
+    ReduceOp.MEAN: lambda folded, row: np.add(folded, row, out=folded),
+    ReduceOp.MIN: _keep(np.less),  # np.minimum's tie is the later one's at times
+    ReduceOp.MAX: _keep(np.greater),
+    ReduceOp.PRODUCT: lambda folded, row: np.multiply(folded, row, out=folded),
 }
 
 
@@ -57,7 +68,7 @@ def fold(rows: Sequence[memoryview], dtype: DType, op: ReduceOp) -> Array:
     with np.errstate(all="ignore"):
         folded = _widen(rows[0], dtype)
         for row in rows[1:]:
-            _STEPS[op](folded, _widen(row, dtype), out=folded)
+            _STEPS[op](folded, _widen(row, dtype))
     return folded
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reducer.wire.constants import ReduceOp
-    from worker_client.negotiation import Decision
+    from reducer.wire.constants import DType, ReduceOp
+    from worker_client.negotiation import Decision, Tensor
     from worker_client.request import MakeSubmissions, Request
     from worker_client.work import Work
 
@@ -54,8 +55,19 @@ log = logging.getLogger(__name__)
 class Channel(Protocol):
     """The client that fused all-reduces and rounds go through."""
 
-    def submit(self, buffer: HostBuffer, op: ReduceOp, name: str | None, timeout_s: float) -> Work:
+    def submit(
+        self,
+        buffer: HostBuffer,
+        op: ReduceOp,
+        name: str | None,
+        timeout_s: float,
+        *,
+        rounded: bool | None = None,
+    ) -> Work:
         """Start an all-reduce of host memory."""
+
+    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
+        """Whether a tensor travels in 16 bits."""
 
     def all_reduce(self, data: Any, op: str, *, name: str, timeout: float) -> Work:
         """Start an all-reduce of an array."""
@@ -255,7 +267,7 @@ class Fusion(Generic[C]):
                 self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
             self._waiting.withdraw([name for name, *_ in tensors])
-            for tensors in group(decision.ready, self._threshold)
+            for tensors in group(decision.ready, self._threshold, partial(_rounded, self._channel))
         ]
         self._flying.update(*groups)
         for requests in groups:
@@ -351,7 +363,8 @@ class Fusion(Generic[C]):
             finish(error)
 
         try:
-            work = channel.submit(buffer, first.op, name, timeout_s)
+            rounded = _rounded(channel, first)
+            work = channel.submit(buffer, first.op, name, timeout_s, rounded=rounded)
         except ReductionError as error:
             finish(error)
         else:
@@ -364,3 +377,7 @@ class Fusion(Generic[C]):
     def _fail(self, requests: Iterable[Request], error: ReductionError) -> None:
         for request in list(requests):
             self._finish(request, error)
+
+
+def _rounded(channel: Channel, tensor: Tensor) -> bool:
+    return channel.rounds(tensor.dtype, tensor.op, tensor.nbytes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from worker_client.negotiation import Tensor
 
@@ -18,29 +18,34 @@ _SMALLEST = 1 << 16
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def group(tensors: Iterable[Tensor], threshold: int) -> list[list[Tensor]]:
+def group(
+    tensors: Iterable[Tensor], threshold: int, rounded: Callable[[Tensor], bool]
+) -> list[list[Tensor]]:
     """Say which tensors travel together; alike wherever order and threshold are.
 
     Args:
         tensors: what is to be reduced, in order.
         threshold: most bytes of a fusion buffer; what is larger travels alone.
+        rounded: whether a tensor travels in 16 bits, which does not depend on its neighbours.
 
     Returns:
-        Groups of one dtype and reduction each, in the order in which they are complete.
+        Groups of one dtype and reduction each, rounded or not, in the order in which they are
+        complete.
     """
     done: list[list[Tensor]] = []
-    filling: dict[tuple[int, int], tuple[list[Tensor], int]] = {}
+    filling: dict[tuple[int, int, bool], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         _, dtype, op, nbytes = tensor
         if nbytes >= threshold:
             done.append([tensor])
             continue
-        members, filled = filling.get((dtype, op), ([], 0))
+        key = dtype, op, rounded(tensor)
+        members, filled = filling.get(key, ([], 0))
         if filled + nbytes > threshold:
             done.append(members)
             members, filled = [], 0
         members.append(tensor)
-        filling[dtype, op] = (members, filled + nbytes)
+        filling[key] = (members, filled + nbytes)
     return done + [members for members, _ in filling.values()]
 
 

@@ -36,7 +36,7 @@ from reducer.errors import (
     RankLostError,
     ReductionError,
 )
-from reducer.wire.constants import ReduceOp
+from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
 from worker_client.client import Client
 from worker_client.driver import STOP_S
@@ -69,13 +69,21 @@ class _Call:
     """One all-reduce in progress."""
 
     def __init__(
-        self, data: Any, buffer: HostBuffer, op: ReduceOp, name: str | None, until: float
+        self,
+        data: Any,
+        buffer: HostBuffer,
+        op: ReduceOp,
+        name: str | None,
+        until: float,
+        *,
+        rounded: bool,
     ) -> None:
         self.data = data
         self.buffer = buffer
         self.op = op
         self.name = name
         self.until = until
+        self.rounded = rounded
         self.work: Work
         self.error: ReductionError | None = None  # of this rank's parts
         self.missing: tuple[int, ...] = ()
@@ -162,6 +170,7 @@ class HierarchicalClient(Client):
         data: Any = None,
         weight: float | None = None,
         residual: Any = None,
+        rounded: bool | None = None,
     ) -> Work:
         """As `Client.submit`, but that what ended this client is raised by the next call.
 
@@ -170,7 +179,9 @@ class HierarchicalClient(Client):
         """
         if weight is not None or residual is not None:
             raise ConfigError("weight= and residual= need REDUCTION_HIERARCHY=off")
-        call = _Call(data, buffer, op, name, time.monotonic() + timeout_s)
+        if rounded is None:
+            rounded = self.rounds(buffer.dtype, op, buffer.view.nbytes)
+        call = _Call(data, buffer, op, name, time.monotonic() + timeout_s, rounded=rounded)
         what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
         call.work = PlainWork(what, self.lead, lambda: call.missing)
         with self._guard:
@@ -178,6 +189,11 @@ class HierarchicalClient(Client):
             self._open[call] = None
             self._asked.put(call)
         return call.work
+
+    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
+        """As of `Client`; between the nodes 16-bit types are float32."""
+        wide = folded_as(dtype)
+        return super().rounds(wide, op, nbytes // itemsize(dtype) * itemsize(wide))
 
     @property
     def in_callback(self) -> bool:
@@ -245,7 +261,7 @@ class HierarchicalClient(Client):
             folded = fold(rows, call.buffer.dtype, op)
             left_s = max(call.until - time.monotonic(), _SHORTEST_S)
             sent = HostBuffer(folded.view(np.uint8).data, folded_as(call.buffer.dtype), None)
-            between = super().submit(sent, op, call.name, left_s)
+            between = super().submit(sent, op, call.name, left_s, rounded=call.rounded)
             self._sent.put(_Piece(call, parts, folded, between, number == len(pieces) - 1))
 
     def _compare(self, call: _Call) -> None:

@@ -69,8 +69,9 @@ class WireCast:
         timeout_s: float,
         weight: float | None,
         residual: Any,
+        rounded: bool | None = None,
     ) -> Call:
-        """Make a call; `Client.all_reduce` describes the arguments.
+        """Make a call; `Client.submit` describes the arguments.
 
         Raises:
             ConfigError: `weight` or `residual` does not go with the others.
@@ -97,7 +98,9 @@ class WireCast:
             buffer = self._divided(buffer, total)
             own = f"{own}: weighted"
         release = None
-        if self._is_cast(buffer, op):
+        if rounded is None:
+            rounded = self.rounds(buffer.dtype, op, buffer.view.nbytes)
+        if rounded:
             wire = self._take(buffer.view.nbytes // 2, number)
             release = partial(self._free.append, (number, wire))
             pieces += self._cast(
@@ -111,11 +114,12 @@ class WireCast:
 
     # -- casts --------------------------------------------------------------------------------
 
-    def _is_cast(self, buffer: HostBuffer, op: ReduceOp) -> bool:
+    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
+        """Whether a tensor of so many bytes travels in 16 bits; nothing else decides that."""
         return (
             self.wire_dtype is not None
-            and buffer.dtype is DType.FLOAT32
-            and buffer.view.nbytes >= SMALLEST_BYTES
+            and dtype is DType.FLOAT32
+            and nbytes >= SMALLEST_BYTES
             and op in _CAST_OPS
         )
 

@@ -21,6 +21,7 @@ from reducer.errors import (
     ReductionError,
     ReductionTimeout,
 )
+from reducer.wire.constants import DType
 from worker_client import hierarchy
 from worker_client.hierarchy import HierarchicalClient
 from worker_client.mates import meet
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 STEPS = {
     "sum": np.add,
     "mean": np.add,
-    "min": np.minimum,
-    "max": np.maximum,
+    # NumPy does not say which zero its own minimum and maximum return; ours is the earlier rank's.
+    "min": lambda earlier, later: np.where((later < earlier) | np.isnan(later), later, earlier),
+    "max": lambda earlier, later: np.where((later > earlier) | np.isnan(later), later, earlier),
     "product": np.multiply,
 }
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8"]
@@ -63,7 +65,11 @@ class Board:
 
 @contextmanager
 def ranks_on(
-    nodes: int, local: int, servers: list[str], timeout_s: float = 20.0
+    nodes: int,
+    local: int,
+    servers: list[str],
+    timeout_s: float = 20.0,
+    wire_dtype: DType | None = None,
 ) -> Iterator[list[HierarchicalClient]]:
     """All ranks of a job as clients in this process."""
     keys = [str(rank // local) for rank in range(nodes * local)]
@@ -82,6 +88,7 @@ def ranks_on(
             ),
             timeout_s=timeout_s,
             connect_timeout_s=10.0,
+            wire_dtype=wire_dtype,
         )
 
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
@@ -153,6 +160,31 @@ def test_every_rank_has_the_bits_of_the_stated_order(
         return
     for count in (0, 1, 2, 3, 1000, 10_007):
         check(six, dtype, op, count)
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_of_two_zeros_the_earlier_ranks_stays(
+    six: list[HierarchicalClient], dtype: str, op: str
+) -> None:
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    signs = list(itertools.product([0.0, -0.0], repeat=len(six)))
+    patterns = np.array(signs * 3, kind)  # as many as vectors have, and some more
+    rows = [patterns[:, rank].copy() for rank in range(len(six))]
+    works = [client.all_reduce(row, op) for client, row in zip(six, rows, strict=True)]
+    for work in works:
+        assert work.wait(20).tobytes() == patterns[:, 0].tobytes()
+
+
+def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers: list[str]) -> None:
+    with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
+        for count, rounded in ((4096, True), (4095, False)):
+            rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
+            works = [
+                client.all_reduce(row, "max") for client, row in zip(clients, rows, strict=True)
+            ]
+            for work in works:
+                assert set(work.wait(20).tolist()) == {1.0 if rounded else 1 + 2.0**-12}
 
 
 def test_ranks_are_those_of_the_whole_job(six: list[HierarchicalClient]) -> None:

@@ -107,6 +107,30 @@ def test_the_error_is_that_of_one_rounding(job: Job, wire: str) -> None:
     assert (np.abs(got - original) <= bound).all()
 
 
+def test_what_tensors_are_packed_with_does_not_change_them(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16", cycle_time=0.05)  # which packs all of a step
+    for first in (True, False):
+        counts = [np.array([100_257.0], np.float32) for _ in clients]
+        large = [values(rank, SMALL) for rank in range(2)]
+        expected = oracle(large, "bf16", ReduceOp.SUM).tobytes()
+        named = {
+            **({"count": counts} if first else {}),
+            **{f"small {at}": [np.ones(SMALL - 1, np.float32) for _ in clients] for at in range(4)},
+            **({} if first else {"count": counts}),
+            **{f"large {at}": [array.copy() for array in large] for at in range(2)},
+        }
+        works = [
+            client.all_reduce(arrays[rank], "sum", name=name)
+            for name, arrays in named.items()
+            for rank, client in enumerate(clients)
+        ]
+        for work in works:
+            work.wait(20)
+        assert [float(count[0]) for count in counts] == [2 * 100_257.0] * 2
+        for at in range(2):
+            assert [array.tobytes() for array in named[f"large {at}"]] == [expected] * 2
+
+
 def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job) -> None:
     plain, cast = job(2, job="plain"), job(2, wire_dtype="bf16")
     for count, dtype, op in (

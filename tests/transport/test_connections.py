@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
@@ -91,3 +92,43 @@ def test_libzmq_is_told_the_limits() -> None:
     assert socket_.getsockopt(zmq.HANDSHAKE_IVL) == 250
     transport.close()
     context.destroy()
+
+
+def test_newcomers_wait_and_who_is_connected_does_not() -> None:
+    context = make_context(1)
+    transport = Transport("tcp://127.0.0.1:0", context)
+    address = f"tcp://127.0.0.1:{transport.port}"
+
+    def heard(timeout_s: float = 10.0) -> list[bytes]:
+        return [bytes(header) for _, header, *_ in transport.receive(timeout_s)]
+
+    with context.socket(zmq.DEALER) as early, context.socket(zmq.DEALER) as late:
+        early.connect(address)
+        early.send(b"a")
+        assert heard() == [b"a"]
+        transport.admit(newcomers=False)
+        late.connect(address)
+        late.send(b"b")
+        early.send(b"c")
+        assert heard() == [b"c"]
+        assert heard(0.3) == []
+        transport.admit(newcomers=True)
+        assert heard() == [b"b"]
+    transport.close()
+    context.destroy(linger=0)
+
+
+def test_the_numbers_of_peers_do_not_begin_alike() -> None:
+    """Whoever knows libzmq's next number can end a reducer; rand() is not seeded by default."""
+    found = set()
+    for _ in range(4):
+        ctypes.CDLL(None).srand(1)  # as in a new process
+        context = make_context(1)
+        transport = Transport("tcp://127.0.0.1:0", context)
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"tcp://127.0.0.1:{transport.port}")
+            dealer.send(b"x")
+            found |= {peer for peer, *_ in transport.receive(10.0)}
+        transport.close()
+        context.destroy(linger=0)
+    assert len(found) == 4

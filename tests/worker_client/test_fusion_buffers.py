@@ -11,27 +11,36 @@ def tensors(*sizes: int, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.S
     return [Tensor(f"{dtype.name}{op.name}{at}", dtype, op, size) for at, size in enumerate(sizes)]
 
 
+def exact(_: Tensor) -> bool:
+    return False
+
+
 def test_buffers_are_filled_up_to_the_threshold() -> None:
     a, b, c, d, e = tensors(40, 60, 1, 99, 100)
-    assert group([a, b, c, d, e], 101) == [[a, b, c], [d], [e]]
-    assert group([a, b, c, d, e], 100) == [[a, b], [e], [c, d]]
+    assert group([a, b, c, d, e], 101, exact) == [[a, b, c], [d], [e]]
+    assert group([a, b, c, d, e], 100, exact) == [[a, b], [e], [c, d]]
 
 
 def test_what_is_larger_travels_alone() -> None:
     a, b, c = tensors(40, 1000, 40)
-    assert group([a, b, c], 100) == [[b], [a, c]]
+    assert group([a, b, c], 100, exact) == [[b], [a, c]]
 
 
 def test_nothing_is_packed_without_a_threshold() -> None:
     several = tensors(1, 2, 3, 0)
-    assert group(several, 0) == [[tensor] for tensor in several]
+    assert group(several, 0, exact) == [[tensor] for tensor in several]
 
 
 def test_types_and_reductions_are_apart() -> None:
     sums, halves = tensors(8, 8), tensors(8, 8, dtype=DType.FLOAT16)
     means = tensors(8, 8, op=ReduceOp.MEAN)
     mixed = [sums[0], halves[0], means[0], sums[1], halves[1], means[1]]
-    assert group(mixed, 100) == [sums, halves, means]
+    assert group(mixed, 100, exact) == [sums, halves, means]
+
+
+def test_what_travels_in_16_bits_is_apart() -> None:
+    a, b, c, d = tensors(10, 40, 11, 50)
+    assert group([a, b, c, d], 100, lambda tensor: tensor.nbytes >= 40) == [[a, c], [b, d]]
 
 
 def test_memory_is_used_again_but_not_twice() -> None:
