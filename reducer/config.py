@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import resource
@@ -19,6 +18,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from reducer import units
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
 from reducer.limits import Limits, Patience
@@ -26,21 +26,15 @@ from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE
 from reducer.wire.layout import LARGEST_CHUNK
 
 FILES_BESIDES = 64  # that a reducer has open, besides connections
-_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>ms|s|min)?")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
-_ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
-
-
-def _duration(value: object) -> object:
-    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        if isinstance(value, str):
-            raise ValueError(f"write a duration such as 5s or 500ms, got {value!r}")
-        return value
-    return float(match["value"]) * _SECONDS[match["unit"] or "s"]
-
-
-Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=3600, allow_inf_nan=False)]
+# Of workers, which may have the environment of a reducer.
+WORKER_SETTINGS = (
+    *("servers", "embedded", "job", "generation", "chunk_bytes", "window_bytes", "timeout"),
+    *("connect_timeout", "fusion_threshold", "cycle_time", "autotune", "fallback"),
+    *("on_rank_lost", "hierarchy", "wire_dtype"),
+)
+Seconds = Annotated[
+    float, BeforeValidator(units.duration), Field(gt=0, le=3600, allow_inf_nan=False)
+]
 
 
 class ReducerConfig(BaseSettings):
@@ -126,10 +120,8 @@ class ReducerConfig(BaseSettings):
     @field_validator("bind")
     @classmethod
     def _check_bind(cls, value: str) -> str:
-        match = _ENDPOINT.fullmatch(value)
-        if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"write it as tcp://HOST:PORT, got {value!r}")
-        return value
+        host, port = units.address(value)
+        return f"tcp://{host}:{port}"
 
     @field_validator("http")
     @classmethod
@@ -144,7 +136,7 @@ class ReducerConfig(BaseSettings):
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ReducerConfig:
-        if not self.insecure and self.keys is None and not is_loopback(self.bind):
+        if not self.insecure and self.keys is None and not units.is_loopback(self.bind):
             raise ValueError(
                 f"{self.bind} can be reached from other machines, and nothing would check who "
                 "connects: pass --keys with a directory that `reducer keygen` made, or pass "
@@ -197,28 +189,23 @@ def parse_http(text: str) -> str:
         ValueError: it is none of these.
     """
     value = f"127.0.0.1:{text.removeprefix(':')}" if text.strip(":").isdecimal() else text
-    match = _ENDPOINT.fullmatch(f"tcp://{value}")
-    if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"write it as HOST:PORT, or PORT, or off, got {text!r}")
-    return value
-
-
-def is_loopback(endpoint: str) -> bool:
-    """Whether an endpoint can be reached from this machine only."""
-    match = _ENDPOINT.fullmatch(endpoint)
-    host = match["host"].strip("[]") if match else ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        host, port = units.address(value)
     except ValueError:
-        return host == "localhost"
+        raise ValueError(f"write it as HOST:PORT, or PORT, or off, got {text!r}") from None
+    return f"{host}:{port}"
 
 
 def load(**arguments: object) -> ReducerConfig:
     """Build the configuration from arguments (None: not given) and the environment.
 
     Raises:
-        ConfigError: a value is wrong; the message names it and says what to write.
+        ConfigError: a value is wrong or a ``REDUCTION_`` variable unknown; the message names it,
+            and says what to write.
     """
+    known = (*ReducerConfig.model_fields, *WORKER_SETTINGS)
+    if unknown := units.unknown_setting(os.environ, known):
+        raise ConfigError(unknown)
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
         return ReducerConfig(**given)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from enum import IntEnum
 from itertools import count
 from typing import TYPE_CHECKING
 
+from reducer.units import seconds
 from reducer.wire.constants import HEADER_BYTES
 from reducer.wire.header import PREFIX
 
@@ -77,8 +78,7 @@ _AFTER_A_SEND = {
 _SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
 _PLACES = {place.text: place for place in Place}
 _WRITTEN = re.compile(r"(?P<place>[^=@]*)=(?P<action>[^=@]*)(@(?P<at>[1-9][0-9]*))?")
-_ACTION = re.compile(r"kill|stop|drop|(?P<delay>delay):(?P<value>\d+(\.\d+)?)(?P<unit>us|ms|s)")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_ACTION = re.compile(r"kill|stop|drop|(?P<delay>delay):(?P<duration>[^:]+)")
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ def _parse_one(text: str) -> Failpoint:
     if said is None:
         raise ValueError(
             f"{match['action']!r} is no action of {place.text}: known are kill, stop, delay:50ms "
-            "(or us, or s) and drop"
+            "and drop"
         )
     action = Action[(said["delay"] or said[0]).upper()]
     if action is Action.DROP and place not in DROPPING:
         raise ValueError(f"there is nothing to drop at {place.text}, only at {_list(DROPPING)}")
     delay_s = LEAVE_S if action in _SIGNALS and place in _AFTER_A_SEND else 0.0
     if said["delay"]:
-        delay_s = float(said["value"]) * _SECONDS[said["unit"]]
+        delay_s = seconds(said["duration"])
     at = int(match["at"] or (action in _SIGNALS))  # one can die only once, but be slow every time
     return Failpoint(place, action, delay_s, at)
 

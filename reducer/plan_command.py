@@ -15,14 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from reducer import plan as planning
+from reducer import units
 from reducer.errors import ConfigError
 from reducer.links import MTU
 from reducer.vertex import Machines, custom_job_spec
 from reducer.wire.constants import DType
 
 MODEL_BYTES = "1GB"
-_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s)?")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNT = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>[kKMBT]?)")
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DTYPES = {
@@ -172,10 +171,10 @@ def seconds(name: str, text: str) -> float:
     Raises:
         ConfigError: it is none.
     """
-    match = _DURATION.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{name}: write a duration such as 200ms or 1.5s, got {text!r}")
-    return float(match["value"]) * _SECONDS[match["unit"] or "s"]
+    try:
+        return units.seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def sizes(text: str) -> list[int]:

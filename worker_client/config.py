@@ -6,7 +6,6 @@ The environment is read here and nowhere else in this package.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path  # noqa: TC003 (pydantic reads it)
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +19,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from reducer import units
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT
@@ -55,28 +55,17 @@ NAMED = "/named"
 # Names that Horovod's users know, with the unit of a bare number; ours win.
 _HOROVOD = {"fusion_threshold": "", "cycle_time": "ms"}
 
-_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
-
-
-def _duration(value: object) -> object:
-    match = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        if isinstance(value, str):
-            raise ValueError("write a duration such as 300s, 5ms or 2min")
-        return value
-    return float(match["value"]) * _SECONDS[match["unit"] or "s"]
-
 
 def _auto(value: object) -> object:
     return 0 if value == "auto" else value
 
 
-Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=1e9, allow_inf_nan=False)]
+Seconds = Annotated[
+    float, BeforeValidator(units.duration), Field(gt=0, le=1e9, allow_inf_nan=False)
+]
 AutoBytes = Annotated[ByteSize, BeforeValidator(_auto)]
 _SECONDS_OF = TypeAdapter[float](Seconds)
-_PATIENCE_OF = TypeAdapter[float](Annotated[float, BeforeValidator(_duration), Field(ge=0)])
+_PATIENCE_OF = TypeAdapter[float](Annotated[float, BeforeValidator(units.duration), Field(ge=0)])
 
 
 class WorkerConfig(BaseSettings):
@@ -169,11 +158,10 @@ class WorkerConfig(BaseSettings):
         addresses = value.split(",") if isinstance(value, str) else value
         if not isinstance(addresses, (list, tuple)):
             return addresses
-        cleaned = tuple(str(address).strip() for address in addresses if str(address).strip())
-        for address in cleaned:
-            match = _ADDRESS.fullmatch(address)
-            if match is None or not 0 < int(match["port"]) < 65536:
-                raise ValueError(f"{address!r} is not host:port")
+        parsed = [units.address(str(address)) for address in addresses if str(address).strip()]
+        if any(not port for _, port in parsed):
+            raise ValueError("name a port other than 0")
+        cleaned = tuple(f"{host}:{port}" for host, port in parsed)
         if len(set(cleaned)) != len(cleaned):
             raise ValueError(f"an address appears twice in {','.join(cleaned)}")
         return cleaned
@@ -206,16 +194,9 @@ def load(**arguments: Any) -> WorkerConfig:
     Raises:
         ConfigError: a value is wrong or a ``REDUCTION_`` variable unknown; the message names it.
     """
-    known = {
-        f"REDUCTION_{name.upper()}" for name in (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
-    }
-    unknown = sorted(
-        name
-        for name in os.environ
-        if name.upper().startswith("REDUCTION_") and name.upper() not in known
-    )
-    if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]}: known are {', '.join(sorted(known))}")
+    known = (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
+    if unknown := units.unknown_setting(os.environ, known):
+        raise ConfigError(unknown)
     given = {name: value for name, value in arguments.items() if value is not None}
     launched = launch()
     if "generation" not in given and "REDUCTION_GENERATION" not in os.environ:
@@ -254,8 +235,7 @@ def _read(durations: TypeAdapter[float], name: str, value: object) -> float:
     try:
         return durations.validate_python(value)
     except ValidationError as error:
-        message = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{name}: {message} (got {value!r})") from None
+        raise ConfigError(_explain(error, name)) from None
 
 
 def environment() -> dict[str, str]:
@@ -277,12 +257,13 @@ def bind_is_set() -> bool:
     return "REDUCTION_BIND" in os.environ
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, argument: str = "settings") -> str:
     mistakes = []
     for mistake in error.errors():
-        name = "REDUCTION_" + str(mistake["loc"][0]).upper() if mistake["loc"] else "settings"
+        name = "REDUCTION_" + str(mistake["loc"][0]).upper() if mistake["loc"] else argument
         message = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"].startswith("byte_size"):
             message = "write bytes such as 64MiB or 67108864"
-        mistakes.append(f"{name}: {message} (got {mistake['input']!r})")
+        got = "" if "got" in message else f" (got {mistake['input']!r})"
+        mistakes.append(f"{name}: {message}{got}")
     return "; ".join(mistakes)

@@ -79,12 +79,13 @@ def start(group: ProcessGroup) -> Hosted:
 def _settings(several_hosts: bool) -> tuple[ReducerConfig, bool]:
     """Return the reducer's settings, and whether it needs keys."""
     from reducer import config as reducer_config  # noqa: PLC0415
+    from reducer.units import is_loopback  # noqa: PLC0415
 
     bind = None if config.bind_is_set() else f"tcp://{_own_address(several_hosts)}:0"
     # Nothing is exposed without keys unless somebody has said that the network is private.
     private = reducer_config.load(bind="tcp://127.0.0.1:0").insecure
     settings = reducer_config.load(bind=bind, insecure=True)
-    return settings, not private and not reducer_config.is_loopback(settings.bind)
+    return settings, not private and not is_loopback(settings.bind)
 
 
 def _keyring(pair: KeyPair, public: list[str]) -> Keyring:

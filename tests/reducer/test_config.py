@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from reducer import config as reducer_config
+from reducer import failpoints, plan_command, status_client, units
+from reducer.config import ReducerConfig
 from reducer.errors import ConfigError
 from worker_client import config
+from worker_client.config import WorkerConfig
 
 MIB = 1 << 20
 
@@ -95,14 +98,68 @@ EXPOSED = ["0.0.0.0", "10.0.0.1", "*", "eth0", "[::]", "node.example", "localhos
 @pytest.mark.parametrize("host", LOOPBACK)
 def test_this_machine_needs_no_permission(host: str) -> None:
     bind = f"tcp://{host}:0"
-    assert reducer_config.is_loopback(bind)
+    assert units.is_loopback(bind)
     assert reducer_config.load(bind=bind).bind == bind
+
+
+def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "SERVICE_HOST": "10.0.0.7",
+        "SERVICE_PORT": "5555",
+        "SERVICE_PORT_HTTP": "8080",
+        "PORT": "tcp://10.0.0.7:5555",
+        "PORT_5555_TCP": "tcp://10.0.0.7:5555",
+        "PORT_5555_TCP_PROTO": "tcp",
+        "PORT_5555_TCP_PORT": "5555",
+        "PORT_8080_UDP_ADDR": "x",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"REDUCTION_{name}", value)
+    reducer_config.load()
+    config.load()
+
+
+def test_an_unknown_variable_is_an_error_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, meant in (("MEMORY_LIMITS", "MEMORY_LIMIT"), ("SERVER", "SERVERS")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"REDUCTION_{wrong}", "8GiB")
+            for load in (reducer_config.load, config.load):
+                with pytest.raises(
+                    ConfigError,
+                    match=f"unknown setting REDUCTION_{wrong}: did you mean REDUCTION_{meant}\\?",
+                ):
+                    load()
+    monkeypatch.setenv("REDUCTION_XYZZY", "")
+    with pytest.raises(ConfigError, match=r"known are .*REDUCTION_BIND, "):
+        reducer_config.load()
+
+
+def test_each_knows_the_others_settings() -> None:
+    ours, theirs = set(ReducerConfig.model_fields), set(WorkerConfig.model_fields)
+    assert set(reducer_config.WORKER_SETTINGS) == theirs - ours
+    assert set(config.REDUCER_SETTINGS) == ours
+
+
+@pytest.mark.parametrize("text", ["1h", "60min", "3600s", "3600", "3600000ms", "3600000000 us"])
+def test_durations_are_alike_everywhere(text: str) -> None:
+    assert reducer_config.load(handshake_timeout=text).handshake_timeout == 3600
+    assert config.load(timeout=text).timeout == 3600
+    assert plan_command.seconds("backward", text) == 3600
+    assert failpoints.parse(f"reducer.tick=delay:{text}")[0].delay_s == 3600
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:7", "tcp://127.0.0.1:7", " 127.0.0.1:7"])
+def test_addresses_are_alike_everywhere(text: str) -> None:
+    assert reducer_config.load(bind=text).bind == "tcp://127.0.0.1:7"
+    assert reducer_config.load(http=text).http == "127.0.0.1:7"
+    assert config.load(servers=text).servers == ("127.0.0.1:7",)
+    assert status_client.addresses(text) == ["127.0.0.1:7"]
 
 
 @pytest.mark.parametrize("host", EXPOSED)
 def test_beyond_this_machine_only_when_insecure(host: str) -> None:
     bind = f"tcp://{host}:5555"
-    assert not reducer_config.is_loopback(bind)
+    assert not units.is_loopback(bind)
     with pytest.raises(ConfigError, match=r"other machines.*pass --keys.*pass --insecure"):
         reducer_config.load(bind=bind)
     with pytest.raises(ConfigError, match="--insecure"):
@@ -114,7 +171,6 @@ def test_beyond_this_machine_only_when_insecure(host: str) -> None:
     "bind",
     [
         "",
-        "127.0.0.1:5555",
         "tcp://127.0.0.1",
         "tcp://127.0.0.1:",
         "tcp://:5555",
@@ -129,8 +185,7 @@ def test_beyond_this_machine_only_when_insecure(host: str) -> None:
 )
 @pytest.mark.parametrize("insecure", [False, True])
 def test_bad_binds(bind: str, insecure: bool) -> None:
-    assert not reducer_config.is_loopback(bind) or bind.endswith("65536")
-    with pytest.raises(ConfigError, match=r"^bind: write it as tcp://HOST:PORT, got "):
+    with pytest.raises(ConfigError, match=r"^bind: write it as HOST:PORT, got "):
         reducer_config.load(bind=bind, insecure=insecure)
 
 

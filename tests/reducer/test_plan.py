@@ -219,7 +219,7 @@ def test_bad_sizes_of_models(arguments: tuple[str | None, str | None, str], says
 def test_durations(text: str, value: float) -> None:
     assert plan_command.seconds("backward", text) == pytest.approx(value)
     with pytest.raises(ConfigError, match="backward: write a duration"):
-        plan_command.seconds("backward", f"{text}h")
+        plan_command.seconds("backward", f"{text}x")
 
 
 LINK = ("--worker-gbps", "100", "--reducer-gbps", "32")

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
+from reducer.units import is_loopback
 from worker_client.launch.clusters import REDUCER_PORT
 from worker_client.launch.resolved import Launcher, Resolved, Role
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-_LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,11 @@ def decide(
 
 def _reduce(environment: Mapping[str, str]) -> Decision:
     bind = environment.get("REDUCTION_BIND", f"tcp://0.0.0.0:{REDUCER_PORT}")
-    if not _LOOPBACK.fullmatch(bind) and not any(
+    try:
+        private = is_loopback(bind)
+    except ValueError as error:
+        raise ConfigError(f"REDUCTION_BIND: {error}") from None
+    if not private and not any(
         environment.get(name) for name in ("REDUCTION_INSECURE", "REDUCTION_KEYS")
     ):
         raise ConfigError(

@@ -1,0 +1,80 @@
+"""Durations, addresses and names of settings as people write them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
+_ADDRESS = re.compile(r"(tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+# What Kubernetes tells every pod of a namespace in which there is a Service named `reduction`.
+_OF_KUBERNETES = re.compile(
+    r"SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+)
+_PREFIX = "REDUCTION_"
+
+
+def seconds(text: str) -> float:
+    """Read a duration: a number with ``us``, ``ms``, ``s``, ``min`` or ``h``; without, of seconds.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"write a duration such as 300s, 5ms or 2min, got {text!r}")
+    return float(match["value"]) * _UNITS[match["unit"] or "s"]
+
+
+def duration(value: object) -> object:
+    """Read text as `seconds` does, and leave everything else to who checks types."""
+    return seconds(value) if isinstance(value, str) else value
+
+
+def address(text: str) -> tuple[str, int]:
+    """Read ``HOST:PORT`` or ``tcp://HOST:PORT``; the host of IPv6 has its brackets.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None or int(match["port"]) > 65535:
+        raise ValueError(f"write it as HOST:PORT, got {text!r}")
+    return match["host"], int(match["port"])
+
+
+def is_loopback(text: str) -> bool:
+    """Whether an address, as `address` reads it, can be reached from this machine only.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host = address(text)[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def unknown_setting(environment: Mapping[str, str], known: Iterable[str]) -> str | None:
+    """Say what is wrong with a ``REDUCTION_`` variable that is no setting, if there is one.
+
+    Args:
+        environment: of the process.
+        known: settings, without ``REDUCTION_``, in any case.
+    """
+    names = sorted(name.upper() for name in known)
+    for variable in sorted(environment):
+        prefix, name = variable.upper()[: len(_PREFIX)], variable.upper()[len(_PREFIX) :]
+        if prefix == _PREFIX and name not in names and not _OF_KUBERNETES.fullmatch(name):
+            meant = get_close_matches(name, names, 1)
+            known_are = ", ".join(f"{_PREFIX}{name}" for name in names)
+            hint = f"did you mean {_PREFIX}{meant[0]}?" if meant else f"known are {known_are}"
+            return f"unknown setting {variable}: {hint}"
+    return None
