@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 
-class ReductionError(Exception):
-    """Root of this system's errors.
+class ReductionError(RuntimeError):
+    """Root of this system's errors: what scripts for Horovod, and for torch's backends, catch.
 
     Attributes:
         sequence: the all-reduce concerned (its number within the job), or None.

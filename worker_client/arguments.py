@@ -71,8 +71,9 @@ def _check_name(name: object) -> None:
 def _parse_op(op: str | ReduceOp) -> ReduceOp:
     if isinstance(op, ReduceOp):
         return op
+    name = getattr(op, "name", op)  # torch.distributed.ReduceOp.SUM has one
     try:
-        return ReduceOp[op.upper()]
+        return ReduceOp["MEAN" if name == "AVG" else name.upper()]
     except (KeyError, AttributeError):
         known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
         raise ConfigError(f"unknown op {op!r}: use one of {known}") from None

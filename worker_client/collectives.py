@@ -6,15 +6,22 @@ sizes, a model's first weights. All ranks call them in the same order, as they d
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reducer.errors import ConfigError, RankLostError
+from reducer.errors import ConfigError, MismatchError, RankLostError
+from reducer.wire.header import fingerprint
 from worker_client.host_buffer import host_buffer
 
 if TYPE_CHECKING:
     from worker_client.client import Client
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# What a rank asks for: 1, which a rank that is lost does not say; root; fingerprint of the rest.
+_ASKED = struct.Struct("<BIQ")
 
 
 def broadcast(client: Client, data: Any, root: int = 0) -> None:
@@ -22,28 +29,102 @@ def broadcast(client: Client, data: Any, root: int = 0) -> None:
 
     Args:
         client: the job's.
-        data: NumPy array or torch tensor, of the same size at every rank; in place. One on a device
-            is waited for.
-        root: the rank whose data it is to be.
+        data: NumPy array or torch tensor, of the same dtype and shape at every rank; in place. One
+            on a device is waited for.
+        root: the rank whose data it is to be, the same at every rank.
 
     Raises:
         ConfigError: there is no such rank, or `data` is not supported.
+        MismatchError: ranks disagree; `data` is as it was.
         RankLostError: the job goes on without that rank.
         ReductionError: as `Client.all_reduce`.
     """
-    if not 0 <= root < client.world_size:
-        raise ConfigError(f"root {root} is not a rank of a world of size {client.world_size}")
     buffer = host_buffer(data)
     view = np.frombuffer(buffer.view, np.uint8)
-    sent = np.zeros(view.size + 1, np.uint8)
-    if client.rank == root:
-        sent[:-1], sent[-1] = view, 1
-    client.all_reduce(sent, "sum").wait()
-    if not sent[-1]:  # the others go on without it
-        raise RankLostError(f"rank {root}, whose data was to be sent, is lost", rank=root)
-    view[:] = sent[:-1]
+    what = f"{buffer.dtype.name.lower()} {tuple(data.shape)}"
+    view[:] = broadcast_bytes(client, view, root, what)
     if buffer.write_back is not None:
         buffer.write_back()
+
+
+def broadcast_bytes(client: Client, data: Bytes, root: int, what: str) -> Bytes:
+    """Return what `data` is at rank `root`.
+
+    Args:
+        client: the job's.
+        data: as many bytes at every rank.
+        root: as of `broadcast`, which says what is raised.
+        what: dtype and shape, in words; ranks must say the same.
+    """
+    one = Broadcast(client, data, root, what)
+    client.all_reduce(one.sent, "sum").wait()
+    return one.received()
+
+
+class Broadcast:
+    """The bytes of one broadcast: the root's data, and what each rank asked for.
+
+    Args:
+        client: the job's.
+        data: this rank's, bytes.
+        root: the rank whose data it is to be.
+        what: dtype and shape, in words.
+
+    Attributes:
+        sent: to be summed over all ranks.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+
+    def __init__(self, client: Client, data: Bytes, root: int, what: str) -> None:
+        if not 0 <= root < client.world_size:
+            raise ConfigError(f"root {root} is not a rank of a world of size {client.world_size}")
+        self._what = what
+        asked = np.zeros((client.world_size, _ASKED.size), np.uint8)
+        asked[client.rank] = np.frombuffer(_ASKED.pack(1, root, fingerprint(what)), np.uint8)
+        mine = data if client.rank == root else np.zeros(data.size, np.uint8)
+        self.sent = np.concatenate([mine, asked.reshape(-1)])
+        self._size = data.size
+
+    def received(self) -> Bytes:
+        """Return the root's data, once `sent` is summed.
+
+        Raises:
+            MismatchError: ranks disagree on the root, the dtype or the shape.
+            RankLostError: the others go on without the root.
+        """
+        asked = [
+            (rank, _ASKED.unpack(one)) for rank, one in enumerate(self._each()) if one[0]
+        ]  # but for ranks that are lost
+        first, (_, root, what) = asked[0]
+        for other, (_, its_root, its_what) in asked:
+            if its_root != root:
+                raise _mismatch("root", first, other, root, its_root)
+            if its_what != what:
+                mine = "something else"
+                known = {fingerprint(self._what): self._what}
+                raise _mismatch(
+                    "dtype or shape", first, other, known.get(what, mine), known.get(its_what, mine)
+                )
+        if root not in {rank for rank, _ in asked}:
+            raise RankLostError(f"rank {root}, whose data was to be sent, is lost", rank=root)
+        return self.sent[: self._size]
+
+    def _each(self) -> list[bytes]:
+        return [one.tobytes() for one in self.sent[self._size :].reshape(-1, _ASKED.size)]
+
+
+def _mismatch(field: str, rank: int, other: int, expected: object, got: object) -> MismatchError:
+    return MismatchError(
+        f"ranks disagree on the {field} of a broadcast: rank {rank} says {expected}, rank {other} "
+        f"says {got}",
+        field=field,
+        rank=rank,
+        other_rank=other,
+        expected=expected,
+        got=got,
+    )
 
 
 def all_gather_bytes(client: Client, payload: bytes, *, name: str | None = None) -> list[bytes]:

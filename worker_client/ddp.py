@@ -45,7 +45,7 @@ class ReductionState:
         ConfigError: `error_feedback` without a wire dtype, or `weight` is none.
     """
 
-    __slots__ = ("_error", "_residuals", "_task", "_weight", "client", "error_feedback")
+    __slots__ = ("_client", "_error", "_residuals", "_task", "_weight", "error_feedback")
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ReductionState:
         weight: float | None = None,
         error_feedback: bool = False,
     ) -> None:
-        self.client: Client = worker_client.init() if client is None else client
+        self._client: Client | None = worker_client.init() if client is None else client
         if error_feedback and self.client.wire_dtype == "float32":
             raise ConfigError(
                 "error_feedback=True keeps what the cast to 16 bits takes away, and nothing is "
@@ -62,11 +62,37 @@ class ReductionState:
             )
         self.error_feedback = error_feedback
         self.weight = weight
+        self._begin()
+
+    def _begin(self) -> None:
         # By a bucket's index: the parameters in it, and what casts have taken away from their
         # gradients. DDP makes other buckets after the first step.
         self._residuals: dict[int, tuple[list[int], torch.Tensor]] = {}
         self._error: ReductionError | None = None
         self._task = _OUTSIDE_BACKWARD  # the backward pass that was last prepared to raise
+
+    # DDP keeps its hook's state among its own attributes, so a model's copies (`AveragedModel`
+    # makes one) and files (`torch.save`) hold it, too. A copy shares the client, and a file has
+    # none.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReductionState":
+        del memo
+        return ReductionState(self.client, weight=self._weight, error_feedback=self.error_feedback)
+
+    def __getstate__(self) -> tuple[float | None, bool]:
+        return self._weight, self.error_feedback
+
+    def __setstate__(self, state: tuple[float | None, bool]) -> None:
+        self._client = None
+        self._weight, self.error_feedback = state
+        self._begin()
+
+    @property
+    def client(self) -> "Client":
+        """The client in use; `worker_client.init()`'s in a state that was loaded from a file."""
+        if self._client is None:
+            self._client = worker_client.init()
+        return self._client
 
     @property
     def weight(self) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 
 import worker_client
 from reducer.errors import ConfigError
-from worker_client.collectives import broadcast
+from worker_client.collectives import broadcast_bytes
 from worker_client.host_buffer import find_dtype
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ def broadcast_arrays(client: Client, arrays: Arrays, root: int = 0) -> list[NDAr
             raise ConfigError(
                 "an array of strings or other Python objects cannot be broadcast: leave it out"
             )
-    packed = np.frombuffer(bytearray().join(array.tobytes() for array in arrays), np.uint8)
-    broadcast(client, packed, root)
+    packed = np.frombuffer(b"".join(array.tobytes() for array in arrays), np.uint8)
+    what = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+    packed = broadcast_bytes(client, packed, root, what)
     ends = np.cumsum([array.nbytes for array in arrays])
     return [
         np.frombuffer(packed[end - array.nbytes : end].tobytes(), array.dtype).reshape(array.shape)

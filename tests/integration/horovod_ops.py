@@ -212,8 +212,17 @@ def broadcast() -> None:
     assert hvd.synchronize(hvd.broadcast_async_(turned, 1)) is turned
     assert turned.tolist() == [[1.0, 1.0]] * 3
     assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
-    with pytest.raises(ConfigError, match="root_rank 3 is not a rank"):
+    with pytest.raises(ConfigError, match="root 3 is not a rank"):
         hvd.broadcast(odd, 3)
+    mine = torch.full((2, 3), float(rank))
+    wrong = {"dtype": mine.int(), "shape": mine.reshape(6), "size": mine[:1].clone()}
+    for name, other in {"root": mine, **wrong}.items():
+        with pytest.raises(hvd.HorovodInternalError, match=r"disagree|differ") as caught:
+            hvd.broadcast_(other if rank == 2 else mine, int(name == "root" and rank == 2), name)
+        assert isinstance(caught.value, RuntimeError)
+        assert (mine == rank).all()
+        for _ in range(20):
+            assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
 
 
 def parameters() -> None:

@@ -327,6 +327,20 @@ def uneven_batches() -> None:
         hvd.join(device=0)
 
 
+def who_joined_last() -> None:
+    """The usual idiom: the others take over the weights of the rank that had most data."""
+    for last in (*range(SIZE), 0):
+        for _ in range(3 if hvd.rank() == last else hvd.rank() % 2):
+            hvd.allreduce(torch.ones(2), op=hvd.Sum)
+        weights_of = {"w": torch.full((3,), float(hvd.rank()))}
+        root = hvd.join()
+        assert root == last
+        hvd.broadcast_parameters(weights_of, root_rank=root)
+        assert weights_of["w"].tolist() == [float(last)] * 3
+    for _ in range(2):
+        assert hvd.join() == SIZE - 1, "nobody has called anything"
+
+
 def what_needs_data_of_a_joined_rank_is_refused() -> None:
     if hvd.rank() == 0:
         with pytest.raises(ConfigError, match=r"ranks \[1, 2\] call broadcast\.weights"):
@@ -354,5 +368,6 @@ CASES = (
     an_optimizer_that_is_gone_reduces_nothing,
     ranks_begin_a_step_at_different_moments,
     uneven_batches,
+    who_joined_last,
     what_needs_data_of_a_joined_rank_is_refused,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reducer.errors import ConfigError, RankLostError
+from reducer.errors import ConfigError, MismatchError, RankLostError
 from worker_client.collectives import all_gather_bytes, broadcast
 
 if TYPE_CHECKING:
@@ -49,6 +49,37 @@ def test_a_root_that_is_no_rank_is_refused(job: Callable[..., list[Client]]) -> 
     (client,) = job(1)
     with pytest.raises(ConfigError, match="root 1 is not a rank of a world of size 1"):
         broadcast(client, np.zeros(1), root=1)
+
+
+@pytest.mark.parametrize(
+    ("root", "dtype", "shape", "said"),
+    [
+        (1, np.float32, (6,), "root of a broadcast: rank 0 says 0, rank 2 says 1"),
+        (0, np.int32, (6,), r"dtype or shape .*: rank 0 says .*, rank 2 says "),
+        (0, np.float32, (2, 3), r"dtype or shape .*: rank 0 says .*, rank 2 says "),
+        (0, np.float32, (7,), "total_bytes"),
+    ],
+    ids=["root", "dtype", "shape", "size"],
+)
+def test_ranks_that_disagree_hear_it_and_go_on(
+    job: Callable[..., list[Client]], root: int, dtype: type, shape: tuple[int, ...], said: str
+) -> None:
+    clients = job(3)
+
+    def receive(client: Client) -> str:
+        array = np.full(shape, 1, dtype) if client.rank == 2 else np.full(6, 1, np.float32)
+        before = array.tobytes()
+        with pytest.raises(MismatchError, match=said) as caught:
+            broadcast(client, array, root if client.rank == 2 else 0)
+        assert array.tobytes() == before
+        return str(caught.value)
+
+    texts = at_all(clients, receive)
+    assert "float32 (6,)" in texts[0] or "dtype" not in said
+    for _ in range(3):
+        arrays = [np.full(6, client.rank) for client in clients]
+        at_all(clients, lambda client, arrays=arrays: broadcast(client, arrays[client.rank], 1))
+        assert [array.tolist() for array in arrays] == [[1] * 6] * 3
 
 
 def test_a_root_that_is_lost_is_named(job: Callable[..., list[Client]]) -> None:

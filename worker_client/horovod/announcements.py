@@ -77,6 +77,7 @@ class Announcements:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._last: deque[Work] = deque(maxlen=_SLOTS)
+        self._latest: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._number = 0
         self.calls = 0
 
@@ -96,6 +97,18 @@ class Announcements:
         active[self._client.rank] = 1
         return self._start(np.concatenate([active, description, 255 - description]))
 
+    def active(self) -> list[int]:
+        """Wait for the latest announcement, and return the ranks that were active then.
+
+        Raises:
+            ReductionError: as `Client.all_reduce`.
+        """
+        if self._last:
+            self._last[-1].wait()
+        if self._latest is None:
+            return list(range(self._client.world_size))
+        return _ranks(self._latest[: self._client.world_size])
+
     def hear(self) -> tuple[list[int], Call | None]:
         """Wait for the active ranks' next announcement.
 
@@ -112,7 +125,7 @@ class Announcements:
         active, description, complement = np.split(
             heard, [self._client.world_size, self._client.world_size + _BYTES]
         )
-        ranks = [int(rank) for rank in np.flatnonzero(active)]
+        ranks = _ranks(active)
         if not ranks:
             return [], None
         if not np.array_equal(description, 255 - complement):
@@ -128,6 +141,7 @@ class Announcements:
 
     def _start(self, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[Work]:
         number, self._number = self._number, self._number + 1
+        self._latest = data
         if self._client.world_size == 1:
             return []
         if len(self._last) == _SLOTS:
@@ -135,6 +149,10 @@ class Announcements:
         work = self._client.all_reduce(data, "max", name=f"horovod.call.{number % _SLOTS}")
         self._last.append(work)
         return [work]
+
+
+def _ranks(active: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[int]:
+    return [int(rank) for rank in np.flatnonzero(active)]
 
 
 def short(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reducer.errors import ConfigError
+from worker_client.collectives import Broadcast
 from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.announcements import Call, Kind, short
 from worker_client.horovod.handles import Handle
@@ -37,23 +37,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str, works: list[Work]) -> Handle:
-    """Start a broadcast in place that is announced: others' zeros are added to the root's bytes.
+    """Start a broadcast in place that is announced.
 
     Raises:
         ConfigError: there is no such rank.
     """
     client = CURRENT.job.client
-    if not 0 <= root_rank < client.world_size:
-        raise ConfigError(
-            f"root_rank {root_rank} is not a rank of a world of size {client.world_size}"
-        )
     target = tensor.detach()
     data = target.contiguous()
-    if client.rank != root_rank:
-        as_bytes(data).zero_()
-    work = client.all_reduce(as_bytes(data), "sum", name=wire)
+    what = f"{data.dtype} {tuple(data.shape)}"
+    one = Broadcast(client, as_bytes(data).numpy(), root_rank, what)
+    work = client.all_reduce(one.sent, "sum", name=wire)
 
     def finish() -> torch.Tensor:
+        as_bytes(data).numpy()[:] = one.received()
         if data.data_ptr() != target.data_ptr():
             target.copy_(data)
         return tensor
@@ -86,6 +83,9 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
 
     Raises:
         ConfigError: there is no such rank, or the tensor is not supported.
+
+    `Handle.wait` raises MismatchError at every rank if they disagree on the root, the dtype or the
+    shape; the tensor is as it was then.
     """
     wire, works = announce("broadcast", name)
     return start_broadcast(tensor, root_rank, wire, works)

@@ -27,7 +27,8 @@ def join(device: int = -1) -> int:
         device: -1 for the CPU.
 
     Returns:
-        The rank that joined last; of several, the highest.
+        The rank that joined last, the same at every rank: of those that took part in the latest
+        call, the highest.
 
     Raises:
         ConfigError: another device; or others make a call that needs this rank's data.
@@ -36,7 +37,9 @@ def join(device: int = -1) -> int:
     if device != -1:
         raise ConfigError(f"join() works on the CPU, got device {device}: leave it out")
     job = CURRENT.job
-    last = list(range(job.client.world_size))
+    # Of the latest call, which this rank may have made itself: so all ranks return the same. After
+    # an earlier join() there may be none.
+    last = job.announcements.active() or list(range(job.client.world_size))
     works: list[Waitable] = []
     while True:
         active, call = job.announcements.hear()
