@@ -26,13 +26,19 @@ class ReductionError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are copied for each all-reduce they end and cross process boundaries in launchers;
         # the default would call the class without its keyword arguments.
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(
+def rebuild(
     cls: type[ReductionError], args: tuple[Any, ...], attributes: dict[str, Any]
 ) -> ReductionError:
-    error = cls.__new__(cls)
+    """Return an error with these `args` and attributes, without its class's arguments."""
+    # Of the built-in class whose layout this one has, OSError's or RuntimeError's: `cls.__new__` is
+    # the first that there is, and refuses the other.
+    built_in: Any = cls
+    while issubclass(built_in, ReductionError):
+        built_in = built_in.__base__
+    error: ReductionError = built_in.__new__(cls)
     error.args = args
     error.__dict__.update(attributes)
     return error

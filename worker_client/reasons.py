@@ -21,11 +21,11 @@ def describe(error: ReductionError) -> dict[str, Any]:
 def revive(message: dict[str, Any]) -> ReductionError:
     """Return the error that `describe` was given."""
     cls = getattr(errors, message.pop("class"), ReductionError)
-    error: ReductionError = cls.__new__(cls)
-    error.args = (message.pop("text"),)
-    for name, value in message.items():
-        setattr(error, name, tuple(value) if isinstance(value, list) else value)
-    return error
+    text = message.pop("text")
+    facts = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in message.items()
+    }
+    return errors.rebuild(cls, (text,), facts)
 
 
 def _plain(value: object) -> object:

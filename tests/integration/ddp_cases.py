@@ -5,7 +5,9 @@ Started by test_ddp as `python -m tests.integration.ddp_cases GROUP` with torchr
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import io
 import sys
 import time
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import worker_client
 from reducer.errors import ConfigError, ReductionError
@@ -135,6 +138,34 @@ def sparse_in_hook() -> str:
     return "no error"
 
 
+def copies() -> dict[str, bool]:
+    """An attached model is copied, averaged, written to a file and read again."""
+    net = torch.nn.Linear(4, 4)
+    ddp = DistributedDataParallel(net)
+    client = worker_client.attach(ddp)
+    averaged = AveragedModel(ddp)
+    copied = copy.deepcopy(ddp)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    before = client.bytes_reduced
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        optimizer.step()
+        averaged.update_parameters(ddp)
+    states = [model._comm_hooks[0][1] for model in (copied, loaded)]
+    return {
+        "the model still trains through reducers": client.bytes_reduced - before >= 3 * 80,
+        "copies are independent": not torch.equal(copied.module.weight, net.weight),
+        "copies are as the model was": torch.equal(copied.module.weight, loaded.module.weight),
+        "averages are of the model": not torch.equal(averaged.module.module.weight, net.weight),
+        "their hooks' states have the client": all(state.client is client for state in states),
+    }
+
+
 def refusals() -> dict[str, str]:
     """What attach() says to models that a hook cannot serve."""
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415
@@ -192,6 +223,7 @@ def main(group: str) -> None:
     else:
         results["errors"] = errors()
         results["sparse_in_hook"] = sparse_in_hook()
+        results["copies"] = copies()
         results["refusals"] = refusals()
     results["bytes_reduced"] = worker_client.init().bytes_reduced
     write_result(results)

@@ -81,6 +81,11 @@ def test_sparse_gradients_end_in_an_error_of_backward(failures: list[dict]) -> N
     assert all("sparse" in rank["sparse_in_hook"] for rank in failures)
 
 
+def test_an_attached_model_can_be_copied_and_saved(failures: list[dict]) -> None:
+    for rank in failures:
+        assert [what for what, holds in rank["copies"].items() if not holds] == []
+
+
 @pytest.mark.parametrize(
     ("case", "fix"),
     [

@@ -129,6 +129,14 @@ def test_as_many_names_as_one_likes(submit: Submit) -> None:
         assert submit(array, "sum", f"{number}").tensor.name == f"{number}"
 
 
+def test_torchs_reductions_are_taken(submit: Submit) -> None:
+    ops = pytest.importorskip("torch.distributed", reason="needs torch").ReduceOp
+    for at, (op, ours) in enumerate({ops.SUM: "SUM", ops.AVG: "MEAN", ops.MAX: "MAX"}.items()):
+        assert submit(np.ones(3), op, f"{at}").tensor.op.name == ours
+    with pytest.raises(ConfigError, match="unknown op"):
+        submit(np.ones(3), ops.BXOR)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
