@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _world
 
-from reducer.errors import LocalProtocolError
+from reducer.errors import ConfigError, LocalProtocolError
 from worker_client import startup
 from worker_client.hierarchy import HierarchicalClient
 from worker_client.process_group import ProcessGroup
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from worker_client.client import Client
 
 NAME = "reduction"
+OLDEST = "2.7"  # torch
 
 log = logging.getLogger(__name__)
 
@@ -232,15 +233,22 @@ class ReductionGroup(TorchProcessGroup):
     # the GIL with it (torch's PyProcessGroup): Gloo's lock may then be held by a thread of Gloo's
     # that waits for the GIL to free the last reference to a tensor, and both wait for ever.
     allgather = inner("allgather")
+    all_gather_single = inner("all_gather_single", "_allgather_base")
     all_gather_single_coalesced = inner(
         "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
     )
     all_to_all_single = inner("all_to_all_single", "alltoall_base")
+    alltoall = inner("alltoall")
     barrier = inner("barrier")
     broadcast = inner("broadcast")
+    gather = inner("gather")
     recv = inner("recv")
+    recvAnysource = inner("recv_anysource")  # noqa: N815 (C++ looks for it by its name there)
+    reduce = inner("reduce")
+    scatter = inner("scatter")
     send = inner("send")
     # As torch called them before 2.13.
+    _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
 
@@ -280,7 +288,17 @@ class ReductionGroup(TorchProcessGroup):
 
 
 def register() -> None:
-    """Make ``init_process_group("reduction")`` known to torch, which it may be already."""
+    """Make ``init_process_group("reduction")`` known to torch, which it may be already.
+
+    Raises:
+        ConfigError: this torch cannot have it.
+    """
+    if torch.__version__ < OLDEST:
+        raise ConfigError(
+            f"the backend needs torch {OLDEST} or later, this is {torch.__version__}: DDP asks a "
+            "Python backend's work for its future, which older ones refuse. Install a later torch, "
+            "or use worker_client.attach(), which works with 2.6"
+        )
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from reducer import local_pool
+from reducer.errors import ConfigError
 from tests.ranks import environments, ranks, run
 
-pytest.importorskip("torch", reason="needs torch")
-
-if TYPE_CHECKING:
-    from pathlib import Path
+torch = pytest.importorskip("torch", reason="needs torch")
 
 RANKS = 3
 RANK = ("-m", "tests.integration.backend_rank")
@@ -32,6 +31,37 @@ CASES = (
     "fsdp",
     "failures",
 )
+
+
+# What torch looks for in a Python class, and what neither sends anything nor waits for anybody.
+WITHOUT_GLOO = {
+    *("abort", "getBackendName", "getRank", "getSize", "getGroupName", "setGroupName"),
+    *("getGroupDesc", "setGroupDesc", "splitGroup", "mergeRemoteGroup", "get_reconfigure_handle"),
+    *("reconfigure", "start_coalescing", "end_coalescing"),
+}
+
+
+def test_every_collective_that_torch_looks_for_is_ours() -> None:
+    """One that is not ours is called with the GIL, and may wait for ever (`torch_backend`)."""
+    from worker_client.torch_backend import ReductionGroup  # noqa: PLC0415 (it imports torch)
+
+    include = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
+    (header,) = include.rglob("PyProcessGroup.hpp")
+    text = re.sub(r"//.*|/\*.*?\*/", "", header.read_text())
+    group = r"static_cast<const ProcessGroup\*>\(this\)"
+    found = set(re.findall(rf'get_override\(\s*{group},\s*"(\w+)"', text))
+    found |= set(re.findall(r"_OVERRIDE\w*\([^;]*?\bProcessGroup,\s*(\w+)", text))
+    assert {"allreduce", "barrier", "recv"} <= found
+    assert found - WITHOUT_GLOO - set(vars(ReductionGroup)) == set()
+
+
+def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker_client import torch_backend  # noqa: PLC0415 (it imports torch)
+
+    torch_backend.register()
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.6.0+cpu"))
+    with pytest.raises(ConfigError, match=r"needs torch 2\.7 or later, this is 2\.6\.0"):
+        torch_backend.register()
 
 
 @pytest.fixture(scope="module")
