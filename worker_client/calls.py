@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
     from worker_client.settings import Settings
 
-GRACE_S = 1.0  # after a deadline: time for a reducer to say who is missing
+GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
 
 
 class Calls:
@@ -98,9 +98,11 @@ class Calls:
         """End what is not done by its deadline, when reducers have had time to say why."""
         actions: list[Action] = []
         while (operation := self.active.expired(now)) is not None:
+            missing = ", ".join(map(str, operation.missing))
             error = ReductionTimeout(
                 f"{operation}: not done after {operation.timeout_s:g} s "
-                f"at rank {self._settings.rank}",
+                f"at rank {self._settings.rank}{missing and f', waiting for rank {missing}'}",
+                missing=operation.missing,
                 sequence=operation.sequence,
             )
             waiting = self.waiting(operation.sequence)

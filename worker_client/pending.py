@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
+LAST_S = 1.0  # before its deadline they are asked in any case, or halfway if that is later
 HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear that it lives elsewhere
 
 
@@ -39,7 +40,8 @@ class Pending:
     def begin(self, operation: Operation, now: float) -> None:
         """Take note that an all-reduce has begun, in seconds of the caller's clock."""
         self._operations[operation.sequence] = operation
-        operation.begun, operation.ask_at = now, now + STRAGGLER_S
+        last_s = operation.timeout_s - min(LAST_S, operation.timeout_s / 2)
+        operation.begun, operation.ask_at = now, now + min(STRAGGLER_S, last_s)
         self.expect(operation, now + operation.timeout_s)
 
     def end(self, operation: Operation) -> None:

@@ -14,10 +14,12 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, ReduceOp
 from reducer.wire.header import Header
+from reducer.wire.messages import Stragglers, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from worker_client.actions import Reset
 from worker_client.calls import GRACE_S
 from worker_client.joining import RETRY_S
+from worker_client.pending import LAST_S
 
 
 @pytest.fixture
@@ -96,6 +98,8 @@ def test_a_result_that_does_not_fit_is_an_error(lone: Driven, change: dict) -> N
 def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
     session.submit(operation(timeout_s=5.0), 0.0)
     assert session.next_deadline() == 5.0
+    assert session.tick(5.0 - LAST_S - 0.1) == []
+    assert {link for link, _ in sent(session.tick(5.0 - LAST_S), M.STRAGGLERS)} == {0, 1}
     assert session.tick(4.9) == []
     asked = session.tick(5.0)
     assert {link for link, _ in sent(asked, M.ABORT)} == {0, 1}
@@ -108,11 +112,24 @@ def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
 def test_a_deadline_passes_without_an_answer(session: Driven) -> None:
     session.submit(operation(timeout_s=5.0), 0.0)
     session.tick(5.0)
-    assert session.tick(5.0 + GRACE_S - 0.1) == []
+    assert session.tick(5.0 + GRACE_S - 0.01) == []
     (failure,) = errors(session.tick(5.0 + GRACE_S))
     assert isinstance(failure, ReductionTimeout)
     assert failure.missing == ()
     assert session.active == 0
+
+
+@pytest.mark.parametrize("timeout_s", [5.0, 0.5])
+def test_who_is_missing_is_known_before_the_deadline(session: Driven, timeout_s: float) -> None:
+    """A slow link may not bring the answer in time that is asked for at the deadline."""
+    session.submit(operation(timeout_s=timeout_s), 0.0)
+    asked = session.tick(timeout_s - min(LAST_S, timeout_s / 2))
+    link, header = sent(asked, M.STRAGGLERS)[0]
+    session.receive(link, header.pack(), encode(Stragglers((0,))))
+    session.tick(timeout_s)
+    (failure,) = errors(session.tick(timeout_s + GRACE_S))
+    assert failure.missing == (0,)
+    assert "waiting for rank 0" in str(failure)
 
 
 def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:

@@ -141,7 +141,7 @@ def test_reducers_in_another_order(servers: list[str]) -> None:
 def test_a_rank_that_does_not_come_is_named(job: Callable[..., list[Client]]) -> None:
     clients = job(3, timeout="500ms")
     works = [client.all_reduce(ones(70_000)) for client in clients[:2]]
-    for error in errors_of(works, within_s=2.5):
+    for error in errors_of(works, within_s=1.5):  # 0.65 s, and what a busy machine takes
         assert isinstance(error, ReductionTimeout)
         assert error.missing == (2,)
         assert "rank 2" in str(error)
@@ -151,7 +151,8 @@ def test_a_rank_that_never_joined_is_named(servers: list[str]) -> None:
     with connect(rank=0, world_size=2, servers=servers, job="alone", timeout="500ms") as alone:
         (error,) = errors_of([alone.all_reduce(ones())], within_s=2.5)
     assert isinstance(error, ReductionTimeout)
-    assert "rank 1 (never joined)" in str(error)
+    assert error.missing == (1,)
+    assert "rank 1" in str(error)
 
 
 WORKER = """
