@@ -9,7 +9,6 @@ one is ended through a duplicate that was found to be the connection that was me
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import socket
@@ -20,10 +19,6 @@ from typing import NamedTuple
 # struct tcp_info of linux/tcp.h: eight bytes, 24 numbers of 32 bits, two of 64, then these.
 _ACKED, _RECEIVED = 120, 128
 _TCP_INFO_BYTES = 136
-# Of asm-generic/socket.h; `socket` has no names for them.
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
-_NOTHING_PASSES = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0))  # BPF: return 0
-_FILTER = struct.pack("@HP", 1, ctypes.addressof(_NOTHING_PASSES))
 _COUNT = struct.Struct("@Q")
 _QUEUE = struct.Struct("@i")
 
@@ -100,29 +95,6 @@ def end(descriptor: int, expected: tuple[object, ...]) -> bool:
         except OSError:
             return False  # the peer was faster
     return True
-
-
-def admit(listening: int, *, newcomers: bool) -> None:
-    """Let connections be made to a listening socket, or not for the time being.
-
-    The kernel drops their first packets, and clients send these again after a second or so. What is
-    connected stays so; to close the socket would have libzmq end what it has accepted there.
-
-    Args:
-        listening: its descriptor, which stays open meanwhile.
-        newcomers: whether they may come.
-
-    Raises:
-        OSError: the kernel has no such filters.
-    """
-    duplicate = _duplicate(listening)
-    if duplicate is None:
-        return
-    with duplicate:
-        if newcomers:
-            duplicate.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-        else:
-            duplicate.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
 
 
 def _duplicate(descriptor: int) -> socket.socket | None:

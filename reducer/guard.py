@@ -36,8 +36,6 @@ HEARTBEATS_PER_S = 512  # bytes, generously: libzmq answers these by itself, nob
 STUCK_LOOKS = 10
 STUCK_S = 0.25
 MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
-# libzmq numbers connections, and who guesses a number ends the process: so many may be tried.
-CONNECTIONS_PER_S = 200  # on average; at once, as many as there may be
 STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
 
 
@@ -131,9 +129,6 @@ class Guard:
         self._patience = patience
         self._connections: dict[int, Connection] = {}  # by the transport's numbers
         self._farewells: dict[bytes, float] = {}  # peers that were dropped: when to close
-        self._may_come = float(self._most_at_once)
-        self._counted = 0.0  # when that was
-        self._open = True
         self._turn = 0
         self._looks = 0
         self._soon = False
@@ -175,15 +170,9 @@ class Guard:
         self._soon = bool(strangers) or held > 2 * SLACK_BYTES
         return sends
 
-    @property
-    def _most_at_once(self) -> int:
-        return max(self._patience.max_connections, CONNECTIONS_PER_S)
-
     def _hear(self, now: float) -> None:
         """Learn which connections have come and gone."""
-        changes = self._transport.changes()
-        self._pace(sum(opened for opened, *_ in changes), now)
-        for opened, descriptor, number in changes:
+        for opened, descriptor, number in self._transport.changes():
             if not opened:
                 self._connections.pop(number, None)
             elif (name := connections.name(descriptor)) is not None:
@@ -191,23 +180,6 @@ class Guard:
                 self._connections[number] = made
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)
-
-    def _pace(self, came: int, now: float) -> None:
-        """Let nobody in for a while after too many have come."""
-        self._may_come += CONNECTIONS_PER_S * (now - self._counted)
-        self._may_come = min(self._may_come, self._most_at_once) - came
-        self._counted = now
-        enough = self._may_come >= (0 if self._open else CONNECTIONS_PER_S)
-        if enough == self._open:
-            return
-        self._open = enough
-        try:
-            self._transport.admit(newcomers=enough)
-        except OSError as error:
-            self._log.warning("connections cannot be kept from coming too often: %s", error)
-        else:
-            if not enough:
-                self._log.warning("connections come too often: new ones wait for a second")
 
     def _of_job(
         self, job: Job, members: dict[int, Member], every: int, now: float

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from reducer import connections
 from reducer.admission import LOCAL
 from reducer.errors import ConfigError
 from reducer.keyfiles import KeyPair
@@ -36,7 +35,7 @@ _EVENT = struct.Struct("=HI")  # of a socket monitor: what happened; a descripto
 LATE_LOOKS = 100  # of the guard, in which messages of a connection that has ended may be read
 
 ZAP_DOMAIN = "reducer"  # what libzmq calls us when it asks whether to admit a key
-_CHANGES = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _LIBC = ctypes.CDLL(None)  # of this process, and so libzmq's
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -151,7 +150,6 @@ class Transport:
         self._owners: dict[int, bytes] = {}  # whose each connection is
         self._open: dict[int, int] = {}  # connections by their descriptors
         self._accepted = 0
-        self._listening = -1  # descriptor
         self._changed: list[tuple[bool, int, int]] = []  # told by the monitor, not yet by `changes`
         self._refused: list[str] = []  # likewise, by `refusals`
         self.frame_extra = 0 if pair is None else _CURVE_FRAME_BYTES
@@ -227,11 +225,6 @@ class Transport:
         changed, self._changed = self._changed, []
         return changed
 
-    def admit(self, *, newcomers: bool) -> None:
-        """Let connections be made, or not for the time being; see `connections.admit`."""
-        self._hear()
-        connections.admit(self._listening, newcomers=newcomers)
-
     def refusals(self) -> list[str]:
         """Say why connections were refused for want of a key since the last call, for each one."""
         self._hear()
@@ -288,8 +281,6 @@ class Transport:
                     self._accepted += 1
                     self._open[value] = self._accepted
                     self._changed.append((True, value, self._accepted))
-            elif event == zmq.EVENT_LISTENING:
-                self._listening = value
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused.append("with a key that is not on the allow-list")
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
 _ADDRESS = re.compile(r"(tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
-# What Kubernetes tells every pod of a namespace in which there is a Service named `reduction`.
-_OF_KUBERNETES = re.compile(
-    r"SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
+# What is no setting: what Kubernetes tells every pod of a namespace that has a Service whose name
+# begins with `reduction`, and what setup.py reads.
+_OTHERS = re.compile(
+    r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+    r"|BUILD_(REQUIRED|DEBUG)"
 )
 _PREFIX = "REDUCTION_"
 
@@ -72,7 +74,7 @@ def unknown_setting(environment: Mapping[str, str], known: Iterable[str]) -> str
     names = sorted(name.upper() for name in known)
     for variable in sorted(environment):
         prefix, name = variable.upper()[: len(_PREFIX)], variable.upper()[len(_PREFIX) :]
-        if prefix == _PREFIX and name not in names and not _OF_KUBERNETES.fullmatch(name):
+        if prefix == _PREFIX and name not in names and not _OTHERS.fullmatch(name):
             meant = get_close_matches(name, names, 1)
             known_are = ", ".join(f"{_PREFIX}{name}" for name in names)
             hint = f"did you mean {_PREFIX}{meant[0]}?" if meant else f"known are {known_are}"

@@ -31,7 +31,7 @@ def parse(
     Raises:
         ConfigError: one of them is not supported, or does not go with the data.
     """
-    reduction = _parse_op(op)
+    reduction = parse_op(op)
     if reduction is ReduceOp.MEAN and not dtype.is_floating:
         raise ConfigError(
             f"the mean of {dtype.name.lower()} is not defined: "
@@ -68,7 +68,12 @@ def _check_name(name: object) -> None:
         ) from None
 
 
-def _parse_op(op: str | ReduceOp) -> ReduceOp:
+def parse_op(op: str | ReduceOp) -> ReduceOp:
+    """Return the reduction that a caller names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
     if isinstance(op, ReduceOp):
         return op
     name = getattr(op, "name", op)  # torch.distributed.ReduceOp.SUM has one

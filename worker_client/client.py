@@ -337,6 +337,18 @@ class Client:
             self._begin(call)
         return work
 
+    def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
+        """Say which tensors may be packed into one buffer, so that each travels as it would alone.
+
+        Args:
+            tensors: dtype and bytes of each.
+            op: reduction of all of them.
+
+        Returns:
+            Their places, in groups of one dtype.
+        """
+        return self._wire.packs(tensors, op)
+
     def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
         """Whether a tensor travels in 16 bits: its dtype, reduction and bytes alone decide."""
         return self._wire.rounds(dtype, op, nbytes)

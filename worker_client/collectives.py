@@ -61,6 +61,16 @@ def broadcast_bytes(client: Client, data: Bytes, root: int, what: str) -> Bytes:
     return one.received()
 
 
+def check_root(client: Client, root: int) -> None:
+    """Refuse what is no rank.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    if not 0 <= root < client.world_size:
+        raise ConfigError(f"root {root} is not a rank of a world of size {client.world_size}")
+
+
 class Broadcast:
     """The bytes of one broadcast: the root's data, and what each rank asked for.
 
@@ -78,8 +88,7 @@ class Broadcast:
     """
 
     def __init__(self, client: Client, data: Bytes, root: int, what: str) -> None:
-        if not 0 <= root < client.world_size:
-            raise ConfigError(f"root {root} is not a rank of a world of size {client.world_size}")
+        check_root(client, root)
         self._what = what
         asked = np.zeros((client.world_size, _ASKED.size), np.uint8)
         asked[client.rank] = np.frombuffer(_ASKED.pack(1, root, fingerprint(what)), np.uint8)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reducer.errors import ConfigError, DeviceError
+from reducer.errors import ConfigError, DeviceError, ReductionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,6 +75,8 @@ class CudaDevice:
     def _errors(self) -> Iterator[None]:
         try:
             yield
+        except ReductionError:
+            raise
         except RuntimeError as error:  # what torch makes of every error of CUDA
             raise DeviceError(
                 f"{self._device} failed: {error}", device=str(self._device)

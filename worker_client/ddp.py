@@ -75,9 +75,15 @@ class ReductionState:
     # makes one) and files (`torch.save`) hold it, too. A copy shares the client, and a file has
     # none.
 
+    def __copy__(self) -> "ReductionState":
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(self.__getstate__())
+        copied._client = self._client  # noqa: SLF001 (of this class)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReductionState":
         del memo
-        return ReductionState(self.client, weight=self._weight, error_feedback=self.error_feedback)
+        return self.__copy__()
 
     def __getstate__(self) -> tuple[float | None, bool]:
         return self._weight, self.error_feedback

@@ -36,7 +36,7 @@ from reducer.errors import (
     RankLostError,
     ReductionError,
 )
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import ReduceOp
 from reducer.wire.header import fingerprint
 from worker_client.client import Client
 from worker_client.driver import STOP_S
@@ -189,11 +189,6 @@ class HierarchicalClient(Client):
             self._open[call] = None
             self._asked.put(call)
         return call.work
-
-    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
-        """As of `Client`; between the nodes 16-bit types are float32."""
-        wide = folded_as(dtype)
-        return super().rounds(wide, op, nbytes // itemsize(dtype) * itemsize(wide))
 
     @property
     def in_callback(self) -> bool:

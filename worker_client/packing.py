@@ -13,6 +13,7 @@ import numpy as np
 
 import worker_client
 from reducer.errors import ConfigError
+from worker_client.arguments import parse_op
 from worker_client.collectives import broadcast_bytes
 from worker_client.host_buffer import find_dtype
 
@@ -42,15 +43,14 @@ def all_reduce_arrays(client: Client, arrays: Arrays, op: str = "mean") -> list[
         ConfigError: a dtype cannot be reduced, or not by `op`.
         ReductionError: as `Work.wait`.
     """
-    places: dict[str, list[int]] = {}
-    for place, array in enumerate(arrays):
-        places.setdefault(find_dtype(array.dtype.name).name, []).append(place)
-    packed = [np.concatenate([arrays[at].reshape(-1) for at in of]) for of in places.values()]
+    kinds = [(find_dtype(array.dtype.name), array.nbytes) for array in arrays]
+    places = client.packs(kinds, parse_op(op))
+    packed = [np.concatenate([arrays[at].reshape(-1) for at in of]) for of in places]
     works = [client.all_reduce(buffer, op) for buffer in packed]
     for work in works:
         work.wait()
     results = list(arrays)
-    for buffer, of in zip(packed, places.values(), strict=True):
+    for buffer, of in zip(packed, places, strict=True):
         ends = np.cumsum([arrays[at].size for at in of])
         for part, at in zip(np.split(buffer, ends[:-1]), of, strict=True):
             results[at] = part.reshape(arrays[at].shape)
@@ -71,6 +71,8 @@ def broadcast_arrays(client: Client, arrays: Arrays, root: int = 0) -> list[NDAr
 
     Raises:
         ConfigError: there is no such rank, or elements of an array are Python objects.
+        MismatchError: ranks disagree on the root, or on the arrays' dtypes or shapes.
+        RankLostError: the job goes on without that rank.
         ReductionError: as `Client.all_reduce`.
     """
     for array in arrays:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
-LAST_S = 1.0  # before its deadline they are asked in any case, or halfway if that is later
+LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
 HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear that it lives elsewhere
 
 
@@ -19,6 +19,7 @@ class Pending:
     def __init__(self) -> None:
         self._operations: dict[int, Operation] = {}
         self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
+        self._last_questions: list[tuple[float, int]] = []  # likewise
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -40,9 +41,10 @@ class Pending:
     def begin(self, operation: Operation, now: float) -> None:
         """Take note that an all-reduce has begun, in seconds of the caller's clock."""
         self._operations[operation.sequence] = operation
-        last_s = operation.timeout_s - min(LAST_S, operation.timeout_s / 2)
-        operation.begun, operation.ask_at = now, now + min(STRAGGLER_S, last_s)
+        operation.begun, operation.ask_at = now, now + STRAGGLER_S
         self.expect(operation, now + operation.timeout_s)
+        last_s = operation.timeout_s - min(LAST_S, operation.timeout_s / 2)
+        heappush(self._last_questions, (now + last_s, operation.sequence))
 
     def end(self, operation: Operation) -> None:
         """Take note that it has ended."""
@@ -68,13 +70,22 @@ class Pending:
             return None
         return self._operations[heappop(self._deadlines)[1]]
 
-    def straggling(self, now: float) -> Operation | None:
-        """Return the oldest all-reduce if it is time to ask whom it waits for."""
+    def straggling(self, now: float) -> list[Operation]:
+        """Return the all-reduces of which it is time to ask whom they wait for.
+
+        They are the oldest one, from time to time, and each that has little time left.
+        """
+        found = []
+        while self._last_questions and self._last_questions[0][0] <= now:
+            operation = self.get(heappop(self._last_questions)[1])
+            if operation is not None:
+                found.append(operation)
         oldest = next(iter(self._operations.values()), None)
-        if oldest is None or now < oldest.ask_at:
-            return None
-        oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
-        return oldest
+        if oldest is not None and now >= oldest.ask_at:
+            oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
+            if oldest not in found:
+                found.append(oldest)
+        return found
 
     def hurry(self, now: float) -> None:
         """Have it asked soon whom each waits for: it may be for a rank that is gone."""

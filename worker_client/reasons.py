@@ -21,6 +21,8 @@ def describe(error: ReductionError) -> dict[str, Any]:
 def revive(message: dict[str, Any]) -> ReductionError:
     """Return the error that `describe` was given."""
     cls = getattr(errors, message.pop("class"), ReductionError)
+    if not (isinstance(cls, type) and issubclass(cls, ReductionError)):
+        cls = ReductionError
     text = message.pop("text")
     facts = {
         name: tuple(value) if isinstance(value, list) else value for name, value in message.items()

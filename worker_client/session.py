@@ -317,9 +317,11 @@ class Session:
             actions += self.losses.missed(reducer, self._map.epoch)
         for link in self.links:
             actions += self._aborts.pay(link)
-        if (oldest := self.calls.active.straggling(now)) is not None:
-            ask = self._header(MessageType.STRAGGLERS)._replace(sequence=oldest.sequence).pack()
-            actions += [Send(one.index, ask, None) for one in self.calls.waiting(oldest.sequence)]
+        for operation in self.calls.active.straggling(now):
+            operation.missing = ()  # who it was may have come since
+            sequence = operation.sequence
+            ask = self._header(MessageType.STRAGGLERS)._replace(sequence=sequence).pack()
+            actions += [Send(one.index, ask, None) for one in self.calls.waiting(sequence)]
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:

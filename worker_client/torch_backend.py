@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _world
 
 from reducer.errors import ConfigError, LocalProtocolError
 from worker_client import startup
+from worker_client.arguments import parse_op
 from worker_client.hierarchy import HierarchicalClient
 from worker_client.process_group import ProcessGroup
 from worker_client.torch_collectives import (
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from worker_client.client import Client
 
 NAME = "reduction"
-OLDEST = "2.7"  # torch
+OLDEST = "2.7.0.dev0"  # torch
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +183,8 @@ class ReductionGroup(TorchProcessGroup):
         """Reduce tensors in place, those of one dtype as one buffer."""
         options = asked(AllreduceCoalescedOptions(), opts, None)
         if self._can_reduce(tensors, options.reduceOp):
-            return self._reduce(packed(tensors), options)
+            op = parse_op(OPS[op_name(options.reduceOp)])
+            return self._reduce(packed(tensors, self.join(), op), options)
         return self._inner.allreduce_coalesced(tensors, options)
 
     def reduce_scatter(
@@ -293,9 +295,9 @@ def register() -> None:
     Raises:
         ConfigError: this torch cannot have it.
     """
-    if torch.__version__ < OLDEST:
+    if torch.__version__ < OLDEST:  # and before its pre-releases
         raise ConfigError(
-            f"the backend needs torch {OLDEST} or later, this is {torch.__version__}: DDP asks a "
+            f"the backend needs torch 2.7 or later, this is {torch.__version__}: DDP asks a "
             "Python backend's work for its future, which older ones refuse. Install a later torch, "
             "or use worker_client.attach(), which works with 2.6"
         )

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo  # torch.distributed's, typed
 
-from worker_client.host_buffer import DTYPES
+from worker_client.host_buffer import DTYPES, find_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from torch._C._distributed_c10d import Work
+
+    from reducer.wire.constants import ReduceOp
+    from worker_client.client import Client
 
 DEVICES = ["cpu", "cuda"]
 OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
@@ -55,12 +58,10 @@ def reducible(tensors: Sequence[torch.Tensor], op: Any) -> bool:
     )
 
 
-def packed(tensors: list[torch.Tensor]) -> Reduction:
-    """Return the reduction of tensors in place, those of a dtype as one buffer."""
-    packs = [
-        [tensor for tensor in tensors if tensor.dtype == dtype]
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors)
-    ]
+def packed(tensors: list[torch.Tensor], client: Client, op: ReduceOp) -> Reduction:
+    """Return the reduction of tensors in place, packed where each travels as it would alone."""
+    kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in tensors]
+    packs = [[tensors[at] for at in group] for group in client.packs(kinds, op)]
     buffers = [torch.cat([tensor.detach().reshape(-1) for tensor in pack]) for pack in packs]
 
     def unpack() -> None:

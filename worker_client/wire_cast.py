@@ -24,7 +24,7 @@ from worker_client.host_buffer import host_buffer
 from worker_client.operation import Operation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from worker_client.casts import Array
     from worker_client.host_buffer import HostBuffer
@@ -113,6 +113,26 @@ class WireCast:
         return Call(work, data, buffer, pieces, name=name, release=release)
 
     # -- casts --------------------------------------------------------------------------------
+
+    def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
+        """Say which tensors may be packed into one buffer, so that each travels as it would alone.
+
+        Args:
+            tensors: dtype and bytes of each.
+            op: reduction of all of them.
+
+        Returns:
+            Their places, in groups of one dtype.
+        """
+        rounded = [self.rounds(dtype, op, nbytes) for dtype, nbytes in tensors]
+        groups: dict[tuple[DType, bool], list[list[int]]] = {}
+        for at, (dtype, nbytes) in enumerate(tensors):
+            members = groups.setdefault((dtype, rounded[at]), [[]])
+            filled = sum(tensors[member][1] for member in members[-1])
+            if not rounded[at] and self.rounds(dtype, op, filled + nbytes) and members[-1]:
+                members.append([])
+            members[-1].append(at)
+        return [group for members in groups.values() for group in members]
 
     def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
         """Whether a tensor of so many bytes travels in 16 bits; nothing else decides that."""

@@ -132,6 +132,23 @@ def test_who_is_missing_is_known_before_the_deadline(session: Driven, timeout_s:
     assert "waiting for rank 0" in str(failure)
 
 
+def test_each_call_is_asked_about_before_its_own_deadline(session: Driven) -> None:
+    session.submit(operation(64, timeout_s=300.0), 0.0)
+    session.submit(operation(64, timeout_s=5.0), 0.0)
+
+    def asked(now: float) -> set[int]:
+        return {header.sequence for _, header in sent(session.tick(now), M.STRAGGLERS)}
+
+    assert asked(5.0 - LAST_S) == {1}
+    assert [asked(at) for at in (10.0, 20.0, 40.0, 80.0, 160.0)] == [{0}] * 5
+    header = Header(M.STRAGGLERS, sequence=0).pack()
+    session.receive(0, header, encode(Stragglers((0,))))
+    assert asked(300.0 - LAST_S) == {0}
+    session.tick(300.0)
+    (failure,) = errors(session.tick(300.0 + GRACE_S))
+    assert failure.missing == (), "whoever it was may have come since"
+
+
 def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
     lone.submit(operation(), 0.0)
     lone.submit(operation(1), 0.0)

@@ -17,6 +17,7 @@ from reducer.wire.constants import ReduceOp
 from tests.conftest import joined
 from tests.integration.calls import errors_of, process_of
 from worker_client import casts, wire_cast
+from worker_client.packing import all_reduce_arrays
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
@@ -129,6 +130,25 @@ def test_what_tensors_are_packed_with_does_not_change_them(job: Job) -> None:
         assert [float(count[0]) for count in counts] == [2 * 100_257.0] * 2
         for at in range(2):
             assert [array.tobytes() for array in named[f"large {at}"]] == [expected] * 2
+
+
+def test_what_adapters_pack_travels_as_it_would_alone(job: Job) -> None:
+    clients = job(2, wire_dtype="bf16")
+    large = [values(rank, SMALL) for rank in range(2)]
+    expected = oracle(large, "bf16", ReduceOp.SUM).tobytes()
+    count = np.array([100_257.0], np.float32)
+    almost = np.full(SMALL - 1, 1 + 2.0**-12, np.float32)
+
+    def pack(client: Client) -> list[np.ndarray]:
+        mine = [count, large[client.rank], almost, np.ones(3), almost, large[client.rank]]
+        return all_reduce_arrays(client, mine, "sum")
+
+    with ThreadPoolExecutor(2) as pool:
+        for got in pool.map(pack, clients):
+            assert got[0].tolist() == [2 * 100_257.0]
+            assert [got[1].tobytes(), got[5].tobytes()] == [expected] * 2
+            assert got[2].tobytes() == got[4].tobytes() == (2 * almost).tobytes()
+            assert got[3].tolist() == [2.0] * 3
 
 
 def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job) -> None:

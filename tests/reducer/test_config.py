@@ -113,6 +113,8 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch: pytest.Mon
         "PORT_5555_TCP_PORT": "5555",
         "PORT_8080_UDP_ADDR": "x",
     }
+    told |= {"POOL_SERVICE_HOST": "10.0.0.7", "SERVER_PORT_5555_TCP": "tcp://10.0.0.7:5555"}
+    told |= {"BUILD_REQUIRED": "1"}  # which setup.py reads
     for name, value in told.items():
         monkeypatch.setenv(f"REDUCTION_{name}", value)
     reducer_config.load()

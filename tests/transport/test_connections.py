@@ -94,30 +94,6 @@ def test_libzmq_is_told_the_limits() -> None:
     context.destroy()
 
 
-def test_newcomers_wait_and_who_is_connected_does_not() -> None:
-    context = make_context(1)
-    transport = Transport("tcp://127.0.0.1:0", context)
-    address = f"tcp://127.0.0.1:{transport.port}"
-
-    def heard(timeout_s: float = 10.0) -> list[bytes]:
-        return [bytes(header) for _, header, *_ in transport.receive(timeout_s)]
-
-    with context.socket(zmq.DEALER) as early, context.socket(zmq.DEALER) as late:
-        early.connect(address)
-        early.send(b"a")
-        assert heard() == [b"a"]
-        transport.admit(newcomers=False)
-        late.connect(address)
-        late.send(b"b")
-        early.send(b"c")
-        assert heard() == [b"c"]
-        assert heard(0.3) == []
-        transport.admit(newcomers=True)
-        assert heard() == [b"b"]
-    transport.close()
-    context.destroy(linger=0)
-
-
 def test_the_numbers_of_peers_do_not_begin_alike() -> None:
     """Whoever knows libzmq's next number can end a reducer; rand() is not seeded by default."""
     found = set()

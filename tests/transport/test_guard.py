@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import socket
 import time
 from contextlib import closing, suppress
 
@@ -108,34 +106,6 @@ def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
         rounds(post)
         assert not any(ended(worker.line.connection) for worker in workers)
         assert post.closed == 1
-
-
-def test_who_connects_too_often_waits(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "CONNECTIONS_PER_S", 1)
-    worker = post.member("job")
-    came = PATIENCE.max_connections  # connections that are gone have come, too
-    while came:
-        with dial(post.address), dial(post.address):
-            came -= 2
-            post.step()
-    rounds(post)
-    with closing(socket.socket()) as late:
-        late.setblocking(False)
-        assert late.connect_ex(("127.0.0.1", post.transport.port)) == errno.EINPROGRESS
-        rounds(post)
-        assert late.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-        with pytest.raises(OSError, match="not connected"):
-            late.getpeername()
-        worker.say(worker.common._replace(type=M.GOODBYE).pack())
-        post.until(lambda: post.members == {})
-        post.now += 3.0
-
-        def connected() -> bool:
-            with suppress(OSError):
-                return bool(late.getpeername())
-            return False
-
-        post.until(connected)
 
 
 def test_the_guard_looks_more_often_while_there_is_reason(post: Post) -> None:

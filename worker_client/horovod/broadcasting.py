@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from worker_client.collectives import Broadcast
+from reducer.errors import ConfigError
+from worker_client.collectives import Broadcast, check_root
 from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.announcements import Call, Kind, short
 from worker_client.horovod.handles import Handle
@@ -34,6 +35,17 @@ def announce(label: str, name: str | None) -> tuple[str, list[Work]]:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor of any dtype, sharing its memory."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def check(tensor: torch.Tensor, root_rank: int) -> None:
+    """Refuse what cannot be broadcast, before the other ranks hear of it.
+
+    Raises:
+        ConfigError: there is no such rank, or the tensor is not in this machine's memory.
+    """
+    check_root(CURRENT.job.client, root_rank)
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"a tensor on {tensor.device} cannot be broadcast: use tensor.cpu()")
 
 
 def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str, works: list[Work]) -> Handle:
@@ -87,6 +99,7 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     `Handle.wait` raises MismatchError at every rank if they disagree on the root, the dtype or the
     shape; the tensor is as it was then.
     """
+    check(tensor, root_rank)
     wire, works = announce("broadcast", name)
     return start_broadcast(tensor, root_rank, wire, works)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import ConfigError
+from worker_client.arguments import parse_op
 from worker_client.horovod.announcements import Call, Kind, short
 from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT
@@ -63,16 +64,16 @@ def start(
     if not targets:
         raise ConfigError("a group has no tensors: pass a list of at least one")
     base = f"allreduce.{f'noname.{job.announcements.calls}' if name is None else name}"
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for target in targets:
-        groups.setdefault(target.dtype, []).append(target.detach())
+    kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in targets]
+    groups = job.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
     works: list[Work] = []
     ends: list[Callable[[], None]] = []
-    for dtype, members in groups.items():
-        wire = short(base if len(groups) == 1 else f"{base}.{dtype}")
+    for at, group in enumerate(groups):
+        members = [targets[place].detach() for place in group]
+        wire = short(base if len(groups) == 1 else f"{base}.{at}")
         packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
         if not announced:
-            element = find_dtype(str(dtype).removeprefix("torch."))
+            element, _ = kinds[group[0]]
             call = Call(Kind.ALL_REDUCE, wire, op, element, packed.numel())
             works += job.announcements.make(call)
         work, end = _start_one(job.client, packed, wire, op, scales)

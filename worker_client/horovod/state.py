@@ -8,7 +8,7 @@ import torch
 
 from reducer.errors import ConfigError
 from worker_client.horovod.announcements import short
-from worker_client.horovod.broadcasting import announce, start_broadcast
+from worker_client.horovod.broadcasting import announce, check, start_broadcast
 from worker_client.horovod.handles import wait_for_all
 from worker_client.horovod.objects import broadcast_object
 
@@ -27,7 +27,9 @@ def broadcast_parameters(
         root_rank: the rank whose values they are to be.
 
     Raises:
-        ConfigError: one is not a tensor, or there is no such rank.
+        ConfigError: one is not a CPU tensor, or there is no such rank.
+        MismatchError: ranks disagree on the root, or on a tensor's dtype or shape; the other
+            tensors are the root's.
         ReductionError: as `Client.all_reduce`.
     """
     keys = getattr(params, "items", None)
@@ -39,14 +41,13 @@ def broadcast_parameters(
                 f"{name!r} is a {type(tensor).__name__}, not a tensor: pass model.state_dict() "
                 "without it, and use hvd.broadcast_object for it"
             )
+        check(tensor, root_rank)
     wire, works = announce("broadcast_parameters", None)
     handles = [
         start_broadcast(tensor, root_rank, short(f"{wire}.{at}.{name}"), [])
         for at, (name, tensor) in enumerate(named)
     ]
-    wait_for_all(works)
-    for handle in handles:
-        handle.wait()
+    wait_for_all([*works, *handles])
 
 
 def broadcast_optimizer_state(
