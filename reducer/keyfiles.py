@@ -52,7 +52,13 @@ def read(directory: Path, name: str) -> str:
     path = directory / name
     try:
         _check_modes(directory, path)
-        with path.open(encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=_open_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+                raise ConfigError(
+                    f"{path} is no regular file of at most {_MOST_BYTES} bytes: it must hold keys, "
+                    "as text"
+                )
             return file.read(_MOST_BYTES).strip()
     except FileNotFoundError:
         raise ConfigError(f"there is no {path}: {_advice(directory)}") from None
@@ -62,6 +68,11 @@ def read(directory: Path, name: str) -> str:
             f"{path} cannot be read ({why}): it must be readable for user {os.getuid()}; of a "
             "Kubernetes Secret set defaultMode: 0440 and the pod's fsGroup"
         ) from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for the other end, should it be a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def read_key(directory: Path, name: str) -> str:

@@ -268,6 +268,26 @@ def test_what_is_wrong_changes_nothing(home: Path, caplog: pytest.LogCaptureFixt
     assert clock.looks() == 3
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "large"])
+def test_what_is_no_file_of_keys_holds_up_nobody(
+    home: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    ring = Keyring.load(home / "pool")
+    before = ring.allowed
+    allowed = home / "pool" / "allowed"
+    allowed.unlink()
+    if kind == "pipe":
+        os.mkfifo(allowed, 0o600)
+    elif kind == "folder":
+        allowed.mkdir()
+    else:
+        allowed.write_bytes(b"#" * ((1 << 20) + 1))
+    for look in range(1, 4):
+        assert ring.refresh(look * LOOK_S) == before
+    assert "no regular file" in caplog.text or kind == "folder"
+    assert "the earlier one holds" in caplog.text
+
+
 def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
     path = home / "pool" / "allowed"
     before, text = path.stat(), path.read_text()
