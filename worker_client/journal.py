@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from worker_client.operation import Operation
@@ -55,7 +56,7 @@ class Entry:
 
 
 class Journal:
-    """Calls in their order, numbered from 0.
+    """Calls in their order, numbered from 0; threads may share it.
 
     Attributes:
         next: number of the next call.
@@ -65,34 +66,58 @@ class Journal:
         self.next = 0
         self._entries: dict[int, Entry] = {}
         self._doomed: dict[int, ReductionError] = {}
+        self._lock = threading.Lock()  # of both, and `next`
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(list(self._entries.values()))  # others may add calls meanwhile
+        with self._lock:
+            return iter(list(self._entries.values()))
 
     def add(self, entry: Entry) -> None:
         """Enter a call that has not begun."""
-        self._entries[self.next] = entry
-        if (doom := self._doomed.pop(self.next, None)) is not None:
-            entry.finish(None, doom)
-        self.next += 1
+        with self._lock:
+            self._entries[self.next] = entry
+            if (doom := self._doomed.pop(self.next, None)) is not None:
+                entry.finish(None, doom)
+            self.next += 1
 
-    def doom(self, number: int, error: ReductionError) -> None:
-        """Have a call fail that was not made here yet: it has failed at another rank."""
-        self._doomed[number] = error
+    def fail(self, number: int, error: ReductionError) -> Entry | None:
+        """Have a call fail that has failed at another rank, as soon as it is made here.
 
-    def get(self, number: int) -> Entry | None:
-        """Return a call; None if it is finished at every rank, or was not made here yet."""
-        return self._entries.get(number)
+        Returns:
+            The call, if it was made and had not ended.
+        """
+        with self._lock:
+            entry = self._entries.get(number)
+            if entry is None and number >= self.next:
+                self._doomed[number] = error
+            if entry is None or entry.over:
+                return None
+            entry.finish(None, error)
+            return entry
+
+    def calls(self, first: int, end: int) -> list[tuple[Entry | None, bool]]:
+        """Return calls by their numbers, and whether each is yet to end here.
+
+        One that is finished at every rank, or was not made here yet, is None.
+        """
+        with self._lock:
+            found = [(number, self._entries.get(number)) for number in range(first, end)]
+            return [
+                (entry, number >= self.next if entry is None else not entry.over)
+                for number, entry in found
+            ]
 
     def unfinished(self) -> int:
         """Return the number of the first call that has not ended here."""
-        calls = list(self._entries.items())
-        return next((number for number, entry in calls if not entry.over), self.next)
+        with self._lock:
+            calls = self._entries.items()
+            return next((number for number, entry in calls if not entry.over), self.next)
 
     def ended(self) -> int:
         """Return the number after the last call that has ended here, 0 if there is none."""
-        calls = list(self._entries.items())
-        return max((number for number, entry in calls if entry.over), default=-1) + 1
+        with self._lock:
+            calls = self._entries.items()
+            return max((number for number, entry in calls if entry.over), default=-1) + 1
 
     def prune(self, reached: int) -> None:
         """Forget what has ended at every rank.
@@ -100,8 +125,9 @@ class Journal:
         Args:
             reached: the sequence number below which all-reduces of the current membership have.
         """
-        while self._entries:
-            number, entry = next(iter(self._entries.items()))
-            if not entry.over or entry.last >= reached:
-                return
-            del self._entries[number]
+        with self._lock:
+            while self._entries:
+                number, entry = next(iter(self._entries.items()))
+                if not entry.over or entry.last >= reached:
+                    return
+                del self._entries[number]

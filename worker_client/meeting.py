@@ -56,32 +56,24 @@ class Meeting:
         bounds = array("q", [-journal.unfinished(), journal.ended()])
         self._all_reduce(bounds, ReduceOp.MAX, "which calls are unfinished", timeout_s)
         first, end = -bounds[0], bounds[1]
-        entries = [journal.get(number) for number in range(first, end)]
+        calls = journal.calls(first, end)
         facts = array("q")  # per call: who supplies the result, whether nobody lacks it, or failed
-        for number, entry in enumerate(entries, first):
+        for entry, lacks in calls:
             has = entry is not None and entry.result is not None
-            lacks = number >= journal.next if entry is None else not entry.over
             failed = entry is not None and entry.error is not None
             facts.extend([self._me if has else self._ranks, not lacks, not failed])
-        if not entries:
+        if not calls:
             return
         self._all_reduce(facts, ReduceOp.MIN, "who has their results", timeout_s)
-        for at, entry in enumerate(entries):
+        for at, (entry, _) in enumerate(calls):
             supplier, none_lacks, none_failed = facts[3 * at : 3 * at + 3]
             if none_lacks:
                 continue
             if not none_failed:
-                self._fail(journal, first + at)
+                failed_here = journal.fail(first + at, self._cause)
+                self.ends += [] if failed_here is None else [failed_here]
             elif supplier < self._ranks:
                 self._supply(_known(entry), supplier, timeout_s)
-
-    def _fail(self, journal: Journal, number: int) -> None:
-        entry = journal.get(number)
-        if entry is None and number >= journal.next:
-            journal.doom(number, self._cause)
-        elif entry is not None and not entry.over:
-            entry.finish(None, self._cause)
-            self.ends.append(entry)
 
     def _supply(self, entry: Entry, supplier: int, timeout_s: float) -> None:
         """Give everyone the result that one rank has: the others add zeros to its bytes."""

@@ -52,8 +52,8 @@ def serving(*arguments: str, command: tuple[str, ...] = (REDUCER,)):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--bind", "127.0.0.1:5555"), "tcp://HOST:PORT"),
-        (("--bind", "tcp://127.0.0.1:99999"), "tcp://HOST:PORT"),
+        (("--bind", "127.0.0.1"), "write it as HOST:PORT"),
+        (("--bind", "tcp://127.0.0.1:99999"), "write it as HOST:PORT"),
         (("--bind", "tcp://192.0.2.1:5555", "--insecure"), "no such address"),
         (("--bind", "tcp://0.0.0.0:0"), "--insecure"),
         (("--memory-limit", "plenty"), "memory_limit"),

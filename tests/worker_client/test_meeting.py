@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -77,6 +78,11 @@ def enter(known: Journal, number: int, rank: int) -> Entry:
     return entry
 
 
+def get(known: Journal, number: int) -> Entry | None:
+    ((entry, _),) = known.calls(number, number + 1)
+    return entry
+
+
 def journal(rank: int, states: Sequence[str]) -> Journal:
     """What a rank knows of calls 0, 1, ..."""
     known = Journal()
@@ -114,6 +120,26 @@ def gather(table: Table, journals: list[Journal]) -> list[Meeting]:
     return meetings
 
 
+def test_a_call_that_is_made_during_a_meeting_ends_as_the_others_have() -> None:
+    """It has failed at rank 0, so it fails at rank 1: at once, or as soon as it is made."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            late = Journal()
+            made: list[Entry] = []
+            caller = threading.Thread(
+                target=lambda made=made, late=late: made.append(enter(late, 0, 1))
+            )
+            caller.start()
+            gather(Table(2), [journal(0, [FAILED]), late])
+            caller.join()
+            assert made[0].over
+            assert late.unfinished() == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_who_lacks_a_result_gets_it_from_who_has_it() -> None:
     journals, meetings, _ = meet([[DONE, UNDONE], [UNDONE, DONE], [UNDONE, UNDONE]])
     for known in journals:
@@ -127,7 +153,7 @@ def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
     journals, meetings, asked = meet([[DONE, UNDONE], [DONE, UNDONE]])
     assert len(asked) == 1, "there is nothing to supply"
     for rank, known in enumerate(journals):
-        undone = known.get(1)
+        undone = get(known, 1)
         assert not undone.over
         undone.begin()
         assert bytes(undone.operation.view) == contribution(1, rank)
@@ -136,9 +162,9 @@ def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
 
 def test_what_failed_at_one_rank_fails_at_all_that_have_no_result() -> None:
     journals, _, _ = meet([[FAILED, DONE], [UNDONE, DONE], [DONE, DONE]])
-    assert isinstance(journals[0].get(0).error, ReductionTimeout)
-    assert journals[1].get(0).error is LOST
-    assert journals[2].get(0).result == result(0)
+    assert isinstance(get(journals[0], 0).error, ReductionTimeout)
+    assert get(journals[1], 0).error is LOST
+    assert get(journals[2], 0).result == result(0)
 
 
 def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> None:
@@ -150,7 +176,7 @@ def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> Non
     both = [journal(rank, mine) for rank, mine in enumerate(states)]
     both[0].prune(6)  # all of them
     gather(table, both)
-    assert not both[1].get(6).over
+    assert not get(both[1], 6).over
 
 
 @given(st.data())
@@ -171,7 +197,7 @@ def test_whatever_they_have(data: st.DataObject) -> None:
                 entry = enter(known, number, rank)
                 assert (entry.error is LOST) == (FAILED in found), "it is made or fails at all"
                 continue
-            entry = known.get(number)
+            entry = get(known, number)
             if states[rank][number] != UNDONE:
                 assert entry not in meetings[rank].ends
             elif FAILED in found:
