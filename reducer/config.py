@@ -26,6 +26,7 @@ from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE
 from reducer.wire.layout import LARGEST_CHUNK
 
 FILES_BESIDES = 64  # that a reducer has open, besides connections
+_SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 # Of workers, which may have the environment of a reducer.
 WORKER_SETTINGS = (
     *("servers", "embedded", "job", "generation", "chunk_bytes", "window_bytes", "timeout"),
@@ -169,14 +170,13 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: it is none, or this process may not run on one of them.
     """
-    match = re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text.replace(" ", ""))
+    match = re.fullmatch(r"[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*", text.replace(" ", ""))
     if match is None:
         raise ValueError("write CPUs such as 0-3,8")
-    cpus: set[int] = set()
-    for part in match[0].split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
     allowed = os.sched_getaffinity(0)
+    ends = [(int(first), int(last or first)) for first, last in _SPAN.findall(match[0])]
+    few = all(last - first < len(allowed) for first, last in ends)  # others could not be listed
+    cpus = {cpu for first, last in ends for cpu in range(first, last + 1)} if few else set()
     if not cpus or not cpus <= allowed:
         raise ValueError(f"this process may run on CPUs {sorted(allowed)}, got {text!r}")
     return tuple(sorted(cpus))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>us|ms|s|min|h)?")
+_DURATION = re.compile(r"(?P<value>[0-9]+(\.[0-9]+)?)\s*(?P<unit>us|ms|s|min|h)?")
 _ADDRESS = re.compile(r"(tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 # What is no setting: what Kubernetes tells every pod of a namespace that has a Service whose name
 # begins with `reduction`, and what setup.py reads.

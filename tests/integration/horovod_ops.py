@@ -212,6 +212,10 @@ def broadcast() -> None:
     assert hvd.synchronize(hvd.broadcast_async_(turned, 1)) is turned
     assert turned.tolist() == [[1.0, 1.0]] * 3
     assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
+    strange = [torch.arange(2.0)[::2][:1], torch.zeros(0, 5).t(), torch.tensor(3.0).expand(1)]
+    for at, given in enumerate(strange):  # contiguous to torch, whatever the last stride is
+        mine = given if rank == 2 else torch.ones(given.shape)
+        assert torch.equal(hvd.broadcast_(mine, 0, f"strange {at}"), torch.ones(given.shape))
     with pytest.raises(ConfigError, match="root 3 is not a rank"):
         hvd.broadcast(odd, 3)
     mine = torch.full((2, 3), float(rank))

@@ -228,7 +228,7 @@ def test_a_duration_given_as_an_argument(value: object, seconds: float) -> None:
     assert config.seconds("timeout", value) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("value", ["soon", 0, -1, float("nan"), None])
+@pytest.mark.parametrize("value", ["soon", 0, -1, float("nan"), None, "\N{FULLWIDTH DIGIT FIVE}s"])
 def test_no_duration(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^timeout: .*got"):
         config.seconds("timeout", value)
@@ -240,6 +240,8 @@ def test_no_duration(value: object) -> None:
         ("all", "write CPUs such as 0-3,8"),
         ("1-0", "this process may run on CPUs"),
         ("0,99999", "this process may run on CPUs"),
+        (f"0-{10**20}", "this process may run on CPUs"),
+        ("\N{ARABIC-INDIC DIGIT ONE}", "write CPUs such as 0-3,8"),
         ("", "write CPUs such as 0-3,8"),
     ],
 )

@@ -34,7 +34,8 @@ def announce(label: str, name: str | None) -> tuple[str, list[Work]]:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor of any dtype, sharing its memory."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A dimension of one element, or of none, may have any stride, and is contiguous all the same.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def check(tensor: torch.Tensor, root_rank: int) -> None:
