@@ -120,12 +120,12 @@ clean:
 # it. Byte code is made of what the demo imports alone; pip would make it of everything, for longer.
 .venv/demo-ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Compiling the package, and installing what the demo needs into .venv: about a minute"
+	@echo "Compiling the package, and installing what the demo needs into .venv: a minute or two"
 	@$(INSTALL) --no-deps -e . & compiled=$$!; \
 	$(BIN)/python -m pip install --no-compile -c constraints.txt torch scikit-learn matplotlib && \
 	$(BIN)/python -c "import torch, sklearn.datasets, matplotlib.backends.backend_agg" && \
 	wait $$compiled
-	$(BIN)/python -m pip install --no-compile -c constraints.txt "$(PACKAGE)[demo]"
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt "$(PACKAGE)[demo]"
 	touch $@
 
 # ... and what tests and linters need.

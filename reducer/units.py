@@ -47,7 +47,7 @@ def address(text: str) -> tuple[str, int]:
     """
     match = _ADDRESS.fullmatch(text.strip())
     if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"write it as HOST:PORT, got {text!r}")
+        raise ValueError(f"write it as HOST:PORT, with a port up to 65535, got {text!r}")
     return match["host"], int(match["port"])
 
 
@@ -71,7 +71,7 @@ def unknown_setting(environment: Mapping[str, str], known: Iterable[str]) -> str
         environment: of the process.
         known: settings, without ``REDUCTION_``, in any case.
     """
-    names = sorted(name.upper() for name in known)
+    names = sorted({name.upper() for name in known})
     for variable in sorted(environment):
         prefix, name = variable.upper()[: len(_PREFIX)], variable.upper()[len(_PREFIX) :]
         if prefix == _PREFIX and name not in names and not _OTHERS.fullmatch(name):

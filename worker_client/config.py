@@ -53,7 +53,7 @@ REDUCER_SETTINGS = (
 NAMED = "/named"
 
 # Names that Horovod's users know, with the unit of a bare number; ours win.
-_HOROVOD = {"fusion_threshold": "", "cycle_time": "ms"}
+_HOROVOD = {"fusion_threshold": ("", "bytes"), "cycle_time": ("ms", "milliseconds")}
 
 
 def _auto(value: object) -> object:
@@ -203,9 +203,12 @@ def load(**arguments: Any) -> WorkerConfig:
         given["generation"] = launched.restarts
     if "REDUCTION_SERVERS" not in os.environ and launched.reducers:
         given.setdefault("servers", launched.reducers)
-    for name, unit in _HOROVOD.items():
-        theirs = os.environ.get(f"HOROVOD_{name.upper()}")
+    for name, (unit, units_of) in _HOROVOD.items():
+        variable = f"HOROVOD_{name.upper()}"
+        theirs = os.environ.get(variable)
         if theirs and f"REDUCTION_{name.upper()}" not in os.environ:
+            if not theirs.replace(".", "", 1).isdecimal():
+                raise ConfigError(f"{variable}: write a number of {units_of}, got {theirs!r}")
             given.setdefault(name, theirs + unit)
     try:
         return WorkerConfig(**given)

@@ -39,6 +39,7 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
     decision = decide(resolved, environment, script, processes=processes, devices=_devices)
     if resolved.role is not Role.REDUCER:
         _find(script[0])
+        config.load()  # what every rank would refuse is refused here
     if dry_run:
         for line in report(resolved, decision):
             typer.echo(line)

@@ -222,6 +222,22 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"REDUCTION_SERVR": "a:1"}, "did you mean REDUCTION_SERVERS?"),
+        ({"REDUCTION_WINDOW_BYTES": "12q"}, "REDUCTION_WINDOW_BYTES: write bytes"),
+    ],
+)
+def test_a_setting_that_every_rank_would_refuse_is_refused_first(
+    tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    with launched(tmp_path, "", "--dry-run", **MPI_RANK, **variables) as process:
+        _, complained = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said in complained
+
+
+@pytest.mark.parametrize(
     ("program", "said"),
     [
         ("nosuch.py", "there is no script 'nosuch.py' in "),

@@ -322,5 +322,10 @@ def test_horovods_names_are_honoured_and_ours_win(monkeypatch: pytest.MonkeyPatc
     assert config.load(fusion_threshold="1MiB").fusion_threshold == MIB
     assert config.load().cycle_time == 0.002
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "much")
-    with pytest.raises(ConfigError, match="FUSION_THRESHOLD"):
+    with pytest.raises(ConfigError, match=r"^HOROVOD_FUSION_THRESHOLD: write .* of bytes, got"):
+        config.load()
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
+    monkeypatch.delenv("REDUCTION_CYCLE_TIME")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5ms")
+    with pytest.raises(ConfigError, match=r"^HOROVOD_CYCLE_TIME: write .* of milliseconds, got"):
         config.load()
