@@ -119,7 +119,7 @@ class Ranks(list[Rank]):
 
         Args:
             timeout_s: for all of them; a rank that still runs then says where it is.
-            killed: those that must end by SIGKILL.
+            killed: ranks that must end by SIGKILL.
         """
         right = [-signal.SIGKILL if rank in killed else 0 for rank in range(len(self))]
         until = time.monotonic() + timeout_s
@@ -169,7 +169,7 @@ def ranks(
     talk: bool = False,
     fresh: bool = False,
 ) -> Iterator[Ranks]:
-    """Run a command of Python's at every rank, and kill those that are left at the end.
+    """Run a command of Python's at every rank, and kill the ranks that still run at the end.
 
     Args:
         environments: of the ranks, whole; see `environments`. Added is where a result is written.
@@ -360,7 +360,7 @@ class ForkServer:
                 answered, answer = json.loads(message)
                 if answered == number:
                     return answer
-                # Else pytest's timeout has interrupted whoever asked that.
+                # Otherwise it answers a request that pytest's timeout has interrupted.
         fork_server.cache_clear()
         raise RuntimeError(f"the fork server has ended with code {self.process.wait()}")
 

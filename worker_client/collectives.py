@@ -53,8 +53,11 @@ def broadcast_bytes(client: Client, data: Bytes, root: int, what: str) -> Bytes:
     Args:
         client: the job's.
         data: as many bytes at every rank.
-        root: as of `broadcast`, which says what is raised.
+        root: the rank whose data it is to be.
         what: dtype and shape, in words; ranks must say the same.
+
+    Raises:
+        ConfigError, MismatchError, RankLostError, ReductionError: as of `broadcast`.
     """
     one = Broadcast(client, data, root, what)
     client.all_reduce(one.sent, "sum").wait()

@@ -267,6 +267,6 @@ def _explain(error: ValidationError, argument: str = "settings") -> str:
         message = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"].startswith("byte_size"):
             message = "write bytes such as 64MiB or 67108864"
-        got = "" if "got" in message else f" (got {mistake['input']!r})"
+        got = "" if ", got " in message else f" (got {mistake['input']!r})"
         mistakes.append(f"{name}: {message}{got}")
     return "; ".join(mistakes)

@@ -77,7 +77,7 @@ class Work:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that it waits for, as far as a reducer was asked, which is after 10 seconds."""
+        """Ranks that it waits for, as reducers say after 10 s, and before its deadline."""
         raise NotImplementedError
 
     def future(self) -> concurrent.futures.Future[Any]:

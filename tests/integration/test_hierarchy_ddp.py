@@ -26,7 +26,7 @@ def pool() -> Iterator[list[str]]:
 
 
 def run(case: str, servers: list[str], nodes: int = NODES) -> list[Any]:
-    """Run the case at every rank and return the results of those that came to their end."""
+    """Run the case at every rank and return the results of the ranks that were not killed."""
     given = [
         {**environment, "GROUP_RANK": str(rank * nodes // 4)}
         for rank, environment in enumerate(environments(len(EVERYBODY), servers))

@@ -95,7 +95,7 @@ def test_libzmq_is_told_the_limits() -> None:
 
 
 def test_the_numbers_of_peers_do_not_begin_alike() -> None:
-    """Whoever knows libzmq's next number can end a reducer; rand() is not seeded by default."""
+    """A peer that knows libzmq's next number can abort a reducer; nothing else seeds rand()."""
     found = set()
     for _ in range(4):
         ctypes.CDLL(None).srand(1)  # as in a new process

@@ -27,8 +27,8 @@ def join(device: int = -1) -> int:
         device: -1 for the CPU.
 
     Returns:
-        The rank that joined last, the same at every rank: of those that took part in the latest
-        call, the highest.
+        The highest of the ranks that took part in the last call before all had joined. Every rank
+        returns the same.
 
     Raises:
         ConfigError: another device; or others make a call that needs this rank's data.
