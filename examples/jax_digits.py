@@ -1,6 +1,7 @@
 """Classify handwritten digits with JAX; reducers average the gradients.
 
-    RANK=0 WORLD_SIZE=2 REDUCTION_SERVERS=... python examples/jax_digits.py   (and RANK=1)
+    export WORLD_SIZE=2 REDUCTION_JOB=digits REDUCTION_SERVERS=HOST:PORT
+    RANK=0 python examples/jax_digits.py   (and RANK=1)
 
 Any launcher that sets RANK and WORLD_SIZE will do. With --stock HOST:PORT, JAX's own runtime, which
 meets there, averages them.

@@ -1,6 +1,7 @@
 """Classify handwritten digits with Keras's model.fit; reducers average the gradients.
 
-    RANK=0 WORLD_SIZE=2 REDUCTION_SERVERS=... python examples/keras_digits.py   (and RANK=1)
+    export WORLD_SIZE=2 REDUCTION_JOB=digits REDUCTION_SERVERS=HOST:PORT
+    RANK=0 python examples/keras_digits.py   (and RANK=1)
 
 Any launcher that sets RANK and WORLD_SIZE will do. With --stock every rank trains by itself, on the
 batches of all ranks: Keras 3 has no strategy for several machines that model.fit could use.

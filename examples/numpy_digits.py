@@ -1,6 +1,7 @@
 """Classify handwritten digits by softmax regression in NumPy; reducers average the gradients.
 
-    RANK=0 WORLD_SIZE=2 REDUCTION_SERVERS=... python examples/numpy_digits.py   (and RANK=1)
+    export WORLD_SIZE=2 REDUCTION_JOB=digits REDUCTION_SERVERS=HOST:PORT
+    RANK=0 python examples/numpy_digits.py   (and RANK=1)
 
 Any launcher that sets RANK and WORLD_SIZE will do. With --stock every rank trains by itself, on the
 batches of all ranks.

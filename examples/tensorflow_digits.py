@@ -1,6 +1,7 @@
 """Classify handwritten digits with TensorFlow and a loop of one's own; reducers average gradients.
 
-    RANK=0 WORLD_SIZE=2 REDUCTION_SERVERS=... python examples/tensorflow_digits.py   (and RANK=1)
+    export WORLD_SIZE=2 REDUCTION_JOB=digits REDUCTION_SERVERS=HOST:PORT
+    RANK=0 python examples/tensorflow_digits.py   (and RANK=1)
 
 Any launcher that sets RANK and WORLD_SIZE will do. With --stock HOST:PORT,HOST:PORT, the addresses
 of the ranks, TensorFlow's MultiWorkerMirroredStrategy sums them.

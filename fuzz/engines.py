@@ -13,7 +13,7 @@ from fuzz.twins import Twins
 from reducer.engine import AWAY_S
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
 from reducer.limits import Limits
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, Loss, encode, encode_error
 
@@ -27,7 +27,8 @@ LIMITS = Limits(max_jobs=len(JOBS), max_chunk_bytes=1 << 20, job_memory_limit=40
 MOST_STEPS = 150  # of one input; what is longer only takes longer
 # As libzmq makes them, and one that is too long for the compiled loop.
 PEERS = (*(b"\0peer%d"[:5] + b"%d" % n for n in range(5)), b"a long routing id")
-SEQUENCES = (0, 0, 1, 2, 3, 5, 16383, 16384, 16385, 1 << 40)
+AHEAD = MAX_ROUNDS_AHEAD
+SEQUENCES = (0, 0, 1, 2, 3, 5, AHEAD - 1, AHEAD, AHEAD + 1, 1 << 40)
 CHUNK = 64
 
 
@@ -178,7 +179,7 @@ class World:
     def _from(self, peer: bytes, kind: MessageType, sequence: int | None = None) -> Header:
         """Return a header of a peer, with a number near its watermark."""
         said, source = self._said[peer], self._source
-        near = said.watermark + source.pick((0, 0, 1, 2, 16383, 16384))
+        near = said.watermark + source.pick((0, 0, 1, 2, AHEAD - 1, AHEAD))
         at = near if sequence is None else sequence
         header = Header(
             kind,
@@ -260,7 +261,7 @@ class World:
     def _abort(self) -> None:
         source = self._source
         peer = source.pick(self._peers)
-        more = source.pick((0, 0, 0, 1, 3, 1 << 14, (1 << 32) - 1))
+        more = source.pick((0, 0, 0, 1, 3, AHEAD, (1 << 32) - 1))
         header = self._from(peer, M.ABORT)._replace(nbytes=more)
         if source.chance(4):
             return self._say(peer, header.pack(), bodies.body(source))

@@ -33,11 +33,13 @@ WIDTHS = {
     "dtype": 8,
     "op": 8,
     "wire_dtype": 8,
+    "since": 32,
     "tag": 64,
     "window": 64,
+    "history": 64,
 }  # bits of each field
 _ITEMSIZES = (0, 4, 8, 2, 2, 1, 4, 8, 1)  # by code; written again, to be independent
-_SET_ASIDE = (range(67, 72), range(88, 96))
+_SET_ASIDE = 67  # the byte that pads the dtypes
 
 
 def mutate(header: Header, source: Source) -> Header:
@@ -85,8 +87,7 @@ def _read(frame: bytes, payload_bytes: int) -> None:
         check(not _is_ours(frame), "a sound header is read")
         return
     check(_is_ours(frame), "nothing but a sound header is read")
-    set_aside = {place for places in _SET_ASIDE for place in places}
-    cleared = bytes(0 if at in set_aside else byte for at, byte in enumerate(frame))
+    cleared = bytes(0 if at == _SET_ASIDE else byte for at, byte in enumerate(frame))
     check(header.pack() == cleared, "a header that was read is written as it was")
     try:
         check_chunk(header, payload_bytes, MAX_CHUNK_BYTES)

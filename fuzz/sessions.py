@@ -22,9 +22,10 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.wire.constants import NO_SEQUENCE, DType, MessageType, ReduceOp
+from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Loss, Stragglers, Welcome, encode, encode_error
+from worker_client.calls import FIRST_PLACE
 from worker_client.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 M = MessageType
 MOST_STEPS = 150  # of one input; what is longer only takes longer
 SIZES = (64, 64, 256, 0, 8, 1 << 16)
+# Of the first two calls, of the first question, and of none.
+NUMBERS = (NO_SEQUENCE, FIRST_PLACE, FIRST_PLACE + PLACES, 2 * PLACES, 3)
 ERRORS: tuple[ReductionError, ...] = (
     RankLostError("gone", rank=1),
     ReducerLostError("gone", reducer="a:1"),
@@ -223,7 +226,7 @@ class Life:
         self._hear(self._link(), header, body)
 
     def _result(self, link: int, sent: Header, seed: int) -> None:
-        header = sent._replace(type=M.RESULT, rank=0, watermark=0)
+        header = sent._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
         payload = elements(seed, sent.nbytes)
         if self._source.chance(8):
             header = mutate(header, self._source)
@@ -246,7 +249,7 @@ class Life:
     def _disturb(self) -> None:
         """Say something that suits no contribution, or one that was answered."""
         source = self._source
-        header = Header(source.pick(tuple(M)), sequence=source.pick((0, 1, 2, 3, NO_SEQUENCE)))
+        header = Header(source.pick(tuple(M)), sequence=source.pick(NUMBERS))
         for _ in range(source.below(4)):
             header = mutate(header, source)
         self._hear(self._link(), header, source.take(source.below(20)))
@@ -264,13 +267,15 @@ class Life:
         active = [*self.workers.plain.calls.active.all()]
         if active and self._source.chance(2):
             return active[0].sequence
-        return self._source.pick((NO_SEQUENCE, 0, 1, 2, 5))
+        return self._source.pick(NUMBERS)
 
     def _tell(self) -> None:
         """Say what is about the job, not about a chunk."""
         source = self._source
         kind = source.pick((M.PING, M.SHARD_MAP, M.STRAGGLERS, M.RETAINED, M.GOODBYE))
-        watermark = source.pick((0, 1, 2, self.workers.plain.watermark, (1 << 64) - 1))
+        watermark = source.pick(
+            (0, FIRST_PLACE, FIRST_PLACE + PLACES, self.workers.plain.watermark, (1 << 64) - 1)
+        )
         sequence = self._sequence() if kind in {M.STRAGGLERS, M.RETAINED} else NO_SEQUENCE
         header = Header(kind, sequence=sequence, watermark=watermark)
         body = b""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from reducer.wire.constants import MAX_ROUNDS_AHEAD
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -16,9 +18,9 @@ EDGES = (
     63,
     64,
     1 << 10,
-    (1 << 14) - 1,
-    1 << 14,
-    (1 << 14) + 1,
+    MAX_ROUNDS_AHEAD - 1,
+    MAX_ROUNDS_AHEAD,
+    MAX_ROUNDS_AHEAD + 1,
     1 << 20,
     (1 << 22) + 1,
     (1 << 31) - 1,

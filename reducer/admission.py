@@ -57,8 +57,8 @@ class AllowList:
         if not names & {ANY, owner(job)}:
             mine = " or ".join(sorted(names))
             return AuthError(
-                f"this worker's key is for job {mine}, not for {job!r}: leave REDUCTION_JOB out, "
-                f"or let it be {mine}, or begin with it and a slash"
+                f"this worker's key is for job {mine}, not for {job!r}: set "
+                f"REDUCTION_JOB to {mine}, or to a name that begins with it and a slash"
             )
         return None
 

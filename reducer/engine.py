@@ -13,6 +13,7 @@ from reducer.errors import (
     AuthError,
     CapacityError,
     MembershipError,
+    MismatchError,
     RankLostError,
     ReducerLostError,
     ReductionError,
@@ -21,7 +22,7 @@ from reducer.errors import (
     VersionError,
 )
 from reducer.limits import NO_LIMITS, Limits
-from reducer.membership import Job, Membership
+from reducer.membership import Job, Membership, is_another
 from reducer.reductions import Counters, Reductions, Send
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Buffer, Header
@@ -267,6 +268,8 @@ class Engine:
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
             gone = encode(Stragglers(tuple(job.gone)[-MAX_NAMED_RANKS:])) if job.gone else None
             sends += [Send(member.peer, ping, gone) for member in job.members.values()]
+            if job.bar_reason is not None:  # what they have asked for at other reducers fails, too
+                sends += _to_all(job, job.bar_reason)
         return sends
 
     def allow(self, allowed: AllowList) -> list[Send]:
@@ -330,7 +333,7 @@ class Engine:
         return self._join(peer, header, hello, key)
 
     def _join(self, peer: bytes, header: Header, hello: Hello, key: str) -> list[Send]:
-        sends = self._make_way(header)
+        sends = self._make_way(header, hello)
         if peer in self._away:  # it speaks for another rank or job now
             sends += self._give_up(peer)
         try:
@@ -339,7 +342,11 @@ class Engine:
             job, member, earlier = self._members.join(peer, header, hello)
             job.keys[member.rank] = key
         except ReductionError as error:
-            return [*sends, *self._refuse(peer, error)]
+            sends += self._refuse(peer, error)
+            present = self._members.jobs.get(header.job)
+            if present is not None and isinstance(error, MismatchError):
+                sends += self._bar(present, header.rank, error)
+            return sends
         welcome = Header(
             MessageType.WELCOME,
             job=header.job,
@@ -359,19 +366,34 @@ class Engine:
             sends += self._supersede(earlier, header)
         return sends
 
-    def _make_way(self, header: Header) -> list[Send]:
+    def _bar(self, job: Job, rank: int, error: MismatchError) -> list[Send]:
+        """End what a job has in flight, if it lacks a rank of other settings, and tell all why."""
+        sends: list[Send] = []
+        if not job.bar(rank, error):
+            return sends
+        for sequence, round_ in job.rounds.items():
+            if round_.error is None:
+                sends += self._reductions.fail(job, sequence, round_, copy.copy(error))
+        return sends + _to_all(job, error)
+
+    def _make_way(self, header: Header, hello: Hello) -> list[Send]:
         """End the earlier life of a rank whose connection broke, as it comes back."""
+        job = self._members.jobs.get(header.job)
+        if job is None:
+            return []
+        whole = all(member.peer in self._away for member in job.members.values())
+        if whole and job.hello.run and hello.run and job.hello.run != hello.run:
+            return [s for member in list(job.members.values()) for s in self._give_up(member.peer)]
         holder = self._members.holder(header)
         if holder is None or holder.peer not in self._away:
             return []
-        job = self._members.jobs[header.job]
-        if header.watermark >= holder.watermark:
+        same = not is_another(job.processes[holder.rank], hello)
+        if same and header.watermark >= holder.watermark:
             # It is alive, and has told the others in time, or will: nobody needs to fail.
             del self._away[holder.peer]
             self._depart(holder.peer, _unreachable(holder))
             return []
         # This is another process: the earlier one is dead, and so is its job if all are away.
-        whole = all(member.peer in self._away for member in job.members.values())
         dead = list(job.members.values()) if whole else [holder]
         return [send for member in dead for send in self._give_up(member.peer)]
 
@@ -410,9 +432,7 @@ class Engine:
             generation=job.generation,
             current=header.generation,
         )
-        body = encode_error(error)
-        frame = Header(MessageType.ERROR, job=job.key, generation=job.generation).pack()
-        return [Send(member.peer, frame, body) for member in job.members.values()]
+        return _to_all(job, error)
 
     def _goodbye(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
         del job, header, payload
@@ -445,6 +465,13 @@ class Engine:
             for _, round_ in job.rounds.items():  # noqa: PERF102 (no dict)
                 round_.depart(member.rank, reason)
         return found
+
+
+def _to_all(job: Job, error: ReductionError) -> list[Send]:
+    """Tell all members of a job of an error that concerns no single all-reduce."""
+    frame = Header(MessageType.ERROR, job=job.key, generation=job.generation).pack()
+    body = encode_error(error)
+    return [Send(member.peer, frame, body) for member in job.members.values()]
 
 
 def _unreachable(member: Member) -> RankLostError:

@@ -14,7 +14,7 @@ class ReductionError(RuntimeError):
     """Root of this system's errors: what scripts for Horovod, and for torch's backends, catch.
 
     Attributes:
-        sequence: the all-reduce concerned (its number within the job), or None.
+        sequence: number of the call concerned, within the job, or None.
         name: the name that the caller gave to that all-reduce, or None.
     """
 
@@ -110,9 +110,9 @@ class MismatchError(ReductionError):
     """Two ranks called the same all-reduce differently; nothing was reduced.
 
     Attributes:
-        field: what differs: ``total_bytes``, ``dtype``, ``op``, ``name``, ``chunk_bytes``,
-            ``world_size`` or ``reducers``; ``call`` if a rank is at another call of this name,
-            because one failed before.
+        field: what differs: ``total_bytes``, ``dtype``, ``op``, ``name``, a setting;
+            ``history`` if ranks were asked for different calls before; ``call`` if `rank` has
+            refused it, or is at another call of this name, because one failed before.
         rank, other_rank: the two ranks that disagree.
         expected: the value given by `rank`.
         got: the value given by `other_rank`.

@@ -94,8 +94,9 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
         header->type = TYPE_RESULT;
         header->watermark = (*rounds)->reached;
         header->rank = 0;
-        memset(header->set_aside, 0, sizeof header->set_aside);
-        header->set_aside_too = 0;
+        header->set_aside = 0;
+        header->since = 0;
+        header->history = 0;
     }
     return verdict;
 }

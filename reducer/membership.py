@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 MAX_GIVEN_UP = 1024  # ranges that are remembered; failures make some, and they pass
-SETTINGS = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes")  # equal at every rank
+SETTINGS = {  # equal at every rank: what people know them as
+    "world_size": "the number of ranks",
+    "reducers": "REDUCTION_SERVERS (how many there are)",
+    "reducer_index": "REDUCTION_SERVERS (the place of this reducer among them)",
+    "lane": "REDUCTION_SERVERS (the port of this reducer)",
+    "chunk_bytes": "REDUCTION_CHUNK_BYTES",
+}
 
 
 class Job:
@@ -43,6 +49,8 @@ class Job:
         given_up: all-reduces that a rank has given up, as first, last, and why.
         reserved: bytes of the reducer's memory set aside for this job.
         keys: public key that each rank came with.
+        processes: what each rank has called its process, of the ranks that are here or gone.
+        barred: why ranks that the job lacks were refused, if their settings are others.
     """
 
     def __init__(self, header: Header, hello: Hello, rounds: Rounds) -> None:
@@ -60,6 +68,20 @@ class Job:
         self.given_up: list[tuple[int, int, ReductionError]] = []
         self.reserved = 0
         self.keys: dict[int, str] = {}
+        self.processes: dict[int, str] = {}
+        self.barred: dict[int, MismatchError] = {}
+
+    def bar(self, rank: int, error: MismatchError) -> bool:
+        """Take note that a rank was refused; whether the job cannot go on without it."""
+        if not self.absent():
+            return False  # it is somebody else
+        self.barred[rank] = error
+        return True
+
+    @property
+    def bar_reason(self) -> MismatchError | None:
+        """Why no all-reduce can succeed for now: a rank that the job lacks has other settings."""
+        return next(iter(self.barred.values()), None) if self.barred and self.absent() else None
 
     def absent(self) -> tuple[int, ...]:
         """Ranks that have not joined, or have gone."""
@@ -189,6 +211,8 @@ class Membership:
         self.changes += 1
         job.members[member.rank] = member
         job.gone.pop(member.rank, None)
+        job.barred.pop(member.rank, None)
+        job.processes[member.rank] = hello.process
         self._by_peer[peer] = (job, member)
         return job, member, earlier
 
@@ -221,11 +245,23 @@ class Membership:
                 generation=header.generation,
                 current=job.generation,
             )
-        for name in SETTINGS:
-            expected, got = getattr(job.hello, name), getattr(hello, name)
+        if job.hello.run and hello.run and job.hello.run != hello.run:
+            raise _other_run(job)
+        theirs, ours = job.hello.settings, hello.settings
+        said = [
+            *(
+                (name, what, getattr(job.hello, name), getattr(hello, name))
+                for name, what in SETTINGS.items()
+            ),
+            *(
+                (name, name, theirs[name], ours[name])
+                for name in sorted(theirs.keys() & ours.keys())
+            ),
+        ]
+        for name, what, expected, got in said:
             if expected != got:
                 raise MismatchError(
-                    f"job {job.name!r}: ranks disagree on {name}: rank {job.first_rank} says "
+                    f"job {job.name!r}: ranks disagree on {what}: rank {job.first_rank} says "
                     f"{expected}, rank {header.rank} says {got}",
                     field=name,
                     rank=job.first_rank,
@@ -239,14 +275,11 @@ class Membership:
                 "own rank, or each run its own REDUCTION_JOB",
                 rank=header.rank,
             )
-        if header.rank in job.gone and header.watermark < job.gone[header.rank][0]:
-            live = ", ".join(map(str, sorted(job.members)))
-            raise StaleGenerationError(
-                f"job {job.name!r} still has ranks {live} of an earlier run: wait until they have "
-                "exited, set another REDUCTION_JOB, or raise REDUCTION_GENERATION",
-                generation=header.generation,
-                current=job.generation,
-            )
+        if header.rank in job.gone and (
+            header.watermark < job.gone[header.rank][0]
+            or is_another(job.processes[header.rank], hello)
+        ):
+            raise _other_run(job)
 
     def _check_size(self, hello: Hello, *, new: bool) -> None:
         """Refuse a job before anything is made that grows with it."""
@@ -311,3 +344,18 @@ class Membership:
                 limit="job_memory_limit",
             )
         job.reserved = job.rounds.reserved = needed
+
+
+def is_another(process: str, hello: Hello) -> bool:
+    """Whether a HELLO comes from another process, as far as both have said what they are."""
+    return bool(process and hello.process) and process != hello.process
+
+
+def _other_run(job: Job) -> StaleGenerationError:
+    live = ", ".join(map(str, sorted(job.members)))
+    return StaleGenerationError(
+        f"job {job.name!r} still has ranks {live} of another run: wait until they have exited, set "
+        "another REDUCTION_JOB, or raise REDUCTION_GENERATION",
+        generation=job.generation,
+        current=job.generation,
+    )

@@ -177,7 +177,7 @@ class Reductions:
             first = None if header.type is MessageType.ABORT else header
             round_ = job.rounds.open(header.sequence, first)
             given_up = (e for low, high, e in job.given_up if low <= header.sequence <= high)
-            error = self.closed or next(given_up, None)
+            error = self.closed or job.bar_reason or next(given_up, None)
             if error is not None:
                 round_.fail(copy.copy(error))
         round_.hear(member.rank)
@@ -221,7 +221,7 @@ class Reductions:
             lost = RankLostError(f"rank {rank} left with the result of a chunk", rank=rank)
             return self.fail(job, header.sequence, round_, lost)
         round_.ask(header.offset, holder)
-        frame = header._replace(type=MessageType.RETAINED, watermark=0, rank=0).pack()
+        frame = _without_sender(header)._replace(type=MessageType.RETAINED).pack()
         return [Send(job.members[holder].peer, frame, None)]
 
     def _reduce(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
@@ -242,7 +242,11 @@ class Reductions:
                 member.held -= charge(nbytes)
         self.counters.results += len(members)
         self.counters.bytes_out += len(members) * nbytes
-        frame = header._replace(type=MessageType.RESULT, watermark=job.reached(), rank=0).pack()
+        frame = (
+            _without_sender(header)
+            ._replace(type=MessageType.RESULT, watermark=job.reached())
+            .pack()
+        )
         # All peers are sent the one buffer, and each rank's machine a fair share of first places.
         turn = header.offset // max(nbytes, 1) % max(len(members), 1)
         return [Send(member.peer, frame, result) for member in members[turn:] + members[:turn]]
@@ -336,6 +340,11 @@ class Reductions:
         for member in untold:
             round_.tell(member.rank)
         return [Send(member.peer, frame, body) for member in untold]
+
+
+def _without_sender(header: Header) -> Header:
+    """Return a contribution's header without what only its sender says."""
+    return header._replace(watermark=0, rank=0, since=0, history=0)
 
 
 def _check_window(job: Job, member: Member, header: Header) -> None:

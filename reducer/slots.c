@@ -155,9 +155,19 @@ static bool may_advance(const struct rounds *rounds, const struct member *member
 {
     if (rounds->viewed > 0 || watermark - member->watermark > MAX_ROUNDS_AHEAD)
         return false;
-    for (uint64_t sequence = member->watermark; sequence < watermark; sequence++) {
-        const struct round *round = map_get(&rounds->by_sequence, sequence);
-        if (round != NULL && round->open > 0)
+    const struct map *map = &rounds->by_sequence;
+    if (watermark - member->watermark <= map->mask) { /* calls leave most of their numbers unused */
+        for (uint64_t sequence = member->watermark; sequence < watermark; sequence++) {
+            const struct round *round = map_get(map, sequence);
+            if (round != NULL && round->open > 0)
+                return false;
+        }
+        return true;
+    }
+    for (size_t place = 0; place <= map->mask && map->count > 0; place++) {
+        const struct round *round = map->entries[place].value;
+        if (round != NULL && round->open > 0 && round->sequence >= member->watermark &&
+            round->sequence < watermark)
             return false;
     }
     return true;
@@ -225,7 +235,8 @@ static bool may_open(const struct rounds *rounds, uint64_t charge)
 static bool agrees(const struct header *first, const struct header *header)
 {
     return header->total_bytes == first->total_bytes && header->dtype == first->dtype &&
-           header->op == first->op && header->tag == first->tag && header->epoch == first->epoch;
+           header->op == first->op && header->tag == first->tag && header->epoch == first->epoch &&
+           (header->since != first->since || header->history == first->history);
 }
 
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,

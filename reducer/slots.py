@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from reducer.errors import MismatchError
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import PLACES, DType, ReduceOp
 from reducer.wire.layout import charge
 from reducer.wire.states import LinkState
 
@@ -278,6 +278,18 @@ def check_agreement(header: Header, first: Header | None) -> None:
         raise _mismatch(header, "epoch", first.rank, first.epoch, header.epoch)
     if header.tag != first.tag:
         raise _mismatch(header, "name", first.rank, _tag(first), _tag(header))
+    if header.since == first.since and header.history != first.history:
+        raise MismatchError(
+            f"all-reduce {header.sequence // PLACES}: ranks {first.rank} and {header.rank} were "
+            f"asked for different calls since all-reduce {header.since}: one of them left a call "
+            "out, or made one more",
+            field="history",
+            rank=first.rank,
+            other_rank=header.rank,
+            expected=first.history,
+            got=header.history,
+            sequence=header.sequence,
+        )
 
 
 def check_size(header: Header, first_rank: int, nbytes: int) -> None:
@@ -299,8 +311,8 @@ def _mismatch(
     header: Header, field: str, rank: int, expected: str | int, got: str | int
 ) -> MismatchError:
     return MismatchError(
-        f"all-reduce {header.sequence}: ranks disagree on {field}: rank {rank} says {expected}, "
-        f"rank {header.rank} says {got}",
+        f"all-reduce {header.sequence // PLACES}: ranks disagree on {field}: rank {rank} says "
+        f"{expected}, rank {header.rank} says {got}",
         field=field,
         rank=rank,
         other_rank=header.rank,

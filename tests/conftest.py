@@ -123,6 +123,7 @@ def check_rows(items: list[pytest.Item]) -> None:
 @contextmanager
 def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
     """All ranks of one job as clients in this process, each with its own thread and sockets."""
+    arguments.setdefault("job", "a job")
     with ExitStack() as stack, ThreadPoolExecutor(world_size) as pool:
         clients = pool.map(
             lambda rank: connect(rank=rank, world_size=world_size, **arguments), range(world_size)

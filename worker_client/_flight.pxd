@@ -15,6 +15,10 @@ cdef extern from "wire/header.h" nogil:
         uint64_t watermark
         uint64_t offset
         uint32_t nbytes
+        uint8_t dtype, op, wire_dtype
+        uint32_t since
+        uint64_t tag
+        uint64_t history
 
 
 cdef extern from "flight.h" nogil:
@@ -45,6 +49,7 @@ cdef extern from "flight.h" nogil:
     struct flight:
         flight_link *links
         uint32_t link_count
+        header_t identity
         uint64_t watermark, next, reached, kept_bytes
         const libzmq *zmq
         operation_t *completed
@@ -67,9 +72,9 @@ cdef extern from "flight.h" nogil:
                      uint64_t max_chunk_bytes) noexcept
     bint flight_add_link(flight *self, uint64_t window, bint keep) noexcept
     void flight_free(flight *self) noexcept
-    operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes, uint8_t dtype,
-                               uint8_t op, uint64_t tag, uint32_t epoch, uint64_t chunk_bytes,
-                               const range_t *ranges, size_t count) noexcept
+    operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes,
+                               const header_t *said, uint64_t chunk_bytes, const range_t *ranges,
+                               size_t count) noexcept
     bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
                              contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,

@@ -69,7 +69,15 @@ cdef class CompiledFlight:
             raise MemoryError
 
     def submit(self, operation, parts, uint64_t chunk_bytes, uint32_t epoch):
-        """Queue an all-reduce and return its sequence number."""
+        """Queue an all-reduce."""
+        cdef header_t said = self.its.identity
+        said.sequence = operation.sequence
+        said.epoch = epoch
+        said.dtype = said.wire_dtype = operation.dtype
+        said.op = operation.op
+        said.tag = operation.tag
+        said.since = operation.since
+        said.history = operation.history
         cdef range_t *wanted = <range_t *>calloc(len(parts), sizeof(range_t))
         if wanted == NULL:
             raise MemoryError
@@ -81,15 +89,13 @@ cdef class CompiledFlight:
                 wanted[at].end = end
             submitted = flight_submit(
                 &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
-                operation.dtype, operation.op, operation.tag, epoch, chunk_bytes, wanted,
-                len(parts),
+                &said, chunk_bytes, wanted, len(parts),
             )
         finally:
             free(wanted)
         if submitted == NULL:
             raise MemoryError
         self._views[submitted.header.sequence] = operation.view
-        return submitted.header.sequence
 
     def open(self, link):
         """Let contributions be sent to a reducer."""

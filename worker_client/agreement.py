@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import PLACES, DType, ReduceOp
 from reducer.wire.layout import chunk_size
 from worker_client.operation import Operation
 
@@ -39,7 +39,7 @@ class Agreement:
         self.every = EVERY
         self._needed = needed
         self._forced = forced
-        self._calls = 0
+        self._asked = 0  # number after the latest call before which ranks were to agree
         self._layout = struct.Struct(f"<{1 + reducers}q")
         self._buffer = bytearray(self._layout.size)
         self.reset()
@@ -48,30 +48,34 @@ class Agreement:
         """Go back to the chunks that every rank begins with."""
         self.chunk_bytes = self._forced or chunk_size(0.0)
 
-    def due(self) -> bool:
-        """Count a call; whether ranks are to agree before it.
+    def due(self, sequence: int) -> bool:
+        """Whether ranks are to agree before the call of this all-reduce, and have not been asked.
 
-        Every call counts, whatever is asked for: ranks that disagree on that still count alike, and
-        so their later calls have the same numbers.
+        Calls count, whatever is asked for: ranks that disagree on that still count alike.
         """
-        if not self._needed:
+        call = sequence // PLACES + 1
+        if not self._needed or call <= self._asked:
             return False
-        self._calls += 1
-        turns, rest = divmod(self._calls, FIRST_CALL)
+        turns, rest = divmod(call, FIRST_CALL)
         return rest == 0 and (
-            turns & (turns - 1) == 0 if self._calls <= self.every else self._calls % self.every == 0
+            turns & (turns - 1) == 0 if call <= self.every else call % self.every == 0
         )
 
-    def question(self, rate: float, usable: Sequence[bool], timeout_s: float) -> Operation:
+    def question(self, rate: float, usable: Sequence[bool], before: Operation) -> Operation:
         """Return the all-reduce that finds what all ranks can do.
 
         Args:
             rate: what this rank's links carry, as measured, bytes per second.
             usable: which reducers it can use.
-            timeout_s: seconds until it fails.
+            before: the first all-reduce of the call that waits for it.
         """
+        call = before.sequence // PLACES
+        self._asked = call + 1
         self._buffer = bytearray(self._layout.pack(int(rate), *usable))
-        return Operation(memoryview(self._buffer), DType.INT64, ReduceOp.MIN, NAME, timeout_s)
+        view = memoryview(self._buffer)
+        question = Operation(view, DType.INT64, ReduceOp.MIN, NAME, before.timeout_s)
+        question.sequence = call * PLACES
+        return question
 
     def answer(self) -> list[bool]:
         """Take the result of the latest question: which reducers every rank can use."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import ReduceOp
@@ -10,6 +10,20 @@ from worker_client import config
 
 if TYPE_CHECKING:
     from reducer.wire.constants import DType
+    from worker_client.host_buffer import HostBuffer
+
+
+class Arguments(NamedTuple):
+    """What one call asks for; `Client.submit` describes each."""
+
+    buffer: HostBuffer
+    op: ReduceOp
+    name: str | None
+    timeout_s: float
+    data: Any = None
+    weight: float | None = None
+    residual: Any = None
+    rounded: bool | None = None
 
 
 def parse(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reducer.errors import RankLostError, ReductionTimeout
+from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
+from reducer.wire.constants import PLACES
 from worker_client.names import Names
 from worker_client.pending import Pending
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
     from worker_client.settings import Settings
 
+FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
+_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
+_SINCE_MASK = (1 << 32) - 1
 GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
 
 
@@ -35,7 +39,7 @@ class Calls:
 
     Attributes:
         active: those that have begun and not ended.
-        begun: how many have begun, all in all: the next sequence number.
+        end: above the numbers of all that were asked for.
         names: what the ranks call them.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
@@ -52,7 +56,7 @@ class Calls:
         ended: Callable[[Operation, ReductionError | None], list[Action]],
     ) -> None:
         self.active = Pending()
-        self.begun = 0
+        self.end = 0
         self.names = Names()
         self.question: Operation | None = None
         self.final: RankLostError | None = None
@@ -63,6 +67,11 @@ class Calls:
         self._flow = flow
         self._aborts = aborts
         self._ended = ended
+        self._call: object = None  # the latest that was asked for,
+        self._number = -1  # its number,
+        self._place = 0  # that of the latest operation in it,
+        self._failure: ReductionError | None = None  # and how another one of them has ended
+        self._since = self._history = 0  # as of an operation
 
     @property
     def watermark(self) -> int:
@@ -74,12 +83,29 @@ class Calls:
         if self._frozen is None:
             self._frozen = self._flight.watermark
 
+    def number(self, operation: Operation) -> None:
+        """Give what is asked for next its number; after a failure in its call, the reason, too."""
+        if operation.call is None or operation.call is not self._call:
+            self._call, self._failure = operation.call, None
+            self._number += 1
+            self._place = FIRST_PLACE
+        else:
+            self._place += 1
+            if self._place == PLACES:
+                raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
+            operation.refusal = operation.refusal or self._failure
+        operation.sequence = self._number * PLACES + self._place
+        self.end = operation.sequence + 1
+        operation.since, operation.history = self._since & _SINCE_MASK, self._history
+        if self._number >= self._since:
+            asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
+            self._history = ((self._history ^ operation.tag) * _FACTOR + asked) & _MASK
+
     def begin(
         self, operation: Operation, parts: list[Part], chunk_bytes: int, epoch: int, now: float
     ) -> None:
         """Start an all-reduce, in seconds of the caller's clock."""
-        operation.sequence = self._flight.submit(operation, parts, chunk_bytes, epoch)
-        self.begun = operation.sequence + 1
+        self._flight.submit(operation, parts, chunk_bytes, epoch)
         self._flow.begin(operation.view.nbytes, now)
         self.active.begin(operation, now)
         self.names.remember(operation)
@@ -124,19 +150,47 @@ class Calls:
             self.freeze()
             return self.fail_all(error)
         actions = self.drop(operation, error)
-        return [*actions, *self._aborts.tell(operation.sequence, error, told_by)]
+        actions += self._aborts.tell(operation.sequence, error, told_by)
+        for other in self._others(operation):
+            actions += self.drop(other, error)
+            actions += self._aborts.tell(other.sequence, error, None)
+        return actions
+
+    def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
+        """End an all-reduce that cannot begin at this rank, and tell the reducers why."""
+        self._forget_history(operation, error)
+        actions: list[Action] = [*self._aborts.tell(operation.sequence, error, None)]
+        actions += self._ended(operation, error)
+        for other in self._others(operation):
+            actions += self.drop(other, error)
+            actions += self._aborts.tell(other.sequence, error, None)
+        return actions
+
+    def _others(self, operation: Operation) -> list[Operation]:
+        """Return the other all-reduces of a call that are in progress."""
+        if operation.call is None:
+            return []
+        return [other for other in self.active.all() if other.call is operation.call]
 
     def fail_all(self, error: ReductionError) -> list[Action]:
         """End everything badly."""
         actions: list[Action] = []
         for operation in self.active.all():
-            actions += self.fail(operation, error)
+            if operation.sequence in self.active:  # others of its call end with the first
+                actions += self.fail(operation, error)
         return actions
 
     def drop(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce badly here, and tell nobody."""
         self.leave(operation)
+        self._forget_history(operation, error)
         return self._ended(operation, error)
+
+    def _forget_history(self, operation: Operation, error: ReductionError) -> None:
+        """Compare later calls by what follows them: other ranks may know less of a failure."""
+        if operation.call is not None and operation.call is self._call:
+            self._failure = error
+        self._since, self._history = self._number + 1, 0
 
     def leave(self, operation: Operation) -> None:
         """Do nothing more for an all-reduce, whose end is another's business."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReductionError
-from reducer.wire.constants import ReduceOp
+from reducer.wire.constants import DType, ReduceOp
 from worker_client import device, faults, implementation
-from worker_client.arguments import describe, parse, refuse_extras
+from worker_client.arguments import Arguments, describe, parse, refuse_extras
 from worker_client.device_staging import DeviceStaging
 from worker_client.forks import forks
 from worker_client.host_buffer import host_buffer
-from worker_client.names import own
+from worker_client.names import own, refused
 from worker_client.operation import Operation
 from worker_client.part import Part
 from worker_client.survivors import Survivors
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reducer.failpoints import Failpoint
-    from reducer.wire.constants import DType
     from worker_client.call import Call
     from worker_client.fallback import Fallback
     from worker_client.fusion import Fusion
@@ -111,7 +111,7 @@ class Client:
         self._order = threading.RLock()
         self._works: dict[Operation, Callable[[Exception | None], None]] = {}  # whom to tell
         self._wire = WireCast(wire_dtype, whole=settings.outlive)
-        self._staging = DeviceStaging(self._submit)
+        self._staging = DeviceStaging(self._drive)
         self._forks = forks()
 
         def enter(settings: Settings, ended: Ended, left: Left) -> Part:
@@ -268,25 +268,33 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             DeviceError: a device failed, now or in an earlier call.
         """
-        self._check_usable()
         if name is not None and self._fusion is not None:
+            self._check_usable()
             refuse_extras(weight, residual, "calls that have names")
             return self._fusion.submit(data, op, name, timeout)
-        if self._is_staged(data):
-            refuse_extras(weight, residual, "tensors on a device")
-            flat = device.flatten(data)
-            reduction, timeout_s = parse(flat.dtype, op, name, timeout, self.timeout_s)
-            work = PlainWork(describe(name, flat.data.nbytes), self._wait_for_device)
-            with self._order:
-                self._staging.all_reduce(
-                    work, data, flat, op=reduction, name=name, timeout_s=timeout_s
-                )
-            return work
-        buffer = host_buffer(data)
-        reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self.timeout_s)
-        return self.submit(
-            buffer, reduction, name, timeout_s, data=data, weight=weight, residual=residual
-        )
+        call = object()
+        with self._order:
+            try:
+                self._check_usable()
+                if self._is_staged(data):
+                    refuse_extras(weight, residual, "tensors on a device")
+                    return self._stage(call, data, op, name, timeout)
+                buffer = host_buffer(data)
+                reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self.timeout_s)
+                asked = Arguments(buffer, reduction, name, timeout_s, data, weight, residual)
+                return self._submit_buffer(call, asked)
+            except BaseException as error:
+                self._give_up(call, error)
+                raise
+
+    def decline(self, why: BaseException) -> None:
+        """Take no part in the next call: the other ranks get an error that says why.
+
+        For whoever refuses a call before it comes to `all_reduce`, or makes it by other means.
+        """
+        self._check_usable()
+        with self._order:
+            self._give_up(object(), why)
 
     def submit(
         self,
@@ -317,25 +325,15 @@ class Client:
             ConfigError: `weight` or `residual` does not go with the others.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
-        self._check_usable()
-        if not self._wire.numbers and weight is None and residual is None:
-            return self._submit_plain(buffer, op, name, timeout_s, data)
-        call: Call
-        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: call.missing)
+        call = object()
         with self._order:
-            call = self._wire.call(
-                work,
-                data,
-                buffer,
-                op,
-                name=name,
-                timeout_s=timeout_s,
-                weight=weight,
-                residual=residual,
-                rounded=rounded,
-            )
-            self._begin(call)
-        return work
+            try:
+                self._check_usable()
+                asked = Arguments(buffer, op, name, timeout_s, data, weight, residual, rounded)
+                return self._submit_buffer(call, asked)
+            except BaseException as error:
+                self._give_up(call, error)
+                raise
 
     def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
         """Say which tensors may be packed into one buffer, so that each travels as it would alone.
@@ -377,11 +375,32 @@ class Client:
         """Whether data goes through page-locked memory, piece by piece."""
         return device.is_on_device(data)
 
-    def _submit_plain(
-        self, buffer: HostBuffer, op: ReduceOp, name: str | None, timeout_s: float, data: Any
-    ) -> Work:
+    def _submit_buffer(self, call: object, asked: Arguments) -> Work:
+        """Start an all-reduce as `submit` does; its operations are those of `call`."""
+        if self._wire.wire_dtype is None and asked.weight is None and asked.residual is None:
+            return self._submit_plain(call, asked)
+        whole: Call
+        what = describe(asked.name, asked.buffer.view.nbytes)
+        work = PlainWork(what, self.lead, lambda: whole.missing)
+        whole = self._wire.call(call, work, asked)
+        stopped: ReductionError | None = None
+        for number, operation in enumerate(whole.prepared()):
+            end = partial(whole.end, operation)
+            if stopped is None:
+                try:
+                    self._submit(operation, end)
+                except ReductionError as error:
+                    if number == 0:
+                        raise
+                    stopped = error
+            if stopped is not None:  # pieces before it are on their way: the work tells of the end
+                end(stopped)
+        return work
+
+    def _submit_plain(self, call: object, asked: Arguments) -> Work:
         """Start a call that is one all-reduce of its memory: small ones should take little time."""
-        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s)
+        buffer, op, name, timeout_s, data, *_ = asked
+        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s, call=call)
         work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
 
         def ended(error: Exception | None) -> None:
@@ -392,29 +411,54 @@ class Client:
                     error = refused
             work.finish(data, error)
 
-        with self._order:
-            if self._staging.in_order:
-                self._submit(operation, ended)
-            else:
-                self._staging.follow(operation, ended)
+        self._submit(operation, ended)
         return work
 
-    def _begin(self, call: Call) -> None:
-        submit = self._submit if self._staging.in_order else self._staging.follow
-        refused: ReductionError | None = None
-        for number, operation in enumerate(call.prepared()):
-            end = partial(call.end, operation)
-            if refused is None:
-                try:
-                    submit(operation, end)
-                except ReductionError as error:
-                    if number == 0:
-                        raise
-                    refused = error
-            if refused is not None:  # pieces before it are on their way: the work tells of the end
-                end(refused)
+    def _stage(
+        self,
+        call: object,
+        tensor: Any,
+        op: str | ReduceOp,
+        name: str | None,
+        timeout: float | str | None,
+    ) -> Work:
+        """Start an all-reduce of a tensor on a device."""
+        flat = device.flatten(tensor)
+        reduction, timeout_s = parse(flat.dtype, op, name, timeout, self.timeout_s)
+        work = PlainWork(describe(name, flat.data.nbytes), self._wait_for_device)
+        self._staging.all_reduce(
+            call, work, tensor, flat, op=reduction, name=name, timeout_s=timeout_s
+        )
+        return work
+
+    def _give_up(self, call: object, why: BaseException) -> None:
+        """Use up the number of a call that this rank was refused, or was interrupted in.
+
+        Whatever of it has begun ends badly, and the other ranks hear why.
+        """
+        if not self.usable:
+            return  # it makes no calls any more, as the others hear
+        refusal = refused(self.settings.rank, f"{type(why).__name__}: {why}")
+        nothing = Operation(
+            memoryview(b""),
+            DType.UINT8,
+            ReduceOp.SUM,
+            None,
+            self.timeout_s,
+            call=call,
+            refusal=refusal,
+        )
+        with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that
+            self._submit(nothing, lambda _: None)
 
     def _submit(self, operation: Operation, ended: Callable[[Exception | None], None]) -> None:
+        """Start an all-reduce behind all calls that wait for a device."""
+        if self._staging.in_order:
+            self._drive(operation, ended)
+        else:
+            self._staging.follow(operation, ended)
+
+    def _drive(self, operation: Operation, ended: Callable[[Exception | None], None]) -> None:
         self._works[operation] = ended
         try:
             self._driver.submit(operation)

@@ -87,7 +87,8 @@ class WorkerConfig(BaseSettings):
 
     job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default one that no other run has, agreed on through the
-    process group; without a process group ``default``."""
+    process group, or what the launcher calls it. A run that shares nothing of that kind must be
+    given a name, which no other run has at that time."""
 
     generation: int = Field(default=0, ge=0, lt=1 << 32)
     """Membership version: a later one ends an earlier one of the same job. The launcher's restart

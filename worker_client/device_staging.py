@@ -92,6 +92,7 @@ class DeviceStaging:
 
     def all_reduce(
         self,
+        call: object,
         work: Work,
         tensor: torch.Tensor,
         flat: Flat,
@@ -103,6 +104,7 @@ class DeviceStaging:
         """Start an all-reduce of a tensor on a device, which ends `work`.
 
         Args:
+            call: what its operations have in common.
             work: the caller's handle.
             tensor: the caller's, of which `flat` are the bytes.
             flat: what is to be reduced.
@@ -118,16 +120,16 @@ class DeviceStaging:
         self._check()
         opened, blocks = self._open(flat.data.device)
         try:
-            call = StagedCall(work, tensor, flat, opened, blocks)
-            call.ask(op, name, timeout_s)
+            staged = StagedCall(work, tensor, flat, opened, blocks)
+            staged.ask(call, op, name, timeout_s)
         except DeviceError as error:
             self._failure = error
             raise
         turns = [
-            _Turn(piece.operation, piece.copied, partial(self._piece_ended, call, at))
-            for at, piece in enumerate(call.pieces)
+            _Turn(piece.operation, piece.copied, partial(self._piece_ended, staged, at))
+            for at, piece in enumerate(staged.pieces)
         ]
-        self._stand_in_line(call, turns)
+        self._stand_in_line(staged, turns)
 
     def follow(self, operation: Operation, ended: Ended) -> None:
         """Submit an all-reduce of host memory when all calls before it were.

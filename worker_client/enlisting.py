@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
+from reducer.units import is_loopback
+from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import autotune, config, implementation
 from worker_client.client import Client
 from worker_client.config import NAMED
 from worker_client.fusion import Fusion
 from worker_client.keys import load as load_keys
+from worker_client.launch.resolved import Launcher
 from worker_client.membership import PATIENCE_S
+from worker_client.nodes import host_identity
 from worker_client.settings import Settings
 from worker_client.wire_cast import WIRE_DTYPES
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from worker_client.config import WorkerConfig
     from worker_client.fallback import Fallback
     from worker_client.keys import Curve, Keys
+    from worker_client.launch.resolved import Resolved
     from worker_client.process_group import ProcessGroup
 
 
@@ -60,7 +65,7 @@ def enlist(
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
         ours = Settings(
-            job=job_name(settings, group, keys),
+            job=job_name(settings, group, keys, alone=world_size == 1),
             generation=settings.generation,
             rank=rank,
             world_size=world_size,
@@ -72,6 +77,14 @@ def enlist(
             weights=weights,
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},
+            agreed={
+                "REDUCTION_FALLBACK": settings.fallback,
+                "REDUCTION_FUSION_THRESHOLD": str(int(settings.fusion_threshold)),
+                "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
+                "REDUCTION_WIRE_DTYPE": settings.wire_dtype,
+            },
+            run=_run(group, world_size),
+            process=secrets.token_hex(8),
         )
         common: dict[str, Any] = {
             "timeout_s": settings.timeout,
@@ -120,19 +133,59 @@ def enlist(
         raise
 
 
-def job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys) -> str:
-    """Return what the job is called: as was told, or else a name that its ranks agree on."""
+def job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys, *, alone: bool) -> str:
+    """Return what the job is called: as was told, or else a name that its ranks agree on.
+
+    Raises:
+        ConfigError: its ranks, unless there is one `alone`, have nothing that other runs have not.
+    """
     if settings.job is not None:
         return settings.job if group is None else group.named(settings.job)
-    base = config.launch().job
+    launched = config.launch()
+    base = launched.job
     # The pool wants names that begin as the key's.
     ours = f"{keys.job}/" if keys.job else ""
     if group is None:
-        return f"{ours}{base}" if base else keys.job or "default"
+        if alone:
+            base = base or secrets.token_hex(8)
+        base = base or (_meeting_place(launched) and f"run-{_meeting_place(launched)}")
+        if not base:
+            raise ConfigError(
+                "this run has no name, so nothing tells its ranks from those of another run that "
+                f"uses the same reducers: set REDUCTION_JOB={ours}NAME, the same at every rank and "
+                "another one for each run; or start it with a launcher such as torchrun, set "
+                "MASTER_ADDR and MASTER_PORT, or call torch.distributed.init_process_group() first"
+            )
+        return f"{ours}{base}"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
         group.share("job", group.named(f"{ours}{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
     return group.read("job", 0)
+
+
+def _run(group: ProcessGroup | None, world_size: int) -> str:
+    """Return what the ranks of this run have in common, and another run of the job has not."""
+    if group is not None:
+        if group.rank == 0:
+            group.share("run", secrets.token_hex(8))
+        return group.read("run", 0)
+    launched = config.launch()
+    place = _meeting_place(launched)
+    # torchrun that goes on with more or fewer ranks does not count that as a restart.
+    ranks = f".{world_size}" if launched.launcher is Launcher.TORCHRUN else ""
+    return f"{place}.{launched.restarts}{ranks}" if place else ""
+
+
+def _meeting_place(launched: Resolved) -> str:
+    """Return what stands for where the ranks meet, which other runs cannot use meanwhile; or ""."""
+    if launched.master_addr is None or launched.reasons.get("master_port") != "MASTER_PORT":
+        return ""  # a port that all runs find is nobody's own
+    place = f"{launched.master_addr}:{launched.master_port}"
+    if is_loopback(place):
+        if launched.local_world_size not in {None, launched.world_size}:
+            return ""  # on another node it is called something else
+        place = f"{place} of {host_identity()}"
+    return f"{fingerprint(place):016x}"
 
 
 def _tune(

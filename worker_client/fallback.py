@@ -22,7 +22,7 @@ from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, 
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.driver import STOP_S
 from worker_client.handover import Held, gaps, held, merge
-from worker_client.names import own
+from worker_client.names import own, refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ _OPS = {
 }
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3  # between two looks whether Gloo is done
+_REFUSAL_SHOWN = 500
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class Fallback:
             why = f"no reducer is left, and the call had failed at rank {rank}"
             return ReducerLostError(why, reducer="")
         complete = any(share.done for share in shares)
-        if not complete and (error := self._disagreement(_asked_for(call))) is not None:
+        if not complete and (error := self._disagreement(call)) is not None:
             return error
         known: dict[int, int] = {}  # where chunks begin, and end
         for rank, share in enumerate(shares):
@@ -182,29 +183,31 @@ class Fallback:
             self._add(operation, gaps(known, operation.view.nbytes))
         return None
 
-    def _disagreement(self, operation: Operation) -> MismatchError | None:
-        """Find out whether all ranks ask for the same."""
-        fields = ("total_bytes", "dtype", "op", "name")
-        asked = (
-            operation.view.nbytes,
-            operation.dtype.name,
-            operation.op.name,
-            operation.name or "",
-        )
-        everywhere = self._exchange(asked)
-        for rank, other in enumerate(everywhere):
-            for field, expected, got in zip(fields, everywhere[0], other, strict=True):
-                if expected != got:
-                    return MismatchError(
-                        f"ranks disagree on the {field} of a call through the process group: "
-                        f"rank 0 says {expected!r}, rank {rank} says {got!r}",
-                        field=field,
-                        rank=0,
-                        other_rank=rank,
-                        expected=expected,
-                        got=got,
-                    )
-        return None
+    def _disagreement(self, call: Unfinished) -> ReductionError | None:
+        """Find out whether all ranks ask for the same, and none has refused it."""
+        operation = _asked_for(call)
+        refusal = "" if operation.refusal is None else str(operation.refusal)
+        asked = {
+            "refusal": refusal[:_REFUSAL_SHOWN],
+            "total_bytes": operation.view.nbytes,
+            "dtype": operation.dtype.name,
+            "op": operation.op.name,
+            "name": operation.name or "",
+        }
+        while True:
+            numbers, everywhere = zip(*self._exchange([call.number, asked]), strict=True)
+            if call.number > min(numbers):
+                continue  # some ranks have asked for more in a call before, which fails there
+            if call.number < max(numbers):
+                other = numbers.index(max(numbers))
+                return _mismatch("call", self._rank, call.number, other, max(numbers))
+            for field in asked:
+                for rank, said in enumerate(everywhere):
+                    if field == "refusal" and said[field]:
+                        return operation.refusal or refused(rank, said[field])
+                    if said[field] != everywhere[0][field]:
+                        return _mismatch(field, 0, everywhere[0][field], rank, said[field])
+            return None
 
     def _share(self, call: Unfinished, rank: int, chunks: Sequence[Sequence[int]]) -> None:
         """Give all ranks the results that one of them has."""
@@ -277,6 +280,18 @@ class Fallback:
             json.loads(bytes(one[:size].tolist()))
             for one, size in zip(said, map(int, sizes), strict=True)
         ]
+
+
+def _mismatch(field: str, rank: int, expected: object, other: int, got: object) -> MismatchError:
+    return MismatchError(
+        f"ranks disagree on the {field} of a call through the process group: rank {rank} says "
+        f"{expected!r}, rank {other} says {got!r}",
+        field=field,
+        rank=rank,
+        other_rank=other,
+        expected=expected,
+        got=got,
+    )
 
 
 def _asked_for(call: Unfinished) -> Operation:

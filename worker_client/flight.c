@@ -103,11 +103,13 @@ struct chunk *flight_chunk(const struct flight *flight, uint64_t sequence, uint6
     return operation == NULL ? NULL : operation_chunk(operation, offset);
 }
 
-static bool make_room(struct flight *flight)
+static bool make_room(struct flight *flight, uint64_t number)
 {
-    if (flight->next - flight->watermark <= flight->mask)
+    if (number - flight->watermark <= flight->mask)
         return true;
-    uint64_t mask = 2 * flight->mask + 1;
+    uint64_t mask = flight->mask;
+    while (number - flight->watermark > mask)
+        mask = 2 * mask + 1;
     struct operation **ring = calloc(mask + 1, sizeof *ring);
     if (ring == NULL)
         return false;
@@ -120,22 +122,21 @@ static bool make_room(struct flight *flight)
 }
 
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
-                                uint8_t dtype, uint8_t op, uint64_t tag, uint32_t epoch,
-                                uint64_t chunk_bytes, const struct range *ranges, size_t count)
+                                const struct header *said, uint64_t chunk_bytes,
+                                const struct range *ranges, size_t count)
 {
+    uint64_t sequence = said->sequence;
+    if (flight->watermark == flight->next) /* nothing is in progress, below it nothing will be */
+        flight->watermark = flight->next = sequence;
     struct operation *operation =
-        make_room(flight) ? operation_allocate(chunk_bytes, ranges, count) : NULL;
+        make_room(flight, sequence) ? operation_allocate(chunk_bytes, ranges, count) : NULL;
     if (operation == NULL)
         return NULL;
     operation->data = data;
-    operation->header = flight->identity;
-    operation->header.sequence = flight->next++;
-    operation->header.epoch = epoch;
+    operation->header = *said;
     operation->header.total_bytes = total_bytes;
-    operation->header.dtype = operation->header.wire_dtype = dtype;
-    operation->header.op = op;
-    operation->header.tag = tag;
-    flight->ring[operation->header.sequence & flight->mask] = operation;
+    flight->ring[sequence & flight->mask] = operation;
+    flight->next = sequence + 1;
     FOR_EACH_CHUNK(chunk, operation)
         flight_enqueue(flight, chunk);
     return operation;

@@ -24,7 +24,7 @@ struct flight {
     uint32_t link_count;
     uint64_t max_chunk_bytes;
     struct header identity; /* of every contribution */
-    /* Operations in progress, at sequence & mask; those from watermark to next may be there. */
+    /* Operations in progress, at sequence & mask, from watermark to next; not every number is used. */
     struct operation **ring;
     uint64_t mask, watermark, next;
     uint64_t reached;            /* every operation below is finished at every rank */
@@ -60,11 +60,11 @@ bool flight_init(struct flight *flight, const struct libzmq *zmq, const void *id
 bool flight_add_link(struct flight *flight, uint64_t window, bool keep);
 void flight_free(struct flight *flight);
 
-/* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer.
- * NULL: out of memory. */
+/* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer. What
+ * all of its contributions say is in `said`; its number is above all before. NULL: out of memory. */
 struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
-                                uint8_t dtype, uint8_t op, uint64_t tag, uint32_t epoch,
-                                uint64_t chunk_bytes, const struct range *ranges, size_t count);
+                                const struct header *said, uint64_t chunk_bytes,
+                                const struct range *ranges, size_t count);
 
 /* Takes the next chunk of a link, if its window has room. */
 bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct contribution *next);

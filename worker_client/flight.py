@@ -111,11 +111,11 @@ class Flight(Protocol):
 
     def submit(
         self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
-    ) -> int:
-        """Queue an all-reduce and return its sequence number.
+    ) -> None:
+        """Queue an all-reduce.
 
         Args:
-            operation: what is asked for.
+            operation: what is asked for, with a number above all before; some are left out.
             parts: what travels over which link: ascending, disjoint, together the whole buffer.
             chunk_bytes: size of every chunk but the last of each part.
             epoch: version of the shard map.

@@ -1,19 +1,18 @@
 """What a session leaves to others when no reducer is left: its calls, and what is here of each.
 
-Sequence numbers count the ranks' own questions, too, which nobody asks any more. So calls are
-numbered without them (sans I/O).
+The ranks' own questions are nobody's calls, and nobody asks them any more (sans I/O).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.header import Header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from worker_client.flight import Flight
     from worker_client.link import Link
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Unfinished:
-    """One call that some rank may not have finished.
+    """One all-reduce that some rank may not have finished.
 
     Attributes:
-        number: which call of the job it is, counted from 0.
+        number: its sequence number.
         operation: what this rank asked for; None if it has ended here.
         failed: it has ended badly here.
         results: the chunks whose result is here, by offset; all of them if it has ended well.
@@ -55,45 +54,52 @@ class Held(NamedTuple):
 
 
 class HandingOver:
-    """Numbers calls, and finds which of them are unfinished."""
+    """Finds which calls are unfinished.
+
+    Attributes:
+        done: they were handed over.
+    """
 
     def __init__(self) -> None:
         self.done = False
-        self._calls = 0  # of which something was handed over, or that ended before
-        self._questions: list[int] = []  # their sequence numbers, ascending
+        self._asked: deque[int] = deque()  # numbers of what some rank may not have finished
 
-    def asked(self, sequence: int) -> None:
-        """Take note that a sequence number belongs to a question."""
-        self._questions.append(sequence)
-
-    def unfinished(
-        self, flight: Flight, links: Sequence[Link], active: Pending, end: int
-    ) -> list[Unfinished]:
-        """Return the calls that have begun and that some rank may not have finished.
+    def asked(self, sequence: int, reached: int) -> None:
+        """Take note of what is asked for.
 
         Args:
-            flight: what is known of them.
-            links: which carried them.
-            active: those that have not ended here.
-            end: the next sequence number.
+            sequence: its number.
+            reached: all below this number is finished at every rank.
+        """
+        self._asked.append(sequence)
+        while self._asked[0] < reached:
+            self._asked.popleft()
+
+    def unfinished(
+        self,
+        flight: Flight,
+        links: Sequence[Link],
+        active: Pending,
+        waiting: Mapping[int, Operation],
+    ) -> list[Unfinished]:
+        """Return what some rank may not have finished.
+
+        Args:
+            flight: what is known of it.
+            links: which carried it.
+            active: what has begun and not ended here.
+            waiting: what has not begun, by number.
         """
         results = _results(flight, links)
         calls = []
-        for sequence in range(flight.reached, end):
-            place = bisect_left(self._questions, sequence)
-            if self._questions[place : place + 1] == [sequence]:
+        for sequence in self._asked:
+            if sequence < flight.reached:
                 continue
-            operation, known = active.get(sequence), results.get(sequence, {})
+            operation = waiting.get(sequence) or active.get(sequence)
+            known = results.get(sequence, {})
             failed = operation is None and not known
-            calls.append(Unfinished(sequence - place, operation, failed, known))
-        self._calls = end - len(self._questions)
+            calls.append(Unfinished(sequence, operation, failed, known))
         self.done = True
-        return calls
-
-    def later(self, operations: Iterable[Operation]) -> list[Unfinished]:
-        """Give calls that have not begun their numbers."""
-        calls = [Unfinished(self._calls + at, one) for at, one in enumerate(operations)]
-        self._calls += len(calls)
         return calls
 
 

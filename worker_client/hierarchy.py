@@ -24,6 +24,7 @@ import copy
 import queue
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,13 +37,15 @@ from reducer.errors import (
     RankLostError,
     ReductionError,
 )
-from reducer.wire.constants import ReduceOp
+from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
+from worker_client.arguments import Arguments
 from worker_client.client import Client
 from worker_client.driver import STOP_S
 from worker_client.folding import finish, fold, folded_as, itemsize
 from worker_client.forks import forks
 from worker_client.host_buffer import HostBuffer
+from worker_client.names import refused
 from worker_client.reasons import describe, revive, translate
 from worker_client.work import PlainWork
 
@@ -57,11 +60,14 @@ if TYPE_CHECKING:
 
 # Of a buffer, at a time: while one piece is on the network, the node works on the next one.
 PIECE_BYTES = 16 << 20
+MOST_PIECES = 15  # of one call, each of which may travel as several all-reduces; then larger ones
+PIECE_ALIGNMENT = 64  # bytes; a multiple of every element's size
 GRACE_S = 10.0  # for a mate to say that the deadline has passed between its nodes
 LINGER_S = 2.5  # longer than reducers take to see that a rank is lost
 _TICK_S = 0.1  # between two looks whether a mate has given up
 _SHORTEST_S = 0.001
 _NAME_SHOWN = 200
+_REFUSAL_SHOWN = 500
 _IN, _OUT = 0, 1  # the streams of steps 1 and 3
 
 
@@ -85,6 +91,7 @@ class _Call:
         self.until = until
         self.rounded = rounded
         self.work: Work
+        self.refusal = ""  # why this rank cannot make it
         self.error: ReductionError | None = None  # of this rank's parts
         self.missing: tuple[int, ...] = ()
 
@@ -92,20 +99,23 @@ class _Call:
         """Yield each piece of the buffer, cut into parts for the ranks of a node."""
         size = itemsize(self.buffer.dtype)
         view = self.buffer.view
-        for start in range(0, max(view.nbytes, 1), PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
+        step = max(
+            PIECE_BYTES, -(-view.nbytes // (MOST_PIECES * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT
+        )
+        for start in range(0, max(view.nbytes, 1), step):
+            piece = view[start : start + step]
             count = piece.nbytes // size
             ends = [count * at // ranks * size for at in range(ranks + 1)]
             yield [piece[low:high] for low, high in pairwise(ends)]
 
 
 class _Piece(NamedTuple):
-    """A piece that is on its way between the nodes."""
+    """A piece that is on its way between the nodes; without parts, the end of a call with none."""
 
     call: _Call
     parts: list[memoryview]
-    folded: Array
-    between: Work
+    folded: Array | None
+    between: Work | None
     last: bool
 
 
@@ -138,6 +148,7 @@ class HierarchicalClient(Client):
         self._open: dict[_Call, None] = {}
         self._broken: ReductionError | None = None
         self._leave_at = 0.0
+        self._latest: object = None  # call that was asked for
         self._guard = threading.Lock()  # of the two before
         self._threads: list[threading.Thread] = []
         try:
@@ -160,35 +171,41 @@ class HierarchicalClient(Client):
         """Number of workers on all nodes."""
         return len(self.place.nodes) * len(self.place.mates)
 
-    def submit(
-        self,
-        buffer: HostBuffer,
-        op: ReduceOp,
-        name: str | None,
-        timeout_s: float,
-        *,
-        data: Any = None,
-        weight: float | None = None,
-        residual: Any = None,
-        rounded: bool | None = None,
-    ) -> Work:
-        """As `Client.submit`, but that what ended this client is raised by the next call.
+    def _submit_buffer(self, call: object, asked: Arguments) -> Work:
+        """As of `Client`, but that what ended this client is raised by the next call.
 
         Raises:
             ConfigError: there is a weight or a residual.
         """
+        buffer, op, name, timeout_s, data, weight, residual, rounded = asked
         if weight is not None or residual is not None:
             raise ConfigError("weight= and residual= need REDUCTION_HIERARCHY=off")
         if rounded is None:
             rounded = self.rounds(buffer.dtype, op, buffer.view.nbytes)
-        call = _Call(data, buffer, op, name, time.monotonic() + timeout_s, rounded=rounded)
-        what = f"all-reduce{f' {name!r}' if name else ''} of {buffer.view.nbytes} bytes"
-        call.work = PlainWork(what, self.lead, lambda: call.missing)
+        until = time.monotonic() + timeout_s
+        return self._ask(call, _Call(data, buffer, op, name, until, rounded=rounded))
+
+    def _give_up(self, call: object, why: BaseException) -> None:
+        """As of `Client`: the ranks of this node hear it first."""
+        if call is self._latest:
+            return  # it is on its way, whatever interrupted its caller
+        nothing = HostBuffer(memoryview(bytearray()), DType.UINT8, None)
+        until = time.monotonic() + self.timeout_s
+        asked = _Call(None, nothing, ReduceOp.SUM, None, until, rounded=False)
+        asked.refusal = f"{type(why).__name__}: {why}"
+        with suppress(ReductionError):
+            self._ask(call, asked)
+
+    def _ask(self, call: object, asked: _Call) -> Work:
+        what = f"all-reduce{f' {asked.name!r}' if asked.name else ''}"
+        what = f"{what} of {asked.buffer.view.nbytes} bytes"
+        asked.work = PlainWork(what, self.lead, lambda: asked.missing)
         with self._guard:
             self._check_usable()
-            self._open[call] = None
-            self._asked.put(call)
-        return call.work
+            self._open[asked] = None
+            self._latest = call
+            self._asked.put(asked)
+        return asked.work
 
     @property
     def in_callback(self) -> bool:
@@ -243,7 +260,13 @@ class HierarchicalClient(Client):
             self._sent.put(None)  # the other thread may have to end calls
 
     def _fold(self, call: _Call) -> None:
-        self._compare(call)
+        inner = object()
+        call.error = self._compare(call)
+        if call.error is not None:
+            with self._order:
+                super()._give_up(inner, call.error)
+            self._sent.put(_Piece(call, [], None, None, True))
+            return
         ranks, here = len(self.place.mates), self.place.local_rank
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
         pieces = list(call.pieces(ranks))
@@ -256,11 +279,14 @@ class HierarchicalClient(Client):
             folded = fold(rows, call.buffer.dtype, op)
             left_s = max(call.until - time.monotonic(), _SHORTEST_S)
             sent = HostBuffer(folded.view(np.uint8).data, folded_as(call.buffer.dtype), None)
-            between = super().submit(sent, op, call.name, left_s, rounded=call.rounded)
+            with self._order:
+                between = super()._submit_buffer(
+                    inner, Arguments(sent, op, call.name, left_s, rounded=call.rounded)
+                )
             self._sent.put(_Piece(call, parts, folded, between, number == len(pieces) - 1))
 
-    def _compare(self, call: _Call) -> None:
-        """See whether all ranks of this node ask for the same."""
+    def _compare(self, call: _Call) -> MismatchError | None:
+        """See whether all ranks of this node ask for the same, and none has refused it."""
         fields = ("total_bytes", "dtype", "op", "name", "name")
         name = call.name or ""
         asked = [
@@ -269,13 +295,17 @@ class HierarchicalClient(Client):
             call.op.name,
             name[:_NAME_SHOWN],
             fingerprint(name),  # of what is not shown, too
+            call.refusal[:_REFUSAL_SHOWN],
         ]
         said = self._mates.agree(_IN, asked, call.until)
         first = self.place.mates[0]
+        for rank, (*_, refusal) in zip(self.place.mates, said, strict=True):
+            if refusal:
+                return refused(rank, refusal)
         for rank, other in zip(self.place.mates, said, strict=True):
-            for field, expected, got in zip(fields, said[0], other, strict=True):
+            for field, expected, got in zip(fields, said[0], other, strict=False):
                 if expected != got:
-                    raise MismatchError(
+                    return MismatchError(
                         f"ranks of one node disagree on the {field} of an all-reduce: rank {first} "
                         f"says {expected!r}, rank {rank} says {got!r}",
                         field=field,
@@ -284,6 +314,7 @@ class HierarchicalClient(Client):
                         expected=expected,
                         got=got,
                     )
+        return None
 
     # -- the second thread: the results, to the node --------------------------------------------
 
@@ -295,8 +326,12 @@ class HierarchicalClient(Client):
                 self._end_all()
 
     def _hand_out(self, piece: _Piece) -> None:
-        call, own = piece.call, piece.parts[self.place.local_rank]
-        error = self._wait_for(piece)
+        call = piece.call
+        if piece.between is None or piece.folded is None:
+            self._conclude(call, call.error)
+            return
+        own = piece.parts[self.place.local_rank]
+        error = self._wait_for(call, piece.between)
         if isinstance(error, RankLostError):
             raise error  # without it there are no more all-reduces
         if error is None:
@@ -310,12 +345,12 @@ class HierarchicalClient(Client):
             said = self._mates.agree(_OUT, mine, until)
             self._conclude(call, next((revive(one) for one in said if one), None))
 
-    def _wait_for(self, piece: _Piece) -> ReductionError | None:
+    def _wait_for(self, call: _Call, between: Work) -> ReductionError | None:
         """Wait for the end between the nodes and return the error, in this job's ranks."""
-        future, across = piece.between.future(), self.place.across
+        future, across = between.future(), self.place.across
         while not future.done():
             self._mates.check(everybody=True)  # none of them can have this call's end
-            piece.call.missing = tuple(across[node] for node in piece.between.missing)
+            call.missing = tuple(across[node] for node in between.missing)
             concurrent.futures.wait([future], _TICK_S)
         error = future.exception()
         if error is None or isinstance(error, ReductionError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from reducer.errors import StaleGenerationError
 from reducer.wire.messages import Hello, Welcome, decode, encode
 from reducer.wire.states import LinkState
 from worker_client.actions import Connect, Reset, Send
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from worker_client.settings import Settings
 
 RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
+
+
+def may_pass(error: ReductionError) -> bool:
+    """Whether a refusal may end soon: ranks of an earlier run are still here."""
+    return isinstance(error, StaleGenerationError) and error.generation == error.current
 
 
 class Joining:
@@ -88,6 +94,9 @@ class Joining:
             reducer_index=link.reducer,
             chunk_bytes=s.chunk_bytes,
             lane=link.lane,
+            settings=dict(s.agreed),
+            run=s.run,
+            process=s.process,
         )
         header = header._replace(window=s.window_per_reducer())
         return Send(link.index, header.pack(), encode(body))
@@ -109,7 +118,7 @@ class Joining:
     def refuse(self, link: Link, error: ReductionError, now: float) -> None:
         """Take note that a reducer does not admit us; later it may."""
         link.refusal = error
-        if self.complete or self._settings.patience_s < math.inf:
+        if self.complete or self._settings.patience_s < math.inf or may_pass(error):
             self._retries[link.index] = now + RETRY_S
 
     def retry(self, now: float) -> list[Reset]:

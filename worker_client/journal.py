@@ -44,8 +44,17 @@ class Entry:
     def begin(self) -> Operation:
         """Return a fresh attempt, with the contribution in the buffer."""
         call = self.operation
-        call.view[:] = self.contribution
-        self.attempt = Operation(call.view, call.dtype, call.op, call.name, call.timeout_s)
+        if call.refusal is None:
+            call.view[:] = self.contribution
+        self.attempt = Operation(
+            call.view,
+            call.dtype,
+            call.op,
+            call.name,
+            call.timeout_s,
+            call=call.call,
+            refusal=call.refusal,
+        )
         return self.attempt
 
     def finish(self, result: bytes | None, error: ReductionError | None) -> None:
@@ -79,6 +88,11 @@ class Journal:
             if (doom := self._doomed.pop(self.next, None)) is not None:
                 entry.finish(None, doom)
             self.next += 1
+
+    def latest(self) -> Entry | None:
+        """Return the call that was entered last, if some rank may not have finished it."""
+        with self._lock:
+            return self._entries.get(self.next - 1)
 
     def fail(self, number: int, error: ReductionError) -> Entry | None:
         """Have a call fail that has failed at another rank, as soon as it is made here.

@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING
 
 from reducer.errors import MismatchError
+from reducer.wire.constants import PLACES
 
 if TYPE_CHECKING:
     from reducer.errors import ReductionError
@@ -34,8 +35,8 @@ class Names:
         expected = self._names.get(str(error.expected), error.expected)
         got = self._names.get(str(error.got), error.got)
         return MismatchError(
-            f"all-reduce {error.sequence}: ranks call it by different names, so their order "
-            f"differs: rank {error.rank} says {expected!r}, "
+            f"all-reduce {(error.sequence or 0) // PLACES}: ranks call it by different names, so "
+            f"their order differs: rank {error.rank} says {expected!r}, "
             f"rank {error.other_rank} says {got!r}",
             field=error.field,
             rank=error.rank,
@@ -46,10 +47,22 @@ class Names:
         )
 
 
+def refused(rank: int, why: object) -> MismatchError:
+    """Return what other ranks hear of a call that one rank cannot make."""
+    return MismatchError(
+        f"rank {rank} takes no part in this call: {why}",
+        field="call",
+        rank=rank,
+        other_rank=rank,
+        expected="the same call at every rank",
+        got=str(why),
+    )
+
+
 def own(error: ReductionError | None, operation: Operation) -> ReductionError | None:
     """Return an error of this all-reduce alone, which names it."""
     if error is not None:
         error = copy.copy(error)
         error.name = operation.name
-        error.sequence = None if operation.sequence < 0 else operation.sequence
+        error.sequence = None if operation.sequence < 0 else operation.sequence // PLACES
     return error

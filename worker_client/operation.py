@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reducer.wire.constants import PLACES
 from reducer.wire.header import fingerprint
 
 if TYPE_CHECKING:
+    from reducer.errors import ReductionError
     from reducer.wire.constants import DType, ReduceOp
 
 
@@ -19,10 +21,14 @@ class Operation:
         op: reduction.
         name: the caller's name for it, compared between ranks; None for none.
         timeout_s: seconds from submission to the deadline.
+        call: what all operations of one call have in common, and follow each other with; None for
+            a call that is this operation alone.
+        refusal: why it cannot be done at this rank: it uses its number up, and the others hear why.
 
     Attributes:
         data_bytes: of the caller's data that it reduces; `view` may hold less, or something else.
         sequence: its number within the job, given at submission.
+        since, history: a checksum of what was asked for before, and the call that it begins with.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
         begun: when it was submitted, by the same clock.
         ask_at: when to ask who is missing, by the same clock.
@@ -33,21 +39,33 @@ class Operation:
     __slots__ = (
         "ask_at",
         "begun",
+        "call",
         "data_bytes",
         "deadline",
         "dtype",
+        "history",
         "missing",
         "name",
         "op",
         "overdue",
+        "refusal",
         "sequence",
+        "since",
         "tag",
         "timeout_s",
         "view",
     )
 
     def __init__(
-        self, view: memoryview, dtype: DType, op: ReduceOp, name: str | None, timeout_s: float
+        self,
+        view: memoryview,
+        dtype: DType,
+        op: ReduceOp,
+        name: str | None,
+        timeout_s: float,
+        *,
+        call: object = None,
+        refusal: ReductionError | None = None,
     ) -> None:
         self.view = view
         self.data_bytes = view.nbytes
@@ -56,7 +74,10 @@ class Operation:
         self.name = name
         self.tag = fingerprint(name) if name else 0
         self.timeout_s = timeout_s
+        self.call = call
+        self.refusal = refusal
         self.sequence = -1
+        self.since = self.history = 0
         self.deadline = self.begun = self.ask_at = 0.0
         self.overdue = False
         self.missing: tuple[int, ...] = ()
@@ -64,4 +85,5 @@ class Operation:
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
         name = f" {self.name!r}" if self.name else ""
-        return f"all-reduce {self.sequence}{name} ({self.view.nbytes} bytes of {self.dtype.name})"
+        number = self.sequence // PLACES
+        return f"all-reduce {number}{name} ({self.view.nbytes} bytes of {self.dtype.name})"

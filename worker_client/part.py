@@ -70,6 +70,8 @@ class Part:
         if refusal is not None:
             raise refusal
         for link in self.session.links:
+            if link.refusal is not None and self.in_use[link.reducer]:
+                raise link.refusal
             if not link.member and self.in_use[link.reducer]:
                 why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
                 raise ReducerLostError(

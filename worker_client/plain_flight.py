@@ -137,10 +137,10 @@ class PlainFlight:
 
     def submit(
         self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
-    ) -> int:
-        """Queue an all-reduce and return its sequence number."""
-        sequence = self._next_sequence
-        self._next_sequence += 1
+    ) -> None:
+        """Queue an all-reduce."""
+        sequence = operation.sequence
+        self._next_sequence = sequence + 1
         header = self._identity._replace(
             epoch=epoch,
             sequence=sequence,
@@ -148,12 +148,13 @@ class PlainFlight:
             dtype=operation.dtype,
             op=operation.op,
             wire_dtype=operation.dtype,
+            since=operation.since,
             tag=operation.tag,
+            history=operation.history,
         )
         progress = self._active[sequence] = _Progress(header, operation, parts, chunk_bytes)
         for chunk in progress.chunks.values():
             insort(self._links[chunk.link].queue, chunk, key=_place)
-        return sequence
 
     def open(self, link: int) -> None:
         """Let contributions be sent to a reducer."""

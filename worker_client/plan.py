@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from reducer.wire.constants import PLACES
 from reducer.wire.layout import shards
 from worker_client.flight import Part
 
@@ -30,7 +31,6 @@ class Plan:
         self._chunk_bytes = chunk_bytes
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
-        self._number = 0
         self._known: dict[tuple[int, int], list[Part]] = {}  # by size and turn: sizes return
 
     def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
@@ -51,13 +51,12 @@ class Plan:
         """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
         return self._weights_of_reducers[link.reducer] / max(self._weights_of_reducers)
 
-    def next(self, nbytes: int) -> list[Part]:
-        """Cut the buffer of the next all-reduce."""
-        number, self._number = self._number, self._number + 1
-        key = nbytes, number % len(self._owners)
+    def cut(self, nbytes: int, sequence: int) -> list[Part]:
+        """Cut the buffer of an all-reduce."""
+        key = nbytes, sum(divmod(sequence, PLACES)) % len(self._owners)
         parts = self._known.get(key)
         if parts is None:
-            cut = shards(nbytes, self._weights, number, self._chunk_bytes)
+            cut = shards(nbytes, self._weights, sequence, self._chunk_bytes)
             parts = [Part(self._owners[shard.reducer], shard.start, shard.end) for shard in cut]
             if len(self._known) == _KEPT:
                 self._known.clear()

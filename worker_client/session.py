@@ -29,8 +29,8 @@ from worker_client.agreement import Agreement
 from worker_client.calls import Calls
 from worker_client.failover import Failover
 from worker_client.flow import FlowControl
-from worker_client.handover import HandingOver
-from worker_client.joining import Joining
+from worker_client.handover import HandingOver, Unfinished
+from worker_client.joining import Joining, may_pass
 from worker_client.losses import Losses
 from worker_client.names import own
 from worker_client.plan import Plan
@@ -133,6 +133,7 @@ class Session:
     def refusal(self) -> ReductionError | None:
         """Why a reducer refused this worker, if one did, and there is no going on without it."""
         refusals = [link.refusal for link in self.links if link.refusal is not None]
+        refusals = [refusal for refusal in refusals if not may_pass(refusal)]
         if self.settings.patience_s < math.inf:
             barred = all(isinstance(link.refusal, AuthError) for link in self.links)
             final = (AuthError,) if barred else (StaleGenerationError,)
@@ -201,8 +202,15 @@ class Session:
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
+        self.calls.number(operation)
+        if self.settings.fallback and not self._handing.done:
+            self._handing.asked(operation.sequence, self.flight.reached)
+        return self._go_on(operation, now)
+
+    def _go_on(self, operation: Operation, now: float) -> list[Action]:
+        """Start what has its number, as soon as nothing stands in its way."""
         if self._handing.done:
-            return [HandOver(self._handing.later([operation]))]
+            return [HandOver([Unfinished(operation.sequence, operation)])]
         if self.calls.final is not None:
             return [Finish(operation, own(self.calls.final, operation))]
         question = self.calls.question
@@ -215,18 +223,18 @@ class Session:
             return []
         if self.losses.final:
             return []
-        if self._agreement.due():
+        if self._agreement.due(operation.sequence):
             self._held.append((operation, now))
             usable = self.failover.usable()
-            rate, timeout_s = self._flow.rate, operation.timeout_s
-            question = self._agreement.question(rate, usable, timeout_s)
+            question = self._agreement.question(self._flow.rate, usable, operation)
             self.calls.question = question
-            self._handing.asked(self.calls.begun)
             return self._start(question, now)
         return self._start(operation, now)
 
     def _start(self, operation: Operation, now: float) -> list[Action]:
-        parts = self._plan.next(operation.view.nbytes)
+        if operation.refusal is not None:
+            return self.calls.refuse(operation, operation.refusal)
+        parts = self._plan.cut(operation.view.nbytes, operation.sequence)
         self.calls.begin(operation, parts, self._agreement.chunk_bytes, self._map.epoch, now)
         self._roll_call.begin(now)
         actions: list[Action] = []
@@ -260,10 +268,9 @@ class Session:
             actions += self.losses.renew(self._map.fresh(), sequence)
         if self.losses.final:
             return actions
-        (asked, *others), self._held = self._held, []
-        actions += self._start(*asked)  # it was counted when it asked
-        for call in others:
-            actions += self.submit(*call)
+        held, self._held = self._held, []
+        for operation, now in held:
+            actions += self._go_on(operation, now)
         return actions
 
     def _renewed(self) -> None:
@@ -350,14 +357,14 @@ class Session:
         """Leave all calls to others, when nothing reads their buffers any more."""
         if self._handing.done or any(link.closing for link in self.links):
             return []
-        active, begun = self.calls.active, self.calls.begun
-        unfinished = self._handing.unfinished(self.flight, self.links, active, begun)
-        self.calls.freeze()
-        for operation in active.all():
-            self.calls.leave(operation)
-        self.flight.confirm(begun)  # what was kept is copied
         held, self._held = self._held, []
-        return [HandOver(unfinished + self._handing.later(operation for operation, _ in held))]
+        waiting = {operation.sequence: operation for operation, _ in held}
+        unfinished = self._handing.unfinished(self.flight, self.links, self.calls.active, waiting)
+        self.calls.freeze()
+        for operation in self.calls.active.all():
+            self.calls.leave(operation)
+        self.flight.confirm(self.calls.end)  # what was kept is copied
+        return [HandOver(unfinished)]
 
     # -- messages -----------------------------------------------------------------------------
 
@@ -390,8 +397,8 @@ class Session:
 
     def _failed(self, link: Link, header: Header, error: ReductionError) -> list[Action]:
         if header.sequence == NO_SEQUENCE:
-            if isinstance(error, AuthError):
-                link.refusal = error  # what later calls end with if there is no way without it
+            if isinstance(error, AuthError) or not self._joining.complete:
+                link.refusal = error  # what joining, or later calls, end with
             if type(error) is MembershipError or isinstance(
                 error, (AuthError, RemoteProtocolError)
             ):

@@ -30,6 +30,9 @@ class Settings:
             that have not answered.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
+        agreed: what else ranks must have in common, by the names of variables.
+        run: what tells this run of the job from another; "" if there is nothing like that.
+        process: what tells this process from any other.
     """
 
     job: str
@@ -46,6 +49,9 @@ class Settings:
     weights: tuple[int, ...] = ()
     hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)
+    agreed: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+    process: str = ""
 
     def window_per_reducer(self) -> int:
         """Return the most bytes that will be in flight at one reducer."""

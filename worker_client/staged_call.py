@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import DeviceError, ReductionError
+from reducer.wire.constants import PLACES
 from worker_client.operation import Operation
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 PIECE_BYTES = 4 << 20  # long on a link beside what an all-reduce costs, short beside a bucket
+_MOST = PLACES - 2  # pieces of one call: those of a large tensor are larger
 _ALIGNMENT = 64  # of pieces, in bytes: a multiple of every element's size
 
 
@@ -35,11 +37,11 @@ class Piece(NamedTuple):
 
 
 def cut(nbytes: int) -> list[tuple[int, int]]:
-    """Return first and last byte (exclusive) of each piece: equal ones, of `PIECE_BYTES` at most.
+    """Return first and last byte (exclusive) of each piece: equal ones, mostly of `PIECE_BYTES`.
 
     Ranks must cut alike, so nothing but the size may count.
     """
-    count = max(1, -(-nbytes // PIECE_BYTES))
+    count = min(_MOST, max(1, -(-nbytes // PIECE_BYTES)))
     step = max(1, -(-nbytes // (count * _ALIGNMENT))) * _ALIGNMENT
     return [(at, min(at + step, nbytes)) for at in range(0, max(1, nbytes), step)]
 
@@ -77,7 +79,7 @@ class StagedCall:
         self._back: Copy | None = None  # the last copy to the device
         self._name: str | None = None
 
-    def ask(self, op: ReduceOp, name: str | None, timeout_s: float) -> None:
+    def ask(self, call: object, op: ReduceOp, name: str | None, timeout_s: float) -> None:
         """Ask for the copies to the host, behind what the caller's stream has to do.
 
         Raises:
@@ -95,7 +97,8 @@ class StagedCall:
                 part = self._block[start:end]
                 copied = self._device.to_host(part, data[start:end])
                 called = self._called(at)
-                operation = Operation(part.numpy().data, dtype, op, called, timeout_s)
+                view = part.numpy().data
+                operation = Operation(view, dtype, op, called, timeout_s, call=call)
                 self.pieces.append(Piece(operation, copied))
         except BaseException:
             self._blocks.forget(data.nbytes)

@@ -139,7 +139,8 @@ def connect_alone(address: str, *, connect_timeout: float) -> Client:
         autotune=False,
     )
     # Below the name of the job that it is for, which a key may be bound to.
-    name = f"{job_name(settings, None, load_keys(settings.keys))}/doctor-{secrets.token_hex(4)}"
+    name = job_name(settings, None, load_keys(settings.keys), alone=True)
+    name = f"{name}/doctor-{secrets.token_hex(4)}"
     alone = 0, 1
     settings = settings.model_copy(update={"job": name})
     return enlist(settings, None, alone, alone, lambda _: Client)

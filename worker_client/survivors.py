@@ -110,6 +110,12 @@ class Survivors:
         with self._gate:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
+            begun = self._journal.latest()
+            if operation.refusal is not None and begun is not None and _same_call(begun, operation):
+                begun.operation.refusal = operation.refusal
+                if begun.attempt is not None and not begun.over:
+                    self.part.driver.submit(operation)  # which ends the attempt
+                return
             self._journal.add(entry)
             if self._failure is not None and not entry.over:
                 entry.finish(None, self._failure)
@@ -155,6 +161,8 @@ class Survivors:
             if (answer := self._questions.pop(attempt, None)) is not None:
                 answer.put(error)
                 return
+            if attempt not in self._attempts:
+                return  # it has merely ended another one
             entry = self._attempts.pop(attempt)
             if error is not None and self._may_be_made_again(error):
                 self._cause = self._cause or self._membership.translate(error)
@@ -367,6 +375,10 @@ class Survivors:
 
         part = self._enter(settings, self._attempt_ended, left)
         return part
+
+
+def _same_call(entry: Entry, operation: Operation) -> bool:
+    return entry.operation.call is operation.call
 
 
 def _leave(parts: list[Part]) -> None:

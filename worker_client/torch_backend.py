@@ -58,6 +58,9 @@ OLDEST = "2.7.0.dev0"  # torch
 log = logging.getLogger(__name__)
 
 
+_GLOOS = ConfigError("Gloo makes this reduction: not every tensor and reduction can go to reducers")
+
+
 class ReductionGroup(TorchProcessGroup):
     """A process group whose all-reduces and reduce-scatters go through reducers.
 
@@ -83,6 +86,7 @@ class ReductionGroup(TorchProcessGroup):
         self._options = options
         self._client: Client | None = None
         self._closed = self._warned = False
+        self._declined = 0  # reductions that Gloo has made before there was a client
         self._joining = threading.Lock()
         if not options.global_ranks_in_group and size > 1:
             self.join()  # all ranks are here, which later need not be so
@@ -103,6 +107,8 @@ class ReductionGroup(TorchProcessGroup):
                 raise LocalProtocolError("the process group was destroyed: make a new one")
             if self._client is None:
                 self._client = self._connect()
+                for _ in range(self._declined):
+                    self._client.decline(_GLOOS)
                 atexit.register(self._client.shutdown)  # for scripts that destroy no group
             return self._client
 
@@ -177,6 +183,7 @@ class ReductionGroup(TorchProcessGroup):
         options = asked(AllreduceOptions(), opts if op is None else op, timeout)
         if self._can_reduce(given, options.reduceOp):
             return self._reduce(Reduction(given, given), options)
+        self._count()
         return self._inner.allreduce(given, options)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
@@ -185,6 +192,7 @@ class ReductionGroup(TorchProcessGroup):
         if self._can_reduce(tensors, options.reduceOp):
             op = parse_op(OPS[op_name(options.reduceOp)])
             return self._reduce(packed(tensors, self.join(), op), options)
+        self._count()
         return self._inner.allreduce_coalesced(tensors, options)
 
     def reduce_scatter(
@@ -200,6 +208,7 @@ class ReductionGroup(TorchProcessGroup):
         options = asked(ReduceScatterOptions(), opts, timeout)
         if self._can_reduce([one for per_rank in inputs for one in per_rank], options.reduceOp):
             return self._reduce(scattered(outputs, inputs, self.rank()), options)
+        self._count()
         return self._inner.reduce_scatter(outputs, inputs, options)
 
     def reduce_scatter_single(
@@ -209,6 +218,7 @@ class ReductionGroup(TorchProcessGroup):
         options = asked(ReduceScatterOptions(), opts, None)
         if self._can_scatter([output], [whole], options.reduceOp):
             return self._scatter([output], [whole], options)
+        self._count()
         theirs = either(self._inner, "reduce_scatter_single", "_reduce_scatter_base")
         return theirs(output, whole, options)
 
@@ -222,6 +232,7 @@ class ReductionGroup(TorchProcessGroup):
         options = asked(ReduceScatterOptions(), opts, None)
         if self._can_scatter(outputs, inputs, options.reduceOp):
             return self._scatter(outputs, inputs, options)
+        self._count()
         names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
         return either(self._inner, *names)(outputs, inputs, options)
 
@@ -253,6 +264,14 @@ class ReductionGroup(TorchProcessGroup):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
+
+    def _count(self) -> None:
+        """Count a reduction that Gloo makes: where reducers make it, at other ranks, it fails."""
+        with self._joining:
+            if self._client is None:
+                self._declined += self.size() > 1
+            elif self._client.usable:
+                self._client.decline(_GLOOS)
 
     def _can_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp) -> bool:
         if not self._warned and any(tensor.device.type != "cpu" for tensor in tensors):

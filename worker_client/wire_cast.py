@@ -2,8 +2,7 @@
 
 A float32 buffer is rounded to the wire's type, reducers sum in float32 and round once more, and the
 result is cast back. A large buffer is cut into pieces, each an all-reduce of its own, so that the
-first ones travel while others are cast. They are equally many for all large buffers: ranks that
-disagree on a size still count all-reduces alike, and their next calls work.
+first ones travel while others are cast.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from worker_client.operation import Operation
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from worker_client.arguments import Arguments
     from worker_client.casts import Array
     from worker_client.host_buffer import HostBuffer
     from worker_client.work import Work
@@ -46,53 +46,35 @@ class WireCast:
         wire_dtype: what float32 travels as; None for itself.
         whole: do not cut buffers: each call must be all or nothing, whoever is lost meanwhile.
 
-    Attributes:
-        numbers: whether operations say which call they belong to, as some call had several.
     """
 
     def __init__(self, wire_dtype: DType | None, *, whole: bool) -> None:
         self.wire_dtype = wire_dtype
-        self.numbers = wire_dtype is not None
         self._whole = whole
         self._casts = casts.select()
         self._calls = count()
         self._free: deque[tuple[int, memoryview]] = deque(maxlen=_KEPT)
 
-    def call(
-        self,
-        work: Work,
-        data: Any,
-        buffer: HostBuffer,
-        op: ReduceOp,
-        *,
-        name: str | None,
-        timeout_s: float,
-        weight: float | None,
-        residual: Any,
-        rounded: bool | None = None,
-    ) -> Call:
-        """Make a call; `Client.submit` describes the arguments.
+    def call(self, call: object, work: Work, asked: Arguments) -> Call:
+        """Make a call; `Operation` says what `call` is.
 
         Raises:
             ConfigError: `weight` or `residual` does not go with the others.
         """
+        buffer, op, name, timeout_s, data, weight, residual, rounded = asked
         kept = None if residual is None else self._residual(residual, buffer)
         if weight is not None:
             self._check_weight(weight, buffer.dtype, op)
-        number = next(self._calls)  # when nothing can be refused: the same at every rank
+        number = next(self._calls)
         own = name
-        self.numbers |= weight is not None
-        if self.numbers:
-            # Ranks that disagree on whether a buffer is large, or weighted, no longer agree on
-            # which operation belongs to which call: none may be taken for another's.
-            own = f"{name or 'all-reduce'} (call {number})"
         pieces: list[Piece] = []
         scale = None if weight in {None, 1.0} else weight
         if weight is not None:
             total = np.array([weight], np.float64)
+            own = name or "a weighted mean"
             what = f"{own}: weight"
             view = total.view(np.uint8).data
-            operation = Operation(view, DType.FLOAT64, ReduceOp.MEAN, what, timeout_s)
+            operation = Operation(view, DType.FLOAT64, ReduceOp.MEAN, what, timeout_s, call=call)
             operation.data_bytes = 0
             pieces.append(Piece(operation))
             buffer = self._divided(buffer, total)
@@ -104,11 +86,11 @@ class WireCast:
             wire = self._take(buffer.view.nbytes // 2, number)
             release = partial(self._free.append, (number, wire))
             pieces += self._cast(
-                buffer, wire, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept
+                call, buffer, wire, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept
             )
         else:
             prepare = None if scale is None else partial(_scale, buffer.view, buffer.dtype, scale)
-            operation = Operation(buffer.view, buffer.dtype, op, own, timeout_s)
+            operation = Operation(buffer.view, buffer.dtype, op, own, timeout_s, call=call)
             pieces.append(Piece(operation, prepare))
         return Call(work, data, buffer, pieces, name=name, release=release)
 
@@ -145,6 +127,7 @@ class WireCast:
 
     def _cast(
         self,
+        call: object,
         buffer: HostBuffer,
         wire: memoryview,
         op: ReduceOp,
@@ -163,8 +146,8 @@ class WireCast:
         for at, (start, end) in enumerate(pairwise(bounds), 1):
             values, part = buffer.view[4 * start : 4 * end], wire[2 * start : 2 * end]
             rest = None if kept is None else kept[4 * start : 4 * end]
-            what = f"{name}, piece {at} of {pieces}"
-            operation = Operation(part, dtype, op, what, timeout_s)
+            what = f"{name or 'all-reduce'}, piece {at} of {pieces}"
+            operation = Operation(part, dtype, op, what, timeout_s, call=call)
             operation.data_bytes = len(values)
             yield Piece(
                 operation,

@@ -41,6 +41,7 @@ class Exchange(NamedTuple):
 
 def exchange(sequence: int, data: bytes, reduced: bytes, chunk: int) -> Exchange:
     operation = Operation(memoryview(bytearray(data)), DType.UINT8, ReduceOp.SUM, None, 1.0)
+    operation.sequence = sequence
     part = len(data) // LINKS
     header = Header(
         MessageType.RESULT,

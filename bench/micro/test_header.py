@@ -17,20 +17,20 @@ pytestmark = pytest.mark.benchmark(max_time=0.2)
 
 CHUNK = 512 << 10
 
-# The table of reducer/wire/README.md, section 2; its set-aside bytes are zero.
+# The table of reducer/wire/README.md, section 2; its set-aside byte is zero.
 FRAME = np.dtype(
     {
         "names": [
             *("magic", "version", "type", "flags", "job", "generation", "epoch", "sequence"),
             *("watermark", "total_bytes", "offset", "nbytes", "rank", "dtype", "op", "wire_dtype"),
-            *("tag", "window"),
+            *("since", "tag", "window", "history"),
         ],
         "formats": [
             *("S4", "u1", "u1", "<u2", "<u8", "<u4", "<u4", "<u8"),
             *("<u8", "<u8", "<u8", "<u4", "<u4", "u1", "u1", "u1"),
-            *("<u8", "<u8"),
+            *("<u4", "<u8", "<u8", "<u8"),
         ],
-        "offsets": [0, 4, 5, 6, 8, 16, 20, 24, 32, 40, 48, 56, 60, 64, 65, 66, 72, 80],
+        "offsets": [0, 4, 5, 6, 8, 16, 20, 24, 32, 40, 48, 56, 60, 64, 65, 66, 68, 72, 80, 88],
         "itemsize": 96,
     }
 )
@@ -49,8 +49,10 @@ FIELDS: dict[str, Any] = {
     "dtype": DType.FLOAT32,
     "op": ReduceOp.SUM,
     "wire_dtype": DType.FLOAT32,
+    "since": 7,
     "tag": 0xFEDCBA9876543210,
     "window": 0,
+    "history": 0x9E3779B97F4A7C15,
 }
 
 

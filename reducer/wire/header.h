@@ -26,7 +26,8 @@ enum {
     OP_MEAN = 2,
     OP_LAST = 5,
     MIN_CHARGE = 1024,
-    MAX_ROUNDS_AHEAD = 1 << 14,
+    PLACES = 128,
+    MAX_ROUNDS_AHEAD = PLACES << 14,
     SPARE_CHUNKS = 4
 };
 static const uint8_t HEADER_MAGIC[4] = {'R', 'D', 'S', 'V'};
@@ -49,10 +50,11 @@ struct header {
     uint8_t dtype;
     uint8_t op;
     uint8_t wire_dtype;
-    uint8_t set_aside[5];
+    uint8_t set_aside;
+    uint32_t since;
     uint64_t tag;
     uint64_t window;
-    uint64_t set_aside_too;
+    uint64_t history;
 };
 _Static_assert(sizeof(struct header) == HEADER_BYTES, "the struct is the frame");
 

@@ -20,7 +20,7 @@ from reducer.wire.constants import (
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-LAYOUT = struct.Struct("<4sBBHQIIQQQQIIBBBx4xQQ8x")
+LAYOUT = struct.Struct("<4sBBHQIIQQQQIIBBBxIQQQ")
 PREFIX = struct.Struct("<4sBB")  # the part that no version moves
 VERSION = f"{VERSION_MAJOR}.{VERSION_MINOR}"
 
@@ -45,8 +45,10 @@ class Header(NamedTuple):
     dtype: int = 0
     op: int = 0
     wire_dtype: int = 0
+    since: int = 0
     tag: int = 0
     window: int = 0
+    history: int = 0
 
     def pack(self) -> bytes:
         """Return the 96 bytes of this header."""

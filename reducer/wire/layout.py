@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.wire.constants import MIN_CHARGE, SHARD_ALIGNMENT
+from reducer.wire.constants import MIN_CHARGE, PLACES, SHARD_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def shards(
         Adjoining shards in ascending order, their bounds multiples of 64 bytes but for the end.
     """
     owners = [reducer for reducer, weight in enumerate(weights) if weight]
-    turn = sequence % len(owners)
+    turn = sum(divmod(sequence, PLACES)) % len(owners)
     owners = owners[turn:] + owners[:turn]
     shares = [weights[owner] for owner in owners]
     smallest = min(chunk_bytes or MIN_SHARD, MIN_SHARD)

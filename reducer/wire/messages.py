@@ -6,7 +6,7 @@ Records are validated when they are built, so that one which exists is one that 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from reducer import errors
@@ -27,6 +27,7 @@ from reducer.wire.header import VERSION, Buffer
 ALL_REDUCERS = -1  # a rank could reach none: everything begins anew
 LAST_EPOCH = (1 << 32) - 1  # what is lost for this one is not used again in the job
 MOST_EPOCHS = 1 << 31  # no job lives to see as many, so nobody tells of a later one in earnest
+MAX_SETTINGS, MAX_SETTING_BYTES = 16, 64  # of a HELLO: how many, and each name and value
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 
 _Body = TypeVar("_Body", "Hello", "Welcome", "Loss", "Stragglers")
@@ -58,6 +59,9 @@ class Hello:
         reducer_index: which of them this message is meant for.
         chunk_bytes: forced chunk size, 0 for the rule.
         lane: which of that reducer's threads it is meant for; 0 is the one at its address.
+        settings: what else ranks must have in common, by the names of variables.
+        run: what tells one run of the job from another; "" if its ranks have nothing like that.
+        process: what tells one process from another; "" if it does not say.
         version, features: what the sender speaks.
     """
 
@@ -67,6 +71,9 @@ class Hello:
     reducer_index: int
     chunk_bytes: int = 0
     lane: int = 0
+    settings: dict[str, str] = field(default_factory=dict)
+    run: str = ""
+    process: str = ""
     version: str = VERSION
     features: int = 0
 
@@ -79,6 +86,13 @@ class Hello:
         if self.chunk_bytes % SHARD_ALIGNMENT:
             raise RemoteProtocolError(f"chunk_bytes must be a multiple of {SHARD_ALIGNMENT}")
         _check(self.lane, int, 0, MAX_LANES - 1, "lane")
+        if not isinstance(self.settings, dict) or len(self.settings) > MAX_SETTINGS:
+            raise RemoteProtocolError(f"settings must be an object of at most {MAX_SETTINGS} names")
+        for name, value in self.settings.items():
+            _check(name, str, 1, MAX_SETTING_BYTES, "a setting's name")
+            _check(value, str, 0, MAX_SETTING_BYTES, "a setting")
+        _check(self.run, str, 0, MAX_SETTING_BYTES, "run")
+        _check(self.process, str, 0, MAX_SETTING_BYTES, "process")
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
 

@@ -58,7 +58,7 @@ def errors(actions: list) -> list:
 
 
 def result(session: Driven, link: int, contribution: Header) -> list:
-    header = contribution._replace(type=M.RESULT, rank=0, watermark=0)
+    header = contribution._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
     return session.receive(link, header.pack(), b"\7" * contribution.nbytes)
 
 

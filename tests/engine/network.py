@@ -31,11 +31,17 @@ MEMORY_LIMIT = 1 << 30
 
 @dataclass
 class Worker:
-    """One rank: its session, and how each of its all-reduces ended, by the number of the call."""
+    """One rank: its session, and its all-reduces, by the number of the call.
+
+    Attributes:
+        ended: how they ended.
+        amid: the calls before that had not ended when each was made.
+    """
 
     session: Session
     started: list[Operation] = field(default_factory=list)
     ended: dict[int, ReductionError | None] = field(default_factory=dict)
+    amid: list[set[int]] = field(default_factory=list)
     present: bool = True
 
     def number(self, operation: Operation) -> int:
@@ -93,6 +99,7 @@ class Network:
 
     def submit(self, rank: int, operation: Operation) -> None:
         worker = self.workers[rank]
+        worker.amid.append(set(range(len(worker.started))) - worker.ended.keys())
         worker.started.append(operation)
         self.do(rank, worker.session.submit(operation, self.now))
 

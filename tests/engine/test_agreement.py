@@ -17,6 +17,7 @@ from reducer.wire.layout import SMALLEST_CHUNK
 from reducer.wire.messages import ALL_REDUCERS, Loss, encode
 from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
+from tests.engine.words import number
 from worker_client.actions import Finish
 from worker_client.operation import Operation
 
@@ -67,8 +68,8 @@ def test_the_slowest_rank_decides(network: Network) -> None:
     assert chunk_bytes(network) == [256 * KIB] * 2  # 300 MB/s
     for worker in network.workers:
         assert worker.ended == dict.fromkeys(range(5))
-        # The question has the number 2 and is nobody's call.
-        assert [done.sequence for done in worker.started] == [0, 1, 3, 4, 5]
+        # The question has a number between those of two calls, and is nobody's call.
+        assert [done.sequence for done in worker.started] == [number(call) for call in range(5)]
         assert all(bytes(done.view) == b"\2" * LARGE_BYTES for done in worker.started)
 
 
@@ -174,7 +175,7 @@ def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoc
         network.deliver_all()
     call(network, (0,))
     session = network.workers[0].session
-    for epoch, sequence in ((6, 1), (5, 2)):
+    for epoch, sequence in ((6, number(1)), (5, number(2, place=0))):
         told = Header(MessageType.SHARD_MAP).pack(), encode(Loss(ALL_REDUCERS, epoch, sequence))
         network.do(0, session.receive(0, *told, network.now))
     network.do(0, session.calls.fail(session.calls.question, LocalProtocolError("a failure")))
@@ -214,6 +215,7 @@ def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
     call(network, (0,))
     view = memoryview(bytearray(24))
     ours = Operation(view, DType.INT64, ReduceOp.MIN, None, 60.0)
+    ours.sequence = number(2, place=0)
     network.workers[1].started.append(ours)
     network.do(1, network.workers[1].session._start(ours, network.now))
     network.deliver_all()

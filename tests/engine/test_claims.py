@@ -27,13 +27,15 @@ def asked(sends: list) -> tuple[bytes, Header]:
     header = Header.unpack(send.header)
     assert header.type is M.RETAINED
     assert not send.payload
+    assert (header.rank, header.watermark, header.since, header.history) == (0, 0, 0, 0)
     return send.peer, header
 
 
 def test_a_rank_that_holds_the_result_is_asked_and_the_others_get_it(trio: Reducer) -> None:
-    assert trio.contribute(0) == []
-    assert trio.retain(1, watermark=1) == []
-    peer, question = asked(trio.contribute(2))
+    past = {"since": 2, "history": 9}
+    assert trio.contribute(0, **past) == []
+    assert trio.retain(1, watermark=1, **past) == []
+    peer, question = asked(trio.contribute(2, **past))
     assert (peer, question.sequence, question.offset, question.nbytes) == (b"1", 0, 0, 64)
     sends = trio.retain(1, payload=RESULT, watermark=1)
     assert sorted(send.peer for send in sends) == [b"0", b"2"]
@@ -140,6 +142,7 @@ def test_with_every_holder_gone_the_round_fails(reducer: Reducer) -> None:
         ({"total_bytes": 4096, "nbytes": 128}, "chunk_bytes"),
         ({"tag": 5}, "name"),
         ({"epoch": 1}, "epoch"),
+        ({"history": 1}, "history"),
     ],
 )
 def test_a_claim_that_disagrees_fails_the_round(reducer: Reducer, change: dict, field: str) -> None:

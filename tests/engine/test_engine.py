@@ -17,7 +17,7 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.wire.constants import SPARE_CHUNKS
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Loss, Stragglers, decode, encode, encode_error
 from tests.engine.words import WINDOW, M, Reducer, kinds, told
@@ -91,6 +91,30 @@ def test_chunks_of_another_size_are_a_mismatch(reducer: Reducer) -> None:
     assert {error.field for error in errors.values()} == {"chunk_bytes"}
 
 
+def test_ranks_that_were_asked_for_different_calls_before_are_a_mismatch(reducer: Reducer) -> None:
+    most = (1 << 64) - 1
+    reducer.contribute(0, sequence=PLACES + 1, since=3, history=most)
+    errors = told(reducer.contribute(1, sequence=PLACES + 1, since=3, history=6))
+    assert errors.keys() == {b"0", b"1"}
+    for error in errors.values():
+        assert isinstance(error, MismatchError)
+        assert error.field == "history"
+        assert (error.rank, error.expected, error.other_rank, error.got) == (0, most, 1, 6)
+        assert str(error).startswith("all-reduce 1: ranks 0 and 1")
+        assert "since all-reduce 3" in str(error)
+    assert reducer.engine.held() == 0
+
+
+def test_what_came_before_is_compared_from_the_same_call_on(
+    reducer: Reducer, implementation: str
+) -> None:
+    reducer.contribute(0, since=3, history=5)
+    assert kinds(reducer.contribute(1, since=4, history=6)) == [M.RESULT] * 2
+    reducer.contribute(0, sequence=1, since=4, history=7)
+    assert kinds(reducer.contribute(1, sequence=1, since=4, history=7)) == [M.RESULT] * 2
+    assert reducer.served.taken == (4 if implementation == "compiled" else 0)
+
+
 def test_an_abort_counts_although_its_watermark_has_passed_the_round(reducer: Reducer) -> None:
     reducer.contribute(0)
     body = encode_error(RankLostError("gone", rank=7))
@@ -153,7 +177,7 @@ def test_a_rank_may_come_back_but_not_start_anew(reducer: Reducer) -> None:
     reducer.lose(b"1")
     refusal = told(reducer.hello(1, peer=b"new"))[b"new"]
     assert isinstance(refusal, StaleGenerationError)
-    assert "ranks 0 of an earlier run" in str(refusal)
+    assert "ranks 0 of another run" in str(refusal)
     assert kinds(reducer.hello(1, peer=b"1", watermark=6)) == [M.WELCOME]
     reducer.contribute(0, sequence=6, watermark=6)
     assert kinds(reducer.contribute(1, sequence=6, watermark=6)) == [M.RESULT] * 2
@@ -222,7 +246,7 @@ def test_who_exceeds_the_window_is_refused(implementation: str) -> None:
     error = told(reducer.contribute(0, sequence=most))[b"0"]
     assert isinstance(error, CapacityError)
     assert reducer.engine.newly_dropped() == [b"0"], "that is nothing that happens to the honest"
-    error = told(reducer.contribute(1, sequence=1 << 14))[b"1"]
+    error = told(reducer.contribute(1, sequence=MAX_ROUNDS_AHEAD))[b"1"]
     assert isinstance(error, CapacityError)
     assert reducer.engine.newly_dropped() == []
 

@@ -14,6 +14,7 @@ from reducer.errors import (
 from reducer.wire.header import Header
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
+from tests.engine.words import number
 from worker_client.actions import Finish, Reset
 from worker_client.flight import Send
 from worker_client.pending import HURRY_S, STRAGGLER_S
@@ -80,7 +81,7 @@ def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(three: Driven, way:
     assert losses(actions) == [(0, Loss(1, 0)), (2, Loss(1, 0))]
     assert sent(actions, M.CONTRIBUTION) == [], "its memory may still be read"
     moved = sent(three.released(1), M.CONTRIBUTION)
-    assert sorted((link, header.offset) for link, header in moved) == [(0, 192), (2, 128)]
+    assert sorted((link, header.offset) for link, header in moved) == [(0, 64), (2, 0)]
     kept = [(link, header) for link, header in contributions if link != 1]
     ended = [result(three, link, header) for link, header in kept + moved]
     assert [errors(actions) for actions in ended] == [[]] * 5 + [[None]]
@@ -108,12 +109,12 @@ def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) ->
     three.released(1)
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     assert sorted((link, header.offset) for link, header in contributions) == [
-        (0, 0),
         (0, 64),
-        (0, 192),
+        (0, 256),
+        (0, 320),
+        (2, 0),
         (2, 128),
-        (2, 256),
-        (2, 320),
+        (2, 192),
     ]
     assert {header.epoch for _, header in contributions} == {0}
 
@@ -125,7 +126,7 @@ def test_a_result_that_is_here_is_claimed_and_supplied(three: Driven) -> None:
     lose(three, "disconnected")
     actions = three.released(1)
     ((link, claim),) = sent(actions, M.RETAINED)
-    assert claim == done._replace(type=M.RETAINED, watermark=0)
+    assert claim == done._replace(type=M.RETAINED, watermark=number(0))
     assert all(not a.payload for a in actions if Header.unpack(a.header).type is M.RETAINED)
     (supplied,) = three.receive(link, claim._replace(rank=0).pack(), b"")
     assert (supplied.link, Header.unpack(supplied.header)) == (link, claim)
@@ -140,8 +141,8 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -
     assert errors(ended) == [None]
     assert three.flight.kept_bytes == 64 * 6
     lose(three, "disconnected")
-    assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [128, 192]
-    three.receive(0, Header(M.PING, watermark=1).pack(), b"")
+    assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [0, 64]
+    three.receive(0, Header(M.PING, watermark=number(0) + 1).pack(), b"")
     assert three.flight.kept_bytes == 0
     lost = three.disconnected(0, "died")
     assert resets(lost) == [0]
@@ -181,7 +182,7 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) 
     told = join(session, 0)
     assert losses(told) == [(0, Loss(ALL_REDUCERS, 2))]
     ((_, abort),) = sent(told, M.ABORT)
-    assert (abort.sequence, abort.nbytes) == (0, 1)
+    assert (abort.sequence, abort.nbytes) == (0, number(1))
     join(session, 1)
     ((link, question),) = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
     assert question.epoch == 2
@@ -206,7 +207,7 @@ def test_another_rank_has_begun_anew(session: Driven) -> None:
 def test_ranks_of_different_epochs_begin_anew(session: Driven) -> None:
     session.submit(operation(), 0.0)
     wrong = MismatchError("epochs", field="epoch", rank=0, other_rank=1, expected=4, got=0)
-    (failure,) = errors(error(session, 0, wrong, sequence=0))
+    (failure,) = errors(error(session, 0, wrong, number(0)))
     assert failure.field == "epoch"
     assert session.session._map.epoch == 5
 
@@ -240,9 +241,9 @@ def test_an_all_reduce_that_takes_long_is_asked_about(
     ((link, _),) = sent(session.submit(operation(1, timeout_s=60.0), 0.0), M.CONTRIBUTION)
     assert sent(session.tick(STRAGGLER_S - 0.1)) == []
     ((asked, header),) = sent(session.tick(STRAGGLER_S))
-    assert (asked, header.type, header.sequence) == (link, M.STRAGGLERS, 0)
+    assert (asked, header.type, header.sequence) == (link, M.STRAGGLERS, number(0))
     assert sent(session.tick(STRAGGLER_S + 1.0)) == []
-    answer = Header(M.STRAGGLERS, sequence=0).pack()
+    answer = Header(M.STRAGGLERS, sequence=number(0)).pack()
     assert session.receive(link, answer, encode(Stragglers((0, 3)))) == []
     assert "waits for rank 0, 3" in caplog.text
     assert len(sent(session.tick(2 * STRAGGLER_S))) == 1
@@ -257,14 +258,14 @@ def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session
     assert session.gone == {0}
     assert sent(session.tick(HURRY_S / 2)) == []
     ((asked, _),) = sent(session.tick(HURRY_S), M.STRAGGLERS)
-    answer = Header(M.STRAGGLERS, sequence=0).pack()
+    answer = Header(M.STRAGGLERS, sequence=number(0)).pack()
     (failure,) = errors(session.receive(asked, answer, encode(Stragglers((0,)))))
     assert isinstance(failure, RankLostError)
     assert failure.rank == 0
     session.receive(1 - link, ping, b"")
     assert session.gone == set(), "it is back"
     session.submit(operation(1, timeout_s=60.0), 1.0)
-    later = Header(M.STRAGGLERS, sequence=1).pack()
+    later = Header(M.STRAGGLERS, sequence=number(1)).pack()
     assert errors(session.receive(link, later, encode(Stragglers((0,))))) == []
 
 
@@ -292,7 +293,7 @@ def test_a_mismatch_on_epochs_that_are_none_is_not_believed(
 ) -> None:
     session.submit(operation(), 0.0)
     wrong = MismatchError("?", field="epoch", rank=0, other_rank=1, expected=expected, got=1)
-    assert losses(error(session, 1, wrong, 0)) == [(0, Loss(1, 0))]
+    assert losses(error(session, 1, wrong, number(0))) == [(0, Loss(1, 0))]
 
 
 def test_a_result_is_kept_whatever_a_reducer_says_of_what_is_in_progress(session: Driven) -> None:
@@ -300,5 +301,5 @@ def test_a_result_is_kept_whatever_a_reducer_says_of_what_is_in_progress(session
     session.receive(0, Header(M.PING, watermark=(1 << 64) - 1).pack(), b"")
     for link, header in sends:
         result(session, link, header)
-    assert session.flight.reached == 0
+    assert session.flight.reached == number(0)
     assert session.flight.kept_bytes == 256

@@ -12,7 +12,7 @@ from reducer.errors import (
 )
 from reducer.limits import Limits
 from reducer.membership import MAX_GIVEN_UP
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode, encode_error
 from tests.engine.words import WINDOW, M, Reducer, kinds, told, two_chunks
@@ -48,7 +48,7 @@ def test_a_rank_that_contradicts_itself_is_named(reducer: Reducer) -> None:
 def test_a_refused_contribution_changes_no_watermark(reducer: Reducer) -> None:
     for rank in range(2):
         reducer.contribute(rank)
-    refusal = told(reducer.contribute(1, sequence=1 << 20, watermark=1))
+    refusal = told(reducer.contribute(1, sequence=1 + MAX_ROUNDS_AHEAD, watermark=1))
     assert isinstance(refusal[b"1"], CapacityError)
     reducer.contribute(0, sequence=1, watermark=1)
     assert reducer.rounds() == {0, 1}
@@ -118,8 +118,9 @@ def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: di
 
 
 def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -> None:
-    reducer.contribute(0, 5, watermark=4, tag=7)
-    sends = reducer.contribute(1, 5, watermark=5, tag=7)
+    said = {"tag": 7, "since": 2, "history": 9}
+    reducer.contribute(0, 5, watermark=4, **said)
+    sends = reducer.contribute(1, 5, watermark=5, **said)
     expected = Header(
         M.RESULT,
         job=fingerprint("job"),

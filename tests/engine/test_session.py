@@ -12,10 +12,11 @@ from reducer.errors import (
     RemoteProtocolError,
     VersionError,
 )
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, ReduceOp
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import Stragglers, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
+from tests.engine.words import number
 from worker_client.actions import Reset
 from worker_client.calls import GRACE_S
 from worker_client.joining import RETRY_S
@@ -52,21 +53,21 @@ def test_results_replace_the_buffer_and_refill_the_window(session: Driven) -> No
         waiting += sent(actions, M.CONTRIBUTION)
     assert errors(actions) == [None]
     assert bytes(mine.view) == b"\7" * (64 * 12)
-    assert session.watermark == 1
+    assert session.watermark == number(0) + 1
 
 
 def test_the_watermark_is_the_first_unfinished(session: Driven) -> None:
     (one,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
     (two,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
     result(session, *two)
-    assert session.watermark == 0
+    assert session.watermark == number(0)
     result(session, *one)
-    assert session.watermark == 2
+    assert session.watermark == number(1) + 1
 
 
 def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:
     session.submit(operation(), 0.0)
-    actions = error(session, 0, RankLostError("gone", rank=0), sequence=0)
+    actions = error(session, 0, RankLostError("gone", rank=0), number(0))
     (failure,) = errors(actions)
     assert (type(failure), failure.rank, failure.sequence, failure.name) == (
         RankLostError,
@@ -74,14 +75,14 @@ def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:
         0,
         "it",
     )
-    assert [(link, h.sequence) for link, h in sent(actions, M.ABORT)] == [(1, 0)]
+    assert [(link, h.sequence) for link, h in sent(actions, M.ABORT)] == [(1, number(0))]
     assert [session.in_flight(link) for link in range(2)] == [0, 0]
 
 
 def test_a_late_result_is_dropped(session: Driven) -> None:
     mine = operation()
     contributions = sent(session.submit(mine, 0.0), M.CONTRIBUTION)
-    error(session, 0, RankLostError("gone", rank=0), sequence=0)
+    error(session, 0, RankLostError("gone", rank=0), number(0))
     assert result(session, *contributions[0]) == []
     assert bytes(mine.view) == bytes(256)
 
@@ -103,9 +104,9 @@ def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
     assert session.tick(4.9) == []
     asked = session.tick(5.0)
     assert {link for link, _ in sent(asked, M.ABORT)} == {0, 1}
-    assert error(session, 0, ReductionTimeout("who knows"), sequence=0) == []  # b may know
+    assert error(session, 0, ReductionTimeout("who knows"), number(0)) == []  # b may know
     named = ReductionTimeout("rank 0", missing=(0,))
-    (failure,) = errors(error(session, 1, named, sequence=0))
+    (failure,) = errors(error(session, 1, named, number(0)))
     assert failure.missing == (0,)
 
 
@@ -139,11 +140,11 @@ def test_each_call_is_asked_about_before_its_own_deadline(session: Driven) -> No
     def asked(now: float) -> set[int]:
         return {header.sequence for _, header in sent(session.tick(now), M.STRAGGLERS)}
 
-    assert asked(5.0 - LAST_S) == {1}
-    assert [asked(at) for at in (10.0, 20.0, 40.0, 80.0, 160.0)] == [{0}] * 5
-    header = Header(M.STRAGGLERS, sequence=0).pack()
+    assert asked(5.0 - LAST_S) == {number(1)}
+    assert [asked(at) for at in (10.0, 20.0, 40.0, 80.0, 160.0)] == [{number(0)}] * 5
+    header = Header(M.STRAGGLERS, sequence=number(0)).pack()
     session.receive(0, header, encode(Stragglers((0,))))
-    assert asked(300.0 - LAST_S) == {0}
+    assert asked(300.0 - LAST_S) == {number(0)}
     session.tick(300.0)
     (failure,) = errors(session.tick(300.0 + GRACE_S))
     assert failure.missing == (), "what a reducer said 140 s ago names nobody"
@@ -164,7 +165,8 @@ def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
     told = join(lone, 0)  # it is back, and learns what failed meanwhile
     assert [header.type for _, header in sent(told)] == [M.SHARD_MAP, M.ABORT]
     ((_, abort),) = sent(told, M.ABORT)
-    assert (abort.sequence, abort.nbytes) == (0, 4)  # of them the first, and how many more
+    # Of the numbers up to the latest one's the first, and how many more.
+    assert (abort.sequence, abort.nbytes) == (0, number(4))
     assert len(sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)) == 4
 
 
@@ -208,7 +210,9 @@ def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:
 
 
 def test_a_connection_made_anew_has_lost_what_the_old_one_carried(session: Driven) -> None:
-    first = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
+    (one,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
+    result(session, *one)
+    first = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)  # begins at the first reducer
     actions = session.connected(1)
     assert errors(actions) == []
     assert [action for action in actions if isinstance(action, Reset)] == [Reset(1)]
@@ -224,7 +228,7 @@ def test_a_window_freed_by_a_deadline_is_used_at_once(session: Driven) -> None:
     assert sent(session.submit(operation(64), 0.0), M.CONTRIBUTION) == []
     session.tick(5.0)
     actions = session.tick(5.0 + GRACE_S)
-    assert [header.sequence for _, header in sent(actions, M.CONTRIBUTION)] == [1]
+    assert [header.sequence for _, header in sent(actions, M.CONTRIBUTION)] == [number(1)]
 
 
 def test_a_repeated_result_counts_once(session: Driven) -> None:
@@ -238,7 +242,8 @@ def test_a_repeated_result_counts_once(session: Driven) -> None:
 def test_too_far_ahead_nothing_is_said(lone: Driven) -> None:
     session = lone
     first = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
-    for _ in range(MAX_ROUNDS_AHEAD - 1):  # one after the other: only the first is not answered
+    # One after the other: only the first is not answered.
+    for _ in range(MAX_ROUNDS_AHEAD // PLACES - 1):
         (contribution,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
         assert errors(result(session, *contribution)) == [None]
     actions = session.submit(operation(1, timeout_s=1.0), 0.0)

@@ -259,6 +259,8 @@ class Training(RuleBasedStateMachine):
             # Who hears first that a rank is gone begins anew before the others; the call lacks it.
             if len(self.present()) == len(self.network.workers):
                 self.check_that_ranks_may_lose_touch()
+        elif isinstance(error, MismatchError) and error.field == "history":
+            assert self.has_odd_history(sequence, {error.rank, error.other_rank})
         elif isinstance(error, MismatchError):
             assert call.odd_rank in {error.rank, error.other_rank}
             assert error.rank != error.other_rank
@@ -277,6 +279,13 @@ class Training(RuleBasedStateMachine):
             assert isinstance(error, RankLostError)
             if self.network.workers[error.rank].present:
                 self.check_that_ranks_may_lose_touch()
+
+    def has_odd_history(self, sequence: int, ranks: set[int]) -> bool:
+        """Whether two ranks disagreed on a call before, and neither had heard so at this one."""
+        amid = [self.network.workers[rank].amid[sequence] for rank in ranks]
+        return len(ranks) == 2 and any(
+            self.calls[before].odd_rank in ranks for before in set.intersection(*amid)
+        )
 
     def check_that_ranks_may_lose_touch(self) -> None:
         assert self.network.was_cut
@@ -316,7 +325,8 @@ class Training(RuleBasedStateMachine):
             if spared:
                 for number, error in worker.ended.items():
                     odd = self.calls[number].odd_rank is not None
-                    assert isinstance(error, MismatchError) if odd else error is None
+                    amiss = isinstance(error, MismatchError)
+                    assert amiss if odd else error is None or (amiss and error.field == "history")
             assert worker.session.active == 0
             links = range(len(worker.session.links))
             assert all(worker.session.flight.stats(link).in_flight == 0 for link in links)

@@ -6,13 +6,19 @@ import numpy as np
 
 from reducer.engine import AWAY_S
 from reducer.limits import NO_LIMITS, Limits
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
 from tests.engine.twins import Served
+from worker_client.calls import FIRST_PLACE
 
 M = MessageType
 WINDOW = 1 << 16
+
+
+def number(call: int, place: int = FIRST_PLACE) -> int:
+    """Return the sequence number of a call's first all-reduce, or of another one."""
+    return call * PLACES + place
 
 
 class Reducer:

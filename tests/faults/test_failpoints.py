@@ -136,7 +136,7 @@ def job(
 ) -> Iterator[tuple[list[Client], list[Work]]]:
     """Two ranks of a job, and their first all-reduces; rank 0's is perhaps before rank 1 comes."""
     with ExitStack() as stack:
-        arguments = {"world_size": 2, "servers": [address], "timeout": timeout}
+        arguments = {"job": "a job", "world_size": 2, "servers": [address], "timeout": timeout}
         ranks = [stack.enter_context(connect(rank=0, **arguments))]
         works = [ask(ranks[0])] if late else []
         if late:

@@ -90,6 +90,7 @@ def test_mpirun_says_who_is_who() -> None:
                     OMPI_COMM_WORLD_SIZE="2",
                     OMPI_COMM_WORLD_LOCAL_RANK="0",
                     OMPI_COMM_WORLD_LOCAL_SIZE="1",
+                    PMIX_NAMESPACE="7",
                 )
                 for rank in range(2)
             ]

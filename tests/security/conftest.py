@@ -66,7 +66,8 @@ class Pool:
 
     def join(self, key: str, world_size: int = 2, **arguments: Any) -> list[Client]:
         """All ranks of a job as clients that have the keys of `key`."""
-        arguments = {"servers": self.address, "keys": self.home / "jobs" / key, **arguments}
+        keys = self.home / "jobs" / key
+        arguments = {"servers": self.address, "keys": keys, "job": key, **arguments}
         return self._stack.enter_context(joined(world_size, **arguments))
 
     def allow(self, *jobs: str, extra: str = "") -> None:

@@ -311,7 +311,7 @@ def test_another_reducer_takes_over(impl: str, home: Path) -> None:
     stopped = False
     try:
         addresses = [server.address for server in servers]
-        with joined(2, servers=addresses, keys=home / "jobs" / "one") as clients:
+        with joined(2, servers=addresses, keys=home / "jobs" / "one", job="one") as clients:
             all_reduce(clients)
             with busy(clients) as made:
                 servers[1].stop()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer.errors import ReducerLostError
+from reducer.wire.constants import PLACES
 from worker_client.actions import Finish
 from worker_client.handover import gaps, held, merge
 
@@ -32,14 +34,15 @@ class Group:
     def take(self, worker: Worker, calls: list[Unfinished]) -> None:
         """Take a rank's calls."""
         mine = self._calls.setdefault(worker.rank, {})
-        for call in calls:
+        for one in calls:
+            call = replace(one, number=one.number // PLACES)
             self._check(worker, call)
             mine[call.number] = call
         self.go_on()
 
     def _check(self, worker: Worker, call: Unfinished) -> None:
         if call.operation is not None:
-            number = self._world.number_of(worker.rank, call.operation)
+            number = self._world.number_of(call.operation)
             assert number == call.number, f"rank {worker.rank} numbers {number} as {call.number}"
         else:
             failed = worker.ended[call.number] is not None

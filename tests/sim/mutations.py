@@ -9,15 +9,18 @@ from unittest.mock import patch
 from reducer import engine
 from reducer.slots import Round
 from tests.sim.processes import Worker
-from worker_client.handover import HandingOver
+from worker_client.calls import Calls
 from worker_client.plain_flight import PlainFlight
 from worker_client.shard_map import ShardMap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from worker_client.operation import Operation
+
 _end_well = PlainFlight.take
 _next = PlainFlight._next
+_number = Calls.number
 
 
 def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
@@ -54,9 +57,22 @@ def _release_at_once(self: Worker, link: int, connection: Any) -> None:
     self._act(self.session.released(link))
 
 
-def _number_questions(self: HandingOver, sequence: int) -> None:
-    """Count the ranks' own questions as calls, in what is left to the process group."""
-    del self, sequence
+def _number_what_is_done(self: Calls, operation: Operation) -> None:
+    """Let a call that is refused at this rank use up no number."""
+    _number(self, operation)
+    self._number -= operation.refusal is not None
+
+
+def _fail_alone(self: Calls, operation: Operation) -> list[Operation]:
+    """Let the other all-reduces of a failed call go on."""
+    del self, operation
+    return []
+
+
+def _number_by_place(self: Calls, operation: Operation) -> None:
+    """Number all-reduces one by one, however many a call has."""
+    operation.call = None
+    _number(self, operation)
 
 
 class Mutation(NamedTuple):
@@ -80,10 +96,12 @@ MUTATIONS = {
     "no-duplicate-check": Mutation(Round, "holds", _no_duplicates, seed=2),
     "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=6),
     "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=6),
-    "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=5),
+    "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=3),
     "no-wait-for-release": Mutation(Worker, "_release", _release_at_once, seed=6),
-    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=75),
-    "questions-numbered": Mutation(HandingOver, "asked", _number_questions, seed=6),
+    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=65),
+    "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
+    "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
+    "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
 }
 
 

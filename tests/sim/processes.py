@@ -111,6 +111,7 @@ class Worker(Process):
         self.connections: dict[int, Connection] = {}
         self._old: dict[int, Connection] = {}  # that were lost, by link
         self.ended: dict[int, Exception | None] = {}
+        self.open: dict[int, tuple[list[Operation], list[Finish]]] = {}  # calls, and their ends
         self.started = 0
         for link in self.session.links:
             self._connect(link.index, 0.0)
@@ -203,15 +204,20 @@ class Worker(Process):
 
     def finish(self, finish: Finish) -> None:
         """Take note of the end of an all-reduce, after a look at who else uses its buffer."""
-        number = self.world.number_of(self.rank, finish.operation)
+        number = self.world.number_of(finish.operation)
         assert number not in self.ended, f"rank {self.rank}: call {number} ended twice"
         if finish.error is None:
             reads = [*self.connections.values(), *self._old.values()]
             mine = [view for connection in reads for view in connection.leaving]
             mine = [view for view in mine if getattr(view, "obj", 0) is finish.operation.view.obj]
             assert not mine, "a buffer is given back that is still read"
-        self.ended[number] = finish.error
-        self.world.ended(self, number, finish)
+        lacking, ends = self.open[number]
+        lacking.remove(finish.operation)
+        ends.append(finish)
+        if not lacking:
+            del self.open[number]
+            self.ended[number] = next((end.error for end in ends if end.error is not None), None)
+            self.world.ended(self, number, ends)
 
     def _send(self, send: Any) -> None:
         connection = self.connections.get(send.link)

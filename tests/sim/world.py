@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from tests.sim.connection import Connection
 from tests.sim.group import Group
 from tests.sim.processes import Reducer, Worker
 from worker_client.agreement import FIRST_CALL
+from worker_client.names import refused
 from worker_client.operation import Operation
 from worker_client.settings import Settings
 
@@ -37,9 +40,18 @@ CHUNK_BYTES = 64
 TIMEOUT_S = 300.0
 LIMIT_S = 1000.0
 STALL_S = 3.0  # the longest that an all-reduce may take while some reducer is well
+ODD = 0.03  # of all calls, in worlds without a process group
+ODD_KINDS = ("refused", "larger", "cut")
 HARMLESS = ("kill_reducer", "break_connection")  # where there is a process group to fall back to
 DTYPES = (DType.FLOAT32, DType.INT32, DType.UINT8, DType.BFLOAT16)
 _SUM = kernels.select()
+
+
+class Odd(NamedTuple):
+    """A call that one rank makes differently, or not at all; later ones match again."""
+
+    kind: str
+    rank: int
 
 
 @dataclass
@@ -61,6 +73,7 @@ class Outcome:
 
     calls: int = 0
     failed: int = 0
+    odd: int = 0
     events: int = 0
     losses: int = 0
     moved: int = 0
@@ -73,7 +86,7 @@ class Outcome:
 
     def add(self, other: Outcome) -> None:
         """Add up what several runs have shown."""
-        for name in ("calls", "failed", "events", "losses", "moved", "claimed", "supplied"):
+        for name in ("calls", "failed", "odd", "events", "losses", "moved", "claimed", "supplied"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.duplicates += other.duplicates
         self.fallbacks += other.fallbacks
@@ -104,6 +117,8 @@ class World:
         self.agree_often = rng.random() < 0.5
         self._plan = [self._draw_call() for _ in range(self.calls)]
         self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
+        self._pieces = [1] * (self.calls + 1)  # all-reduces of each call
+        self.odd: dict[int, Odd] = {}
         self._began: dict[tuple[int, int], float] = {}
         self._numbers: dict[Operation, int] = {}
         self.partitioned: set[tuple[int, int]] = set()  # (rank, reducer)
@@ -113,6 +128,13 @@ class World:
         self.group = Group(self) if not self.faults.spare and rng.random() < 0.5 else None
         if self.group and rng.random() < 0.5:
             self.faults.kinds = tuple(rng.sample(HARMLESS, rng.randint(1, 2)))
+        if self.group is None:  # it counts one all-reduce for each call
+            self._pieces[:-1] = [rng.choice((1, 1, 2, 3)) for _ in range(self.calls)]
+            odd = (number for number in range(self.calls) if rng.random() < ODD)
+            rank = rng.randrange(self.world_size)
+            self.odd = {number: Odd(rng.choice(ODD_KINDS), rank) for number in odd}
+        if self.world_size == 1:
+            self.odd.clear()  # with whom it could disagree
         common = (self.world_size, self.addresses, window, CHUNK_BYTES, self.group is not None)
         self.workers = [
             Worker(self, Settings("job", 0, rank, *common)) for rank in range(self.world_size)
@@ -148,10 +170,35 @@ class World:
         _SUM.reduce([memoryview(one.tobytes()) for one in inputs], result, dtype, op)
         return result.tobytes()
 
-    def number_of(self, rank: int, operation: Operation) -> int:
-        """Return which call an operation is."""
-        del rank
+    def number_of(self, operation: Operation) -> int:
+        """Return which call an operation is part of."""
         return self._numbers[operation]
+
+    def _operations(self, rank: int, number: int) -> list[Operation]:
+        """Return what a rank asks for in a call."""
+        dtype, op, _ = self._plan[number]
+        values = self.values(rank, number)
+        pieces, odd, call = self._pieces[number], self.odd.get(number), object()
+        if odd is not None and odd.rank == rank:
+            if odd.kind == "refused":
+                why = refused(rank, "it is odd")
+                nothing = memoryview(bytearray())
+                return [Operation(nothing, dtype, op, None, TIMEOUT_S, call=call, refusal=why)]
+            pieces += odd.kind == "cut"
+            values = np.concatenate([values, np.ones(8 * dtype.itemsize, np.uint8)])
+        size = dtype.itemsize
+        bounds = [values.size // size * at // pieces * size for at in range(pieces + 1)]
+        return [
+            Operation(
+                memoryview(bytearray(values[low:high].tobytes())),
+                dtype,
+                op,
+                f"piece {at} of {pieces}",
+                TIMEOUT_S,
+                call=call,
+            )
+            for at, (low, high) in enumerate(pairwise(bounds))
+        ]
 
     def _call(self, worker: Worker) -> None:
         """Let a rank make its next call, if it may."""
@@ -160,30 +207,37 @@ class World:
         if worker.started - len(worker.ended) >= self.depth:
             return
         number, worker.started = worker.started, worker.started + 1
-        dtype, op, _ = self._plan[number]
-        buffer = bytearray(self.values(worker.rank, number).tobytes())
-        operation = Operation(memoryview(buffer), dtype, op, None, TIMEOUT_S)
-        self._numbers[operation] = number
+        operations = self._operations(worker.rank, number)
+        self._numbers.update(dict.fromkeys(operations, number))
         self._began[worker.rank, number] = self.clock.now
-        worker.do(lambda: worker.submit(operation))
+        worker.open[number] = list(operations), []
+        for operation in operations:
+            worker.do(partial(worker.submit, operation))
         thinks = self.rng.choice((0.0, 0.0, 0.003, 0.02))
         self.clock.after(thinks * self.rng.random(), lambda: self._call(worker))
 
-    def ended(self, worker: Worker, number: int, finish: Finish) -> None:
-        """Check how a call ended at a rank, whose caller then writes to its buffer at once."""
+    def ended(self, worker: Worker, number: int, finishes: list[Finish]) -> None:
+        """Check how a call ended at a rank, whose caller then writes to its buffers at once."""
         took = self.clock.now - self._began[worker.rank, number]
         self.outcome.calls += 1
-        if finish.error is None:
+        finishes.sort(key=lambda finish: finish.operation.sequence)
+        error = next((finish.error for finish in finishes if finish.error is not None), None)
+        if error is None:
             self.outcome.longest_s = max(self.outcome.longest_s, took)
-            got = bytes(finish.operation.view)
+            got = b"".join(bytes(finish.operation.view) for finish in finishes)
+            assert number not in self.odd, f"rank {worker.rank}: no error of call {number}"
             assert got == self.expected(number), f"rank {worker.rank}: wrong result of {number}"
             assert took < self._patience(), f"rank {worker.rank}: call {number} took {took:.2f} s"
         else:
-            self._check_error(worker, number, finish.error)
-        finish.operation.view[:] = bytes(value ^ 0x5A for value in finish.operation.view)
+            self._check_error(worker, number, error)
+        for finish in finishes:
+            finish.operation.view[:] = bytes(value ^ 0x5A for value in finish.operation.view)
         self.clock.after(0.0, lambda: self._call(worker))
 
     def _check_error(self, worker: Worker, number: int, error: ReductionError) -> None:
+        if self._may_disagree(number) and isinstance(error, MismatchError):
+            self.outcome.odd += 1
+            return
         self.outcome.failed += 1
         self.note(f"rank {worker.rank}: call {number} failed: {error!r}")
         where = f"rank {worker.rank}, call {number}: {error!r}"
@@ -194,6 +248,10 @@ class World:
         assert isinstance(error, allowed), f"an error of the wrong kind: {where}"
         if isinstance(error, MismatchError):
             assert error.field == "epoch", where
+
+    def _may_disagree(self, number: int) -> bool:
+        """Whether ranks ask for different things in a call, or have in one that is in flight."""
+        return any(at in self.odd for at in range(number - self.depth + 1, number + 1))
 
     # -- what goes wrong ----------------------------------------------------------------------
 

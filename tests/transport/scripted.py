@@ -59,7 +59,7 @@ class Reducer:
 
     def answer(self, heard: Heard, **change: Any) -> None:
         """Say what comes out: every byte of the contribution plus one."""
-        header = heard.header._replace(type=M.RESULT, rank=0, watermark=0)
+        header = heard.header._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
         payload = change.pop("payload", heard.payload + np.uint8(1))
         self.say(header._replace(**change).pack(), payload)
 

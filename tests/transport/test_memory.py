@@ -17,6 +17,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header
+from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
 from worker_client import implementation
 from worker_client.flight import Part
@@ -61,7 +62,7 @@ def stalled(joined: Callable) -> tuple[Client, Reducer, Stalled]:
 
 def test_a_failed_buffer_is_given_back_when_nothing_reads_it(stalled: tuple) -> None:
     _, reducer, (data, work, ended) = stalled
-    reducer.fail(0)
+    reducer.fail(number(0))
     assert not ended.wait(0.3), "the error came although the buffer is still being sent"
     seen = 0
     while seen < len(data):
@@ -128,12 +129,15 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
     long, short = (memoryview(bytearray(size)) for size in (500 * CHUNK, 8))
     for view, link in ((long, 0), (short, 1)):
         operation = Operation(view, DType.UINT8, ReduceOp.MAX, None, 1.0)
+        operation.sequence = link
         flight.submit(operation, [Part(link, 0, view.nbytes)], CHUNK, 0)
     transport.refill()
     for reducer, chunks in zip(reducers, (500, 1), strict=True):
         for _ in range(chunks):
             peer, frame, payload = reducer.recv_multipart(zmq.NOBLOCK)
-            header = Header.unpack(frame)._replace(type=M.RESULT, rank=0, watermark=0)
+            header = Header.unpack(frame)._replace(
+                type=M.RESULT, rank=0, watermark=0, since=0, history=0
+            )
             reducer.send_multipart([peer, header.pack(), payload])
     done: list[list[int]] = []
     while len(done) < 2:
@@ -146,10 +150,11 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
 def test_a_reducer_in_this_process_sees_that_memory_is_shared(inside: Inside, nbytes: int) -> None:
     flight, transport, (reducer, _) = inside
     data = bytearray(nbytes)
-    for _ in range(2):
+    for sequence in range(2):
         address = np.frombuffer(data, np.uint8).ctypes.data
         mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
-        mine.sequence = flight.submit(mine, [Part(0, 0, nbytes)], nbytes, 0)
+        mine.sequence = sequence
+        flight.submit(mine, [Part(0, 0, nbytes)], nbytes, 0)
         transport.refill()
         _, header, payload = reducer.recv_multipart(copy=False)
         assert Header.unpack(header.buffer).sequence == mine.sequence

@@ -33,8 +33,10 @@ HEADERS = st.builds(
     dtype=unsigned(8),
     op=unsigned(8),
     wire_dtype=unsigned(8),
+    since=unsigned(32),
     tag=unsigned(64),
     window=unsigned(64),
+    history=unsigned(64),
 )
 CHUNK = Header(
     MessageType.CONTRIBUTION,

@@ -10,10 +10,11 @@ from worker_client import implementation
 from worker_client.operation import Operation
 
 if TYPE_CHECKING:
-    from worker_client.flight import Flight, Send
+    from worker_client.flight import Flight, Part, Send
 
 IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions
+_next: dict[int, int] = {}  # number of each flight, by its id
 
 
 def make(
@@ -25,7 +26,24 @@ def make(
     flight = chosen.flight(IDENTITY._replace(**identity))
     for _ in range(links):
         flight.add_link(window, keep)
+    _next[id(flight)] = 0
     return flight
+
+
+def submit(
+    flight: Flight,
+    asked: Operation,
+    parts: list[Part],
+    chunk_bytes: int,
+    epoch: int,
+    *,
+    left_out: int = 0,
+) -> int:
+    """Submit it under the next number, or one so many beyond it, and return that."""
+    asked.sequence = _next[id(flight)] + left_out
+    _next[id(flight)] = asked.sequence + 1
+    flight.submit(asked, parts, chunk_bytes, epoch)
+    return asked.sequence
 
 
 def operation(data: bytes | bytearray | int, name: str | None = "it") -> Operation:
@@ -44,7 +62,9 @@ def where(sends: list[Send]) -> list[tuple[int, int, int]]:
 
 def result(send: Send, **change: Any) -> tuple[bytes, bytes]:
     """The frames that answer a contribution."""
-    header = header_of(send)._replace(type=MessageType.RESULT, rank=0, watermark=0)
+    header = header_of(send)._replace(
+        type=MessageType.RESULT, rank=0, watermark=0, since=0, history=0
+    )
     payload = change.pop("payload", bytes(255 - byte for byte in send.payload))
     return header._replace(**change).pack(), payload
 

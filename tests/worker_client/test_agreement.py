@@ -6,34 +6,46 @@ import struct
 
 import pytest
 
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import PLACES, DType, ReduceOp
 from worker_client.agreement import Agreement
+from worker_client.calls import FIRST_PLACE
+from worker_client.operation import Operation
 
 KIB = 1 << 10
 
 
+def before(call: int) -> Operation:
+    """The first all-reduce of a call."""
+    operation = Operation(memoryview(b""), DType.UINT8, ReduceOp.SUM, None, 7.0)
+    operation.sequence = call * PLACES + FIRST_PLACE
+    return operation
+
+
 def test_at_which_calls_the_ranks_agree() -> None:
     agreement = Agreement(needed=True, forced=0, reducers=2)
-    due = [call for call in range(1, 400) if agreement.due()]
+    due = [call + 1 for call in range(400) if agreement.due(before(call).sequence)]
     assert due == [3, 6, 12, 24, 48, 96, 192, 288, 384]
+    agreement.question(0.0, [True] * 2, before(2))
+    assert not agreement.due(before(2).sequence), "once for each call"
+    assert agreement.due(before(5).sequence)
 
 
 def test_where_there_is_nothing_to_agree_on() -> None:
     agreement = Agreement(needed=False, forced=64, reducers=1)
-    assert not any(agreement.due() for _ in range(400))
+    assert not any(agreement.due(before(call).sequence) for call in range(400))
 
 
 def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
     agreement = Agreement(needed=True, forced=0, reducers=3)
     assert agreement.chunk_bytes == 64 * KIB
-    question = agreement.question(1.2e9, [True, False, True], 7.0)
+    question = agreement.question(1.2e9, [True, False, True], before(2))
     assert (question.dtype, question.op) == (DType.INT64, ReduceOp.MIN)
     assert struct.unpack("<4q", question.view) == (1_200_000_000, 1, 0, 1)
     assert question.timeout_s == 7.0
     question.view[:] = struct.pack("<4q", 300_000_000, 1, 0, 0)  # what all ranks can do
     assert agreement.answer() == [True, False, False]
     assert agreement.chunk_bytes == 256 * KIB
-    nobody = agreement.question(0.0, [True] * 3, 7.0)
+    nobody = agreement.question(0.0, [True] * 3, before(2))
     nobody.view[:] = struct.pack("<4q", 0, 1, 1, 1)  # no rank knows a rate
     assert agreement.answer() == [True] * 3
     assert agreement.chunk_bytes == 64 * KIB
@@ -41,7 +53,7 @@ def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
 
 def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
     agreement = Agreement(needed=True, forced=0, reducers=1)
-    agreement.question(1.2e9, [True], 7.0)
+    agreement.question(1.2e9, [True], before(2))
     agreement.answer()
     assert agreement.chunk_bytes > 64 * KIB
     agreement.reset()
@@ -52,7 +64,7 @@ def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
 def test_a_forced_size_stays(rate: float) -> None:
     agreement = Agreement(needed=True, forced=640, reducers=1)
     assert agreement.chunk_bytes == 640
-    agreement.question(rate, [True], 7.0)
+    agreement.question(rate, [True], before(2))
     agreement.answer()
     assert agreement.chunk_bytes == 640
     agreement.reset()

@@ -14,6 +14,7 @@ from tests.worker_client.flights import (
     make,
     operation,
     result,
+    submit,
     where,
 )
 from worker_client.flight import Part
@@ -41,7 +42,8 @@ def flight(name: str) -> Flight:
 
 def test_a_contribution_says_everything(flight: Flight) -> None:
     mine = operation(bytes(range(200)))
-    assert flight.submit(mine, [Part(1, 0, 200)], 128, 0) == 0
+    mine.since, mine.history = (1 << 32) - 1, (1 << 64) - 1
+    assert submit(flight, mine, [Part(1, 0, 200)], 128, 0) == 0
     first, second = flight.refill(1.0)
     assert (first.link, second.link) == (1, 1)
     assert header_of(first) == IDENTITY._replace(
@@ -53,14 +55,16 @@ def test_a_contribution_says_everything(flight: Flight) -> None:
         dtype=DType.UINT8,
         op=ReduceOp.SUM,
         wire_dtype=DType.UINT8,
+        since=(1 << 32) - 1,
         tag=mine.tag,
+        history=(1 << 64) - 1,
     )
     assert header_of(second) == header_of(first)._replace(offset=128, nbytes=72)
     assert bytes(first.payload) + bytes(second.payload) == bytes(range(200))
 
 
 def test_an_empty_buffer_is_one_empty_chunk(flight: Flight) -> None:
-    flight.submit(operation(0), [Part(1, 0, 0)], 64, 0)
+    submit(flight, operation(0), [Part(1, 0, 0)], 64, 0)
     (send,) = flight.refill(1.0)
     assert (send.link, bytes(send.payload)) == (1, b"")
     assert answer(flight, send) == [0]
@@ -71,15 +75,19 @@ def test_every_link_gets_a_chunk_before_any_gets_another(name: str, rank: int) -
     flight = make(name, links=3, rank=rank)
     for link in range(3):
         flight.open(link)
-    flight.submit(
-        operation(64 * 9), [Part(link, 192 * link, 192 * link + 192) for link in range(3)], 64, 0
+    submit(
+        flight,
+        operation(64 * 9),
+        [Part(link, 192 * link, 192 * link + 192) for link in range(3)],
+        64,
+        0,
     )
     links = [send.link for send in flight.refill(1.0)]
     assert links == [(rank + step) % 3 for step in range(3)] * 3
 
 
 def test_a_link_may_have_several_parts(flight: Flight) -> None:
-    flight.submit(operation(512), [Part(0, 0, 128), Part(1, 128, 192), Part(0, 192, 512)], 256, 0)
+    submit(flight, operation(512), [Part(0, 0, 128), Part(1, 128, 192), Part(0, 192, 512)], 256, 0)
     sends = flight.refill(1.0)
     assert [(send.link, header_of(send).offset, len(send.payload)) for send in sends] == [
         (0, 0, 128),
@@ -92,7 +100,7 @@ def test_a_link_may_have_several_parts(flight: Flight) -> None:
 
 def test_a_window_counts_bytes_and_lets_one_through(flight: Flight) -> None:
     flight.set_window(0, 2100)
-    flight.submit(operation(9000), [Part(0, 0, 9000)], 3000, 0)
+    submit(flight, operation(9000), [Part(0, 0, 9000)], 3000, 0)
     (first,) = flight.refill(1.0)  # larger than the window, but alone
     assert flight.stats(0).in_flight == 3000
     assert answer(flight, first) == []
@@ -103,7 +111,7 @@ def test_a_window_counts_bytes_and_lets_one_through(flight: Flight) -> None:
 
 def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -> None:
     for _ in range(6):
-        flight.submit(operation(1), [Part(0, 0, 1)], 64, 0)
+        submit(flight, operation(1), [Part(0, 0, 1)], 64, 0)
     sends = flight.refill(1.0)
     assert len(sends) == 4
     assert flight.stats(0).in_flight == 4096
@@ -113,32 +121,55 @@ def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -
 
 def test_nothing_is_sent_over_a_link_that_is_shut(name: str) -> None:
     flight = make(name)
-    flight.submit(operation(128), [Part(0, 0, 64), Part(1, 64, 128)], 64, 0)
+    submit(flight, operation(128), [Part(0, 0, 64), Part(1, 64, 128)], 64, 0)
     assert flight.refill(1.0) == []
     flight.open(1)
     assert where(flight.refill(1.0)) == [(1, 0, 64)]
     flight.shut(1)
-    flight.submit(operation(64), [Part(1, 0, 64)], 64, 0)
+    submit(flight, operation(64), [Part(1, 0, 64)], 64, 0)
     assert flight.refill(1.0) == []
 
 
 def test_the_watermark_is_the_first_unfinished(flight: Flight) -> None:
     for _ in range(200):
-        flight.submit(operation(1), [Part(0, 0, 1)], 64, 0)
+        submit(flight, operation(1), [Part(0, 0, 1)], 64, 0)
     flight.set_window(0, 1 << 20)
     sends = flight.refill(1.0)
     for send in sends[:0:-1]:
         assert answer(flight, send) == [header_of(send).sequence]
         assert flight.watermark == 0
-    assert flight.submit(operation(1), [Part(0, 0, 1)], 64, 0) == 200
+    assert submit(flight, operation(1), [Part(0, 0, 1)], 64, 0) == 200
     (late,) = flight.refill(1.0)
     assert header_of(late).watermark == 0
     assert answer(flight, sends[0]) == [0]
     assert flight.watermark == 200
     assert answer(flight, late) == [200]
-    flight.submit(operation(1), [Part(0, 0, 1)], 64, 0)
+    submit(flight, operation(1), [Part(0, 0, 1)], 64, 0)
     (next_one,) = flight.refill(1.0)
     assert header_of(next_one).watermark == 201
+
+
+def test_numbers_may_be_left_out(flight: Flight) -> None:
+    for left_out in (1, 126, 5000, 0, 100_000):
+        submit(flight, operation(1), [Part(0, 0, 1)], 64, 0, left_out=left_out)
+    flight.set_window(0, 1 << 20)
+    sends = flight.refill(1.0)
+    numbers = [header_of(send).sequence for send in sends]
+    assert numbers == [1, 128, 5129, 5130, 105_131]
+    assert [header_of(send).watermark for send in sends] == [1] * 5
+    for send, watermark in zip(sends[1::-1], (1, 5129), strict=True):
+        assert answer(flight, send) == [header_of(send).sequence]
+        assert flight.watermark == watermark
+    flight.end(5129)
+    assert flight.watermark == 5130
+    for send in sends[3:]:
+        assert answer(flight, send) == [header_of(send).sequence]
+    assert flight.watermark == 105_132
+    submit(flight, operation(1), [Part(0, 0, 1)], 64, 0, left_out=1 << 40)
+    (last,) = flight.refill(1.0)
+    assert header_of(last).watermark == header_of(last).sequence == (1 << 40) + 105_132
+    assert answer(flight, last, sequence=1) is None
+    assert answer(flight, last) == [header_of(last).sequence]
 
 
 # -- results ------------------------------------------------------------------------------------
@@ -146,7 +177,7 @@ def test_the_watermark_is_the_first_unfinished(flight: Flight) -> None:
 
 def test_a_result_replaces_its_chunk(flight: Flight) -> None:
     mine = operation(bytes(range(192)))
-    flight.submit(mine, [Part(0, 0, 64), Part(1, 64, 192)], 64, 0)
+    submit(flight, mine, [Part(0, 0, 64), Part(1, 64, 192)], 64, 0)
     sends = flight.refill(1.0)
     assert answer(flight, sends[2]) == []
     assert bytes(mine.view[:128]) == bytes(range(128))  # contributions may still lie there
@@ -186,7 +217,7 @@ def test_a_result_replaces_its_chunk(flight: Flight) -> None:
 )
 def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict) -> None:
     mine = operation(bytes(range(256)))
-    flight.submit(mine, [Part(0, 0, 256)], 64, 0)
+    submit(flight, mine, [Part(0, 0, 256)], 64, 0)
     sends = flight.refill(1.0)
     before = flight.stats(0)
     assert answer(flight, sends[0], **change) is None
@@ -197,7 +228,7 @@ def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict)
 
 def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:
     for size in (MAX_CHUNK_BYTES + 64, MAX_CHUNK_BYTES):
-        flight.submit(operation(size), [Part(0, 0, size)], size, 0)
+        submit(flight, operation(size), [Part(0, 0, size)], size, 0)
     flight.set_window(0, 1 << 30)
     larger, largest = flight.refill(1.0)
     assert answer(flight, larger) is None
@@ -206,7 +237,7 @@ def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 95, 97])
 def test_what_is_no_header_changes_nothing(flight: Flight, size: int) -> None:
-    flight.submit(operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     frame, payload = result(send)
     assert flight.take(0, (frame + b"x")[:size], payload, 2.0) is None
@@ -216,14 +247,14 @@ def test_what_is_no_header_changes_nothing(flight: Flight, size: int) -> None:
 
 
 def test_a_result_counts_on_its_own_link_alone(flight: Flight) -> None:
-    flight.submit(operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     assert flight.take(1, *result(send), 2.0) is None
     assert answer(flight, send) == [0]
 
 
 def test_a_result_of_what_was_not_sent_is_none(flight: Flight) -> None:
-    flight.submit(operation(64 * 8), [Part(0, 0, 64 * 8)], 64, 0)
+    submit(flight, operation(64 * 8), [Part(0, 0, 64 * 8)], 64, 0)
     sends = flight.refill(1.0)
     assert answer(flight, sends[3], offset=64 * 4) is None
     assert flight.expects(0, 0, 64 * 3)
@@ -234,7 +265,7 @@ def test_a_result_of_what_was_not_sent_is_none(flight: Flight) -> None:
 
 
 def test_links_are_measured(flight: Flight) -> None:
-    flight.submit(operation(64 * 3), [Part(0, 0, 64 * 3)], 64, 0)
+    submit(flight, operation(64 * 3), [Part(0, 0, 64 * 3)], 64, 0)
     assert flight.stats(0)[1:] == (0, 0, 0, 0, 0.0, 0.0)
     for send, now in zip(flight.refill(1.0), (1.5, 1.25, 2.0), strict=True):
         answer(flight, send, now)
@@ -250,8 +281,8 @@ def test_links_are_measured(flight: Flight) -> None:
 
 def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
     first, second = operation(64 * 6), operation(64)
-    flight.submit(first, [Part(0, 0, 64 * 6)], 64, 0)
-    flight.submit(second, [Part(0, 0, 64)], 64, 0)
+    submit(flight, first, [Part(0, 0, 64 * 6)], 64, 0)
+    submit(flight, second, [Part(0, 0, 64)], 64, 0)
     sends = flight.refill(1.0)
     assert len(sends) == 4
     flight.end(0)
@@ -263,7 +294,7 @@ def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
 
 
 def test_forgetting_concerns_one_link(flight: Flight) -> None:
-    flight.submit(operation(64 * 12), [Part(0, 0, 64 * 6), Part(1, 64 * 6, 64 * 12)], 64, 0)
+    submit(flight, operation(64 * 12), [Part(0, 0, 64 * 6), Part(1, 64 * 6, 64 * 12)], 64, 0)
     sends = flight.refill(1.0)
     flight.forget(0, 0)
     assert not flight.waits_for(0, 0)
@@ -278,11 +309,11 @@ def test_forgetting_concerns_one_link(flight: Flight) -> None:
 def test_what_needs_a_link(flight: Flight) -> None:
     waiting, queued, done, elsewhere = (operation(64) for _ in range(4))
     for mine, link in ((done, 0), (waiting, 0), (elsewhere, 1)):
-        flight.submit(mine, [Part(link, 0, 64)], 64, 0)
+        submit(flight, mine, [Part(link, 0, 64)], 64, 0)
     sends = flight.refill(1.0)
     answer(flight, next(send for send in sends if header_of(send).sequence == 0))
     flight.set_window(0, 1)
-    flight.submit(queued, [Part(0, 0, 64)], 64, 0)
+    submit(flight, queued, [Part(0, 0, 64)], 64, 0)
     assert flight.refill(1.0) == []
     assert flight.needs(0) == [1, 3]
     flight.shut(0)
@@ -299,7 +330,7 @@ def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight: Flight) -> None
     buffers = [bytearray(64), bytearray(64)]
     for sequence, buffer in enumerate(buffers):
         mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
-        assert flight.submit(mine, [Part(0, 0, 64)], 64, 0) == sequence
+        assert submit(flight, mine, [Part(0, 0, 64)], 64, 0) == sequence
     del mine
     sends = flight.refill(1.0)
     for buffer in buffers:

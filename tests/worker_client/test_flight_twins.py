@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from reducer.wire.constants import ReduceOp
+from reducer.wire.constants import PLACES, ReduceOp
 from reducer.wire.header import Header
 from tests.worker_client.flights import (
     WINDOW,
@@ -18,6 +18,7 @@ from tests.worker_client.flights import (
     make,
     operation,
     result,
+    submit,
 )
 from worker_client.flight import Part
 
@@ -68,8 +69,12 @@ class Twins(RuleBasedStateMachine):
     def link(self, choice: random.Random) -> int:
         return choice.randrange(self.links)
 
-    @rule(choice=st.randoms(use_true_random=False), sizes=st.lists(st.integers(1, 6), max_size=5))
-    def submit(self, choice: random.Random, sizes: list[int]) -> None:
+    @rule(
+        choice=st.randoms(use_true_random=False),
+        sizes=st.lists(st.integers(1, 6), max_size=5),
+        left_out=st.sampled_from([0, 0, 1, PLACES - 1, 100 * PLACES]),
+    )
+    def submit(self, choice: random.Random, sizes: list[int], left_out: int) -> None:
         cut, end = [], 0
         for size in sizes:
             start, end = end, end + 64 * size
@@ -77,10 +82,12 @@ class Twins(RuleBasedStateMachine):
         cut = cut or [Part(self.link(choice), 0, 0)]
         chunk_bytes, epoch = 64 * choice.randint(1, 3), choice.randint(0, 2)
         data = choice.randbytes(end)
+        since, history = choice.getrandbits(32), choice.getrandbits(64)
 
         def ask(twin: Twin) -> int:
             twin.buffers.append(operation(data))
-            return twin.flight.submit(twin.buffers[-1], cut, chunk_bytes, epoch)
+            twin.buffers[-1].since, twin.buffers[-1].history = since, history
+            return submit(twin.flight, twin.buffers[-1], cut, chunk_bytes, epoch, left_out=left_out)
 
         self.active.add(self.both(ask))
 

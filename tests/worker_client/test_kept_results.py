@@ -8,7 +8,7 @@ import pytest
 
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from tests.worker_client.flights import IDENTITY, answer, header_of, make, operation, where
+from tests.worker_client.flights import IDENTITY, answer, header_of, make, operation, submit, where
 from worker_client.flight import Carried, Part
 from worker_client.operation import Operation
 
@@ -36,7 +36,7 @@ def flight(name: str) -> Flight:
 
 
 def test_a_link_that_is_shut_has_nothing_in_flight_and_expects_nothing(flight: Flight) -> None:
-    flight.submit(operation(256), BOTH, 64, 3)
+    submit(flight, operation(256), BOTH, 64, 3)
     sends = flight.refill(1.0)
     assert answer(flight, sends[0]) == []
     flight.shut(0)
@@ -54,7 +54,7 @@ def test_a_link_that_is_shut_has_nothing_in_flight_and_expects_nothing(flight: F
 
 def test_what_is_carried_is_of_one_all_reduce_or_all(flight: Flight) -> None:
     for _ in range(3):
-        flight.submit(operation(64), [Part(0, 0, 64)], 64, 0)
+        submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
     flight.shut(0)
     assert [chunk.sequence for chunk in flight.carried(0)] == [0, 1, 2]
     assert [chunk.sequence for chunk in flight.carried(0, 1)] == [1]
@@ -63,7 +63,7 @@ def test_what_is_carried_is_of_one_all_reduce_or_all(flight: Flight) -> None:
 
 def test_a_chunk_that_is_moved_is_sent_and_answered_elsewhere(flight: Flight) -> None:
     mine = operation(bytes(range(256)))
-    flight.submit(mine, BOTH, 64, 0)
+    submit(flight, mine, BOTH, 64, 0)
     first = flight.refill(1.0)
     flight.shut(0)
     for chunk in flight.carried(0):
@@ -82,7 +82,7 @@ def test_a_chunk_that_is_moved_is_sent_and_answered_elsewhere(flight: Flight) ->
 
 
 def test_a_chunk_may_move_again(flight: Flight) -> None:
-    flight.submit(operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
     flight.shut(0)
     flight.move(0, 0, 1)
     flight.refill(1.0)
@@ -96,7 +96,7 @@ def test_a_chunk_may_move_again(flight: Flight) -> None:
 
 def test_what_is_moved_is_sent_in_the_order_of_calls(flight: Flight) -> None:
     for link in (0, 1):
-        flight.submit(operation(128), [Part(link, 0, 128)], 64, 0)
+        submit(flight, operation(128), [Part(link, 0, 128)], 64, 0)
     flight.set_window(1, 1)
     first = flight.refill(1.0)
     assert where([send for send in first if send.link == 1]) == [(1, 1, 0)]
@@ -118,7 +118,7 @@ def test_what_is_moved_is_sent_in_the_order_of_calls(flight: Flight) -> None:
 
 
 def test_what_failed_is_not_carried(flight: Flight) -> None:
-    flight.submit(operation(256), BOTH, 64, 0)
+    submit(flight, operation(256), BOTH, 64, 0)
     flight.forget(0, 0)
     assert flight.carried(0) == []
     flight.end(0)
@@ -129,7 +129,7 @@ def test_what_failed_is_not_carried(flight: Flight) -> None:
 def test_the_buffer_is_free_at_the_end_wherever_chunks_went(flight: Flight) -> None:
     buffer = bytearray(64)
     mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
-    flight.submit(mine, [Part(0, 0, 64)], 64, 0)
+    submit(flight, mine, [Part(0, 0, 64)], 64, 0)
     flight.refill(1.0)
     flight.shut(0)
     flight.move(0, 0, 1)
@@ -145,7 +145,7 @@ def test_the_buffer_is_free_at_the_end_wherever_chunks_went(flight: Flight) -> N
 
 def test_a_result_is_kept_until_every_rank_has_it(flight: Flight) -> None:
     mine = operation(bytes(range(256)))
-    flight.submit(mine, BOTH, 64, 5)
+    submit(flight, mine, BOTH, 64, 5)
     for send in flight.refill(1.0):
         answer(flight, send)
     assert flight.kept_bytes == 256
@@ -176,7 +176,7 @@ def test_a_result_is_kept_until_every_rank_has_it(flight: Flight) -> None:
 
 
 def test_results_of_what_is_not_done_are_kept_too(flight: Flight) -> None:
-    flight.submit(operation(256), BOTH, 64, 0)
+    submit(flight, operation(256), BOTH, 64, 0)
     first, *_ = flight.refill(1.0)
     answer(flight, first)
     assert flight.kept_bytes == 64
@@ -192,7 +192,7 @@ def test_results_of_what_is_not_done_are_kept_too(flight: Flight) -> None:
 def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(name: str) -> None:
     flight = make(name)
     flight.open(0)
-    flight.submit(operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     assert answer(flight, send) == [0]
     assert flight.kept_bytes == 0
@@ -201,7 +201,7 @@ def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(name: str) -> None
 
 def test_a_result_says_what_every_rank_has(flight: Flight) -> None:
     for _ in range(3):
-        flight.submit(operation(64), [Part(0, 0, 64)], 64, 0)
+        submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
     one, two, three = flight.refill(1.0)
     answer(flight, one)
     assert (flight.reached, flight.kept_bytes) == (0, 64)
@@ -212,7 +212,7 @@ def test_a_result_says_what_every_rank_has(flight: Flight) -> None:
 
 
 def test_a_result_that_is_done_is_moved_but_not_sent(flight: Flight) -> None:
-    flight.submit(operation(256), BOTH, 64, 0)
+    submit(flight, operation(256), BOTH, 64, 0)
     for send in flight.refill(1.0):
         answer(flight, send)
     flight.shut(0)
@@ -228,7 +228,7 @@ def test_a_result_that_is_done_is_moved_but_not_sent(flight: Flight) -> None:
 
 
 def test_an_empty_result_is_kept(flight: Flight) -> None:
-    flight.submit(operation(0), [Part(0, 0, 0)], 64, 0)
+    submit(flight, operation(0), [Part(0, 0, 0)], 64, 0)
     (send,) = flight.refill(1.0)
     assert answer(flight, send) == [0]
     frame, payload = flight.kept(0, 0)
@@ -239,8 +239,10 @@ def test_an_empty_result_is_kept(flight: Flight) -> None:
 
 def test_what_is_moved_is_sent_no_further_ahead_than_anything(flight: Flight) -> None:
     flight.set_window(0, 1 << 30)
-    for _ in range(MAX_ROUNDS_AHEAD + 1):
-        flight.submit(operation(1), [Part(0, 0, 1)], 64, 0)
+    for sequence in (0, MAX_ROUNDS_AHEAD - 1, MAX_ROUNDS_AHEAD):
+        asked = operation(1)
+        asked.sequence = sequence
+        flight.submit(asked, [Part(0, 0, 1)], 64, 0)
     first, *_ = flight.refill(1.0)
     flight.shut(0)
     flight.move(MAX_ROUNDS_AHEAD, 0, 1)

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reducer.wire.layout import shards
+from tests.engine.words import number
 from worker_client import plan as plan_module
+from worker_client.calls import FIRST_PLACE
 from worker_client.link import Link
 from worker_client.plan import Plan
 
@@ -36,18 +38,26 @@ def test_a_plan_that_was_kept_is_the_one_that_would_be_made(
     weights: list[int], sizes: list[int], chunk_bytes: int
 ) -> None:
     plan = made(tuple(weights), links(*((r, 0) for r in range(len(weights)))), chunk_bytes)
-    for number, nbytes in enumerate(sizes):
-        parts = [(part.link, part.start, part.end) for part in plan.next(nbytes)]
-        assert parts == shards(nbytes, weights, number, chunk_bytes)
+    for call, nbytes in enumerate(sizes):
+        for sequence in (number(call), number(call, FIRST_PLACE + 1)):
+            parts = [(part.link, part.start, part.end) for part in plan.cut(nbytes, sequence)]
+            assert parts == shards(nbytes, weights, sequence, chunk_bytes)
+
+
+def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer() -> None:
+    plan = made((1, 1, 1), links((0, 0), (1, 0), (2, 0)))
+    numbers = [number(call, place) for call in range(3) for place in (1, 2, 3)]
+    first = [plan.cut(9 * MIB, sequence)[0].link for sequence in numbers]
+    assert first == [1, 2, 0, 2, 0, 1, 0, 1, 2]
 
 
 def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
     early = made((2, 1), links((0, 0), (1, 0), (0, 1), (0, 2)))
     late = made((2, 1), links((1, 0), (0, 2), (0, 0), (0, 1)))
-    sizes = [part.end - part.start for part in early.next(9 * MIB)]
+    sizes = [part.end - part.start for part in early.cut(9 * MIB, 0)]
     assert sizes == [2 * MIB, 2 * MIB, 2 * MIB, 3 * MIB]
-    assert [part.end - part.start for part in late.next(9 * MIB)] == sizes
-    assert [part.link for part in made((2, 1), links((1, 0), (0, 1), (0, 0))).next(9 * MIB)] == [
+    assert [part.end - part.start for part in late.cut(9 * MIB, 0)] == sizes
+    assert [part.link for part in made((2, 1), links((1, 0), (0, 1), (0, 0))).cut(9 * MIB, 0)] == [
         2,
         1,
         0,
@@ -57,28 +67,28 @@ def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
 def test_a_new_link_makes_new_plans() -> None:
     among = links((0, 0), (1, 0))
     plan = made((1, 1), among[:1])
-    assert [part.link for part in plan.next(MIB)] == [0]
+    assert [part.link for part in plan.cut(MIB, 0)] == [0]
     plan.use(among, {0, 1})
-    assert [part.link for part in plan.next(MIB)] == [1, 0]  # the second call begins elsewhere
+    assert [part.link for part in plan.cut(MIB, 1)] == [1, 0]  # the next one begins elsewhere
 
 
 def test_only_reducers_that_are_used_get_anything() -> None:
     among = links((0, 0), (1, 0), (2, 0), (1, 1))
     plan = made((1, 1, 1), among)
-    assert {part.link for part in plan.next(9 * MIB)} == {0, 1, 2, 3}
+    assert {part.link for part in plan.cut(9 * MIB, 0)} == {0, 1, 2, 3}
     plan.use(among, (0, 1))
-    assert sorted(part.link for part in plan.next(8 * MIB)) == [0, 1, 3]
+    assert sorted(part.link for part in plan.cut(8 * MIB, 1)) == [0, 1, 3]
     plan.use(among, (2,))
-    assert plan.next(MIB) == [(2, 0, MIB)]
+    assert plan.cut(MIB, 2) == [(2, 0, MIB)]
     plan.use(among, (0, 1, 2))
-    assert {part.link for part in plan.next(9 * MIB)} == {0, 1, 2, 3}
+    assert {part.link for part in plan.cut(9 * MIB, 3)} == {0, 1, 2, 3}
 
 
 def test_few_plans_are_kept(monkeypatch) -> None:
     monkeypatch.setattr(plan_module, "_KEPT", 3)
     plan = made((1,), links((0, 0)))
-    for nbytes in (1, 2, 3, 4, 1, 2):
-        assert plan.next(nbytes) == [(0, 0, nbytes)]
+    for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
+        assert plan.cut(nbytes, sequence) == [(0, 0, nbytes)]
         assert len(plan._known) <= 3
 
 
@@ -86,4 +96,4 @@ def test_what_a_reducer_owns_beside_the_largest_owner() -> None:
     pool, rank, none = links((0, 0), (1, 0), (2, 0))
     plan = made((6, 2, 0), [pool, rank, none])
     assert [plan.share(link) for link in (pool, rank, none)] == [1.0, 1 / 3, 0.0]
-    assert {part.link for part in plan.next(MIB)} == {0, 1}
+    assert {part.link for part in plan.cut(MIB, 0)} == {0, 1}

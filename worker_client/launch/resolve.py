@@ -96,8 +96,9 @@ def _name(notes: Notes, cluster: Cluster | None) -> None:
         notes.put("job", run, "TORCHELASTIC_RUN_ID")
     if run := notes.get("AZUREML_RUN_ID"):
         notes.put("job", run, "AZUREML_RUN_ID")
-    if processes.is_open_mpi(environment) and (number := notes.get("PMIX_NAMESPACE")):
-        notes.put("job", f"mpi-{number}", "PMIX_NAMESPACE")
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
+        if processes.is_open_mpi(environment) and (number := notes.get(name)):
+            notes.put("job", f"mpi-{number}", name)
     if slurm.is_task(environment):
         notes.put("job", slurm.job(environment), "SLURM_JOB_ID")
     if cluster is not None and cluster.workers:

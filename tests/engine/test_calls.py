@@ -1,0 +1,391 @@
+"""Calls of several all-reduces, calls that a rank refuses, and what came before each."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionTimeout
+from reducer.wire.constants import PLACES, DType, ReduceOp
+from reducer.wire.header import Header
+from reducer.wire.messages import decode_error
+from tests.engine.driven import Driven, M, error, errors, join, result, sent
+from tests.engine.network import Network
+from tests.engine.twins import IMPLEMENTATIONS
+from tests.engine.words import number
+from worker_client.actions import Finish, Send
+from worker_client.calls import FIRST_PLACE, GRACE_S
+from worker_client.names import refused
+from worker_client.operation import Operation
+
+REFUSAL = refused(1, "TypeError: not that")
+LOST = RankLostError("gone", rank=0)
+
+
+def part(
+    call: object = None,
+    nbytes: int = 64,
+    dtype: DType = DType.UINT8,
+    op: ReduceOp = ReduceOp.SUM,
+    name: str | None = "it",
+) -> Operation:
+    return Operation(memoryview(bytearray(nbytes)), dtype, op, name, 10.0, call=call)
+
+
+def refusal(call: object = None) -> Operation:
+    """What a rank submits that cannot make a call, or go on with it."""
+    nothing = memoryview(b"")
+    return Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 10.0, call=call, refusal=REFUSAL)
+
+
+def aborts(actions: list) -> dict[int, list[tuple[int, type]]]:
+    """Numbers that are given up and why, by link."""
+    found: dict[int, list[tuple[int, type]]] = {}
+    for action in actions:
+        header = Header.unpack(action.header) if isinstance(action, Send) else None
+        if header is not None and header.type is M.ABORT:
+            assert header.nbytes == 0
+            why = type(decode_error(action.payload, header.sequence))
+            found.setdefault(action.link, []).append((header.sequence, why))
+    return found
+
+
+def ended(actions: list) -> list[Operation]:
+    return [action.operation for action in actions if isinstance(action, Finish)]
+
+
+def ask(session: Driven, operation: Operation) -> Header:
+    """Submit an operation of one chunk, and return what is said of it."""
+    ((_, header),) = sent(session.submit(operation, 0.0), M.CONTRIBUTION)
+    return header
+
+
+def past(header: Header) -> tuple[int, int]:
+    return header.since, header.history
+
+
+@pytest.fixture
+def lone(implementation: str) -> Driven:
+    """Rank 1 of 2, with one reducer."""
+    session = Driven(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+    join(session, 0)
+    return session
+
+
+# -- refused calls ------------------------------------------------------------------------------
+
+
+def test_a_refused_operation_uses_up_its_number_and_every_reducer_hears_why(
+    session: Driven,
+) -> None:
+    mine = refusal()
+    actions = session.submit(mine, 0.0)
+    assert ended(actions) == [mine]
+    (failure,) = errors(actions)
+    assert (type(failure), failure.field, failure.rank) == (MismatchError, "call", 1)
+    assert str(failure) == str(REFUSAL)
+    assert failure.sequence == 0
+    assert aborts(actions) == {link: [(number(0), MismatchError)] for link in range(2)}
+    assert sent(actions, M.CONTRIBUTION) == []
+    assert session.active == 0
+    assert ask(session, part()).sequence == session.watermark == number(1)
+
+
+def test_a_refusal_waits_for_the_answer_to_a_question(session: Driven) -> None:
+    for _ in range(2):
+        session.submit(refusal(), 0.0)
+    asked = session.submit(refusal(), 0.0)
+    assert errors(asked) == []
+    ((link, question),) = sent(asked)
+    assert (question.type, question.sequence) == (M.CONTRIBUTION, number(2, place=0))
+    actions = result(session, link, question)
+    assert [str(failure) for failure in errors(actions)] == [str(REFUSAL)]
+    assert aborts(actions) == {link: [(number(2), MismatchError)] for link in range(2)}
+
+
+def test_a_reducer_that_is_away_is_told_later_of_a_refusal(lone: Driven) -> None:
+    lone.disconnected(0, "died")
+    (failure,) = errors(lone.submit(refusal(), 0.0))
+    assert str(failure) == str(REFUSAL)
+    lone.released(0)
+    assert aborts(join(lone, 0)) == {0: [(number(0), MismatchError)]}
+
+
+def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session: Driven) -> None:
+    call, other = object(), part()
+    session.submit(other, 0.0)
+    parts = [part(call), part(call)]
+    for one in parts:
+        session.submit(one, 0.0)
+    mine = refusal(call)
+    actions = session.submit(mine, 0.0)
+    assert {str(failure) for failure in errors(actions)} == {str(REFUSAL)}
+    assert {failure.sequence for failure in errors(actions)} == {1}
+    assert set(ended(actions)) == {*parts, mine}
+    given_up = {(number(1, place), MismatchError) for place in (1, 2, 3)}
+    told = aborts(actions)
+    assert {link: set(numbers) for link, numbers in told.items()} == {0: given_up, 1: given_up}
+    assert sum(map(len, told.values())) == 6
+    assert session.active == 1, "the call before goes on"
+    assert ask(session, part()).sequence == number(2, place=0), "the ranks agree before that call"
+
+
+# -- calls of several all-reduces ---------------------------------------------------------------
+
+
+def test_all_reduces_of_a_call_are_numbered_within_it(lone: Driven) -> None:
+    calls = [object(), object(), None, None]
+    operations = [
+        part(call) for call, count in zip(calls, (1, 3, 1, 1), strict=True) for _ in range(count)
+    ]
+    assert [ask(lone, one).sequence for one in operations] == [
+        number(0),
+        number(1, 1),
+        number(1, 2),
+        number(1, 3),
+        number(2),
+        number(3),
+    ]
+
+
+def test_a_question_comes_before_the_first_all_reduce_of_a_call(session: Driven) -> None:
+    for _ in range(2):
+        result(session, *sent(session.submit(part(), 0.0), M.CONTRIBUTION)[0])
+    call = object()
+    ((link, question),) = sent(session.submit(part(call), 0.0))
+    assert question.sequence == number(2, place=0)
+    assert session.submit(part(call), 0.0) == []
+    headers = [header for _, header in sent(result(session, link, question), M.CONTRIBUTION)]
+    assert sorted(header.sequence for header in headers) == [number(2, 1), number(2, 2)]
+
+
+def test_a_call_has_no_more_all_reduces_than_numbers(lone: Driven) -> None:
+    call = object()
+    for place in range(FIRST_PLACE, PLACES):
+        assert ask(lone, part(call)).sequence == number(0, place)
+    with pytest.raises(LocalProtocolError, match="at most 127"):
+        lone.submit(part(call), 0.0)
+    assert ask(lone, part()).sequence == number(1)
+
+
+def test_if_one_all_reduce_fails_all_of_its_call_fail(session: Driven) -> None:
+    call, other = object(), part()
+    session.submit(other, 0.0)
+    parts = [part(call) for _ in range(3)]
+    for one in parts:
+        session.submit(one, 0.0)
+    actions = error(session, 0, LOST, number(1, 2))
+    assert set(ended(actions)) == set(parts)
+    for failure in errors(actions):
+        assert (type(failure), failure.rank, failure.sequence) == (RankLostError, 0, 1)
+    others = {(number(1, place), RankLostError) for place in (1, 3)}
+    told = {link: set(numbers) for link, numbers in aborts(actions).items()}
+    assert told == {0: others, 1: others | {(number(1, 2), RankLostError)}}
+    assert session.active == 1, "the call before goes on"
+
+    late = part(call)
+    actions = session.submit(late, 0.0)
+    assert ended(actions) == [late]
+    (failure,) = errors(actions)
+    assert (type(failure), str(failure), failure.rank, failure.sequence) == (
+        RankLostError,
+        str(LOST),
+        0,
+        1,
+    )
+    assert aborts(actions) == {link: [(number(1, 4), RankLostError)] for link in range(2)}
+    assert sent(actions, M.CONTRIBUTION) == []
+
+
+def test_what_has_ended_well_of_a_call_stays_so(lone: Driven) -> None:
+    call = object()
+    headers = [ask(lone, part(call)) for _ in range(3)]
+    assert errors(result(lone, 0, headers[0])) == [None]
+    actions = error(lone, 0, LOST, headers[1].sequence)
+    assert [type(failure) for failure in errors(actions)] == [RankLostError] * 2
+    assert aborts(actions) == {0: [(number(0, 3), RankLostError)]}
+    assert lone.active == 0
+
+
+def test_a_call_whose_first_deadline_passes_is_over(session: Driven) -> None:
+    call = object()
+    for _ in range(3):
+        session.submit(part(call), 0.0)
+    session.tick(10.0)
+    actions = session.tick(10.0 + GRACE_S)
+    assert [type(failure) for failure in errors(actions)] == [ReductionTimeout] * 3
+    assert session.active == 0
+    (failure,) = errors(session.submit(part(call), 11.0))
+    assert isinstance(failure, ReductionTimeout)
+
+
+def test_with_no_reducer_left_every_all_reduce_ends_once(lone: Driven) -> None:
+    calls = object(), object()
+    parts = [part(call) for call in calls for _ in range(3)]
+    for one in parts:
+        lone.submit(one, 0.0)
+    actions = lone.disconnected(0, "died")
+    assert ended(actions) == parts
+    assert [failure.sequence for failure in errors(actions)] == [0] * 3 + [1] * 3
+
+
+# -- what was asked for before ------------------------------------------------------------------
+
+
+def test_contributions_say_what_was_asked_for_before(lone: Driven) -> None:
+    said = [past(ask(lone, part())) for _ in range(4)]
+    assert said[0] == (0, 0)
+    assert {since for since, _ in said} == {0}
+    assert len(set(said)) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nbytes": 32},
+        {"dtype": DType.INT8},
+        {"op": ReduceOp.MAX},
+        {"name": "another"},
+        {"name": None},
+    ],
+)
+def test_whatever_differs_in_a_call_shows_in_later_ones(implementation: str, change: dict) -> None:
+    def later(**fields) -> list[tuple[int, int]]:
+        session = Driven(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+        join(session, 0)
+        ask(session, part(**fields))
+        return [past(ask(session, part())) for _ in range(3)]
+
+    assert later() == later()
+    assert not set(later()) & set(later(**change))
+
+
+def test_an_all_reduce_more_shows_in_later_calls(implementation: str) -> None:
+    def later(count: int) -> tuple[int, int]:
+        session = Driven(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+        join(session, 0)
+        call = object()
+        for _ in range(count):
+            ask(session, part(call))
+        return past(ask(session, part()))
+
+    assert len({later(count) for count in (1, 2, 3)}) == 3
+
+
+def test_after_a_failure_calls_are_compared_by_what_follows_it(lone: Driven) -> None:
+    for _ in range(3):
+        ask(lone, part())
+    error(lone, 0, LOST, number(1))
+    first, second, third = (past(ask(lone, part())) for _ in range(3))
+    assert first == (3, 0)
+    assert second[0] == third[0] == 3
+    assert len({first, second, third}) == 3
+    lone.submit(refusal(), 0.0)
+    assert past(ask(lone, part())) == (7, 0)
+
+
+def test_a_failure_amid_a_call_leaves_out_all_of_that_call(implementation: str) -> None:
+    """Ranks may hear of it at different places; what they say later is the same."""
+
+    def later(place: int) -> list[tuple[int, int]]:
+        session = Driven(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+        join(session, 0)
+        ask(session, part())
+        call, said = object(), []
+        for at in (1, 2, 3):
+            said.append(past(ask(session, part(call))))
+            if at == place:
+                assert len(errors(error(session, 0, LOST, number(0)))) == 1
+        assert all(since == 0 for since, _ in said[:place])
+        assert said[place:] == [(2, 0)] * (3 - place)
+        return [past(ask(session, part())) for _ in range(3)]
+
+    assert later(1) == later(2) == later(3)
+    assert [since for since, _ in later(1)] == [2] * 3
+    assert later(1)[0] == (2, 0)
+    assert len(set(later(1))) == 3
+
+
+def test_a_call_that_fails_while_it_is_made_is_left_out(lone: Driven) -> None:
+    call = object()
+    ask(lone, part(call))
+    error(lone, 0, LOST, number(0))
+    assert len(errors(lone.submit(part(call), 0.0))) == 1
+    assert past(ask(lone, part())) == (1, 0)
+
+
+def test_the_number_of_the_first_call_that_counts_is_said_in_32_bits(lone: Driven) -> None:
+    lone.calls._number = (1 << 32) + 1
+    last = ask(lone, part())
+    assert last.sequence == number((1 << 32) + 2)
+    error(lone, 0, LOST, last.sequence)
+    said = [past(ask(lone, part())) for _ in range(3)]
+    assert [since for since, _ in said] == [3] * 3
+    assert len(set(said)) == 3
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def network(request: pytest.FixtureRequest) -> Network:
+    """Two ranks and two reducers."""
+    network = Network(2, 2, 64, 0, request.param)
+    network.connect()
+    network.deliver_all()
+    return network
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("calls", [1, 5])
+def test_a_call_that_one_rank_refuses_fails_at_the_other_which_hears_why(
+    network: Network, first: int, calls: int
+) -> None:
+    for _ in range(calls):
+        for rank in (first, 1 - first):
+            network.submit(rank, refusal() if rank == 1 else part())
+        network.deliver_all()
+    for rank in range(2):
+        network.submit(rank, part())
+    network.deliver_all()
+    for worker in network.workers:
+        failures = [worker.ended[call] for call in range(calls)]
+        assert {str(failure) for failure in failures} == {str(REFUSAL)}
+        assert [failure.sequence for failure in failures] == list(range(calls))
+        assert worker.ended[calls] is None
+
+
+def test_a_call_that_one_rank_cuts_into_more_fails_at_both_and_later_ones_work(
+    network: Network,
+) -> None:
+    for rank, pieces in enumerate((2, 3)):
+        call = object()
+        for at in range(pieces):
+            network.submit(rank, part(call, name=f"piece {at} of {pieces}"))
+        network.submit(rank, part())
+    network.deliver_all()
+    for rank in range(2):
+        network.submit(rank, part())
+    network.deliver_all()
+    for rank, worker in enumerate(network.workers):
+        *pieces, after, last = [worker.ended[at] for at in range(len(worker.started))]
+        assert len(pieces) == 2 + rank
+        assert [(type(failure), failure.field) for failure in pieces] == [
+            (MismatchError, "name")
+        ] * len(pieces)
+        assert (type(after), after.field) == (MismatchError, "history")
+        assert last is None
+
+
+def test_a_rank_that_makes_one_all_reduce_more_is_found_at_the_next_call(network: Network) -> None:
+    calls = object(), object()
+    for rank, count in enumerate((1, 2)):
+        for _ in range(count):
+            network.submit(rank, part(calls[rank]))
+        network.submit(rank, part())
+    network.deliver_all()
+    for worker in network.workers:
+        assert worker.ended[0] is None
+        failure = worker.ended[len(worker.started) - 1]
+        assert (type(failure), failure.field) == (MismatchError, "history")
+        assert {failure.rank, failure.other_rank} == {0, 1}
+        assert failure.sequence == 1

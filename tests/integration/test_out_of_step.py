@@ -1,0 +1,265 @@
+"""Ranks that are refused a call, interrupted in it, or ask for something else: the next matches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import worker_client
+from reducer import local_pool
+from reducer.errors import (
+    ConfigError,
+    MismatchError,
+    RankLostError,
+    StaleGenerationError,
+)
+from tests.conftest import joined
+from tests.integration.calls import errors_of
+from worker_client.startup import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from worker_client.client import Client
+
+pytestmark = pytest.mark.usefixtures("impl")
+
+
+@pytest.fixture(scope="module")
+def three(impl: str) -> Iterator[list[Client]]:
+    with local_pool(2) as servers, joined(3, servers=servers, timeout="5s") as clients:
+        yield clients
+
+
+def check(clients: list[Client], calls: int = 20) -> None:
+    for call in range(calls):
+        works = [
+            client.all_reduce(np.full(1000, 10.0 * call + client.rank), "sum") for client in clients
+        ]
+        for work in works:
+            assert (work.wait(5) == sum(10.0 * call + client.rank for client in clients)).all()
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments"),
+    [
+        (np.ones(4, np.int32), {"op": "mean"}),
+        (np.ones(4, np.complex64), {}),
+        (np.ones(4), {"op": "median"}),
+        (np.ones(4), {"timeout": "soon"}),
+        (np.ones(4), {"weight": -1.0}),
+        (np.ones(4), {"residual": np.zeros(4)}),
+        ("no array", {}),
+    ],
+)
+def test_a_call_that_one_rank_is_refused(
+    three: list[Client], data: Any, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises((ConfigError, TypeError)) as refused:
+        three[1].all_reduce(data, **arguments)
+    begun = time.monotonic()
+    works = [three[rank].all_reduce(np.ones(4), "sum") for rank in (0, 2)]
+    for error in errors_of(works, within_s=1.0):
+        assert isinstance(error, MismatchError)
+        assert (error.field, error.rank) == ("call", 1)
+        assert str(refused.value)[:40] in str(error)
+    assert time.monotonic() - begun < 1.0
+    check(three)
+
+
+def test_calls_in_flight_around_a_refused_one(three: list[Client]) -> None:
+    works: list[list[Any]] = [[], [], []]
+    for call in range(30):
+        for client in three:
+            if call == 11 and client.rank == 2:
+                client.decline(ValueError("it has no batch left"))
+                continue
+            data = np.full(100, float(call))
+            works[client.rank].append((call, client.all_reduce(data, "sum")))
+    for call, work in (one for mine in works for one in mine):
+        if call == 11:
+            with pytest.raises(MismatchError, match="it has no batch left"):
+                work.wait(5)
+        else:
+            assert (work.wait(5) == 3.0 * call).all()
+
+
+def test_one_rank_leaves_a_call_out_while_others_are_in_flight(three: list[Client]) -> None:
+    sizes = [1, 2, 3, 3, 3, 3]  # rank 1 leaves the second out: the later ones look the same
+    works = [
+        client.all_reduce(np.full(size, 1.0 * size), "sum")
+        for client in three
+        for size in (sizes if client.rank != 1 else sizes[:1] + sizes[2:] + [3])
+    ]
+    first = [works[0], works[6], works[12]]
+    assert [work.wait(5)[0] for work in first] == [3.0] * 3
+    fields = {error.field for error in errors_of([w for w in works if w not in first], 3.0)}
+    assert fields == {"total_bytes", "history"}
+    check(three)
+
+
+@pytest.mark.parametrize("field", ["size", "weight", "dtype", "op"])
+def test_the_next_call_after_a_mismatch(three: list[Client], field: str) -> None:
+    def odd(client: Client) -> Any:
+        data = np.ones(64 if field == "size" and client.rank == 1 else 32, np.float32)
+        data = data.astype(np.float64) if field == "dtype" and client.rank == 1 else data
+        op = "max" if field == "op" and client.rank == 1 else "mean"
+        return client.all_reduce(
+            data, op, weight=2.0 if field == "weight" and client.rank == 1 else None
+        )
+
+    for error in errors_of([odd(client) for client in three], within_s=1.0):
+        assert isinstance(error, MismatchError)
+    check(three)
+
+
+class BoomError(Exception):
+    """What a signal handler raises."""
+
+
+def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
+    three: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it comes in `all_reduce`, but for its first line: the others hear of it."""
+    folder = str(Path(worker_client.__file__).parent)
+    # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
+    monkeypatch.setattr(three[1]._driver, "_take_lead", lambda *_: False)
+    lines = -1  # the first one is before anything is done
+
+    def trace_until(line: int) -> Any:
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            if not frame.f_code.co_filename.startswith(folder):
+                return None
+            if frame.f_code.co_name == "_give_up":
+                return None
+            if frame.f_code.co_name == "_check_usable":
+                lines = max(lines, 0)  # what is before cannot be told from no call at all
+            if event == "line" and lines >= 0:
+                lines += 1
+                if lines == line:
+                    sys.settrace(None)
+                    raise BoomError
+            return trace
+
+        return trace
+
+    for line in range(1, 400):
+        lines, work, interrupted = -1, None, False
+        sys.settrace(trace_until(line))
+        try:
+            work = three[1].all_reduce(np.full(8, 1.0), "sum")
+        except BoomError:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        others = [three[rank].all_reduce(np.full(8, 1.0), "sum") for rank in (0, 2)]
+        if not interrupted:
+            assert work is not None
+            assert [one.wait(5)[0] for one in (work, *others)] == [3.0] * 3
+            break
+        for other in others:
+            ended = other.future().exception(5)  # or it was on its way in whole
+            assert ended is None or "BoomError" in str(ended)
+        check(three, 1)
+    else:
+        pytest.fail("the call has more lines than were tried")
+
+
+# -- who is who -------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_name_is_told_to_take_one(no_settings: None) -> None:
+    with (
+        local_pool(1) as servers,
+        pytest.raises(ConfigError, match="REDUCTION_JOB=NAME, the same at every rank"),
+    ):
+        connect(rank=0, world_size=2, servers=servers)
+
+
+def test_a_job_of_one_needs_no_name(no_settings: None) -> None:
+    with local_pool(1) as servers:
+        for _ in range(2):
+            client = connect(rank=0, world_size=1, servers=servers)
+            assert client.all_reduce(np.ones(3), "sum").wait(5).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_process_of_an_earlier_run_is_not_met() -> None:
+    """Its rank 0 was killed before its first call; its rank 1 has yet to call."""
+    code = "import sys, worker_client; worker_client.init(); print(flush=True); sys.stdin.read()"
+    with local_pool(2) as servers:
+        settings = {"REDUCTION_SERVERS": ",".join(servers), "REDUCTION_JOB": "train"}
+        identity = {"RANK": "0", "WORLD_SIZE": "2"}
+        with (
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env={**os.environ, **settings, **identity},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            ) as killed,
+            connect(rank=1, world_size=2, servers=servers, job="train", timeout="5s") as old,
+        ):
+            assert killed.stdout is not None
+            killed.stdout.readline()
+            killed.send_signal(signal.SIGKILL)
+            killed.wait()
+            with pytest.raises(StaleGenerationError, match="still has ranks 1 of another run"):
+                connect(rank=0, world_size=2, servers=servers, job="train", connect_timeout="3s")
+            with pytest.raises(RankLostError):
+                old.all_reduce(np.ones(3), "sum").wait(5)
+        with joined(2, servers=servers, job="train") as both:
+            check(both, 1)
+
+
+def test_an_earlier_run_that_ends_soon_is_waited_for() -> None:
+    with local_pool(1) as servers, ThreadPoolExecutor(2) as pool:
+        common: dict[str, Any] = {"world_size": 2, "servers": servers, "job": "again"}
+        old = connect(rank=1, **common)
+        connect(rank=0, **common).shutdown()
+        joining = pool.submit(connect, rank=0, **common)
+        time.sleep(0.5)
+        assert not joining.done()
+        old.shutdown()
+        with joining.result(5) as zero, connect(rank=1, **common) as one:
+            check([zero, one], 1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments"),
+    [
+        ("REDUCTION_WIRE_DTYPE", {"wire_dtype": "fp16"}),
+        ("REDUCTION_CHUNK_BYTES", {"chunk_bytes": "64KiB"}),
+        ("REDUCTION_FUSION_THRESHOLD", {"fusion_threshold": "1MiB"}),
+        ("REDUCTION_SERVERS", {"servers": slice(1)}),
+        ("REDUCTION_SERVERS", {"servers": slice(None, None, -1)}),
+    ],
+)
+def test_ranks_of_other_settings_learn_it_at_once(variable: str, arguments: dict[str, Any]) -> None:
+    with local_pool(2) as servers, ThreadPoolExecutor(2) as pool:
+        common: dict[str, Any] = {"world_size": 2, "servers": servers, "job": "settings"}
+        other = {**common, **arguments}
+        if "servers" in arguments:
+            other["servers"] = servers[arguments["servers"]]
+
+        def call(rank: int, settings: dict[str, Any]) -> str:
+            try:
+                with connect(rank=rank, **settings) as client:
+                    time.sleep(0.3)  # the other has tried by now
+                    client.all_reduce(np.ones(3), "sum").wait()
+            except MismatchError as error:
+                return str(error)
+            return "no error"
+
+        begun = time.monotonic()
+        told = list(pool.map(call, range(2), (common, other)))
+        assert time.monotonic() - begun < 5.0
+        assert all(variable in one for one in told), told
