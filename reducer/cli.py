@@ -77,6 +77,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     handshake_timeout: Annotated[
         str | None, typer.Option(help="Time for a connection's handshake, such as 5s.")
     ] = None,
+    drain_timeout: Annotated[
+        str | None, typer.Option(help="After SIGTERM, for jobs that have no other reducer, 8s.")
+    ] = None,
     keys: Annotated[
         Path | None, typer.Option(help="Directory of the pool's keys, as `keygen` makes it.")
     ] = None,
@@ -106,7 +109,11 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         bool, typer.Option("--stop-at-eof", help="Stop when standard input ends.")
     ] = False,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then finish open rounds and exit 0."""
+    """Serve until SIGTERM or Ctrl-C; then finish open rounds and exit 0.
+
+    After SIGTERM it goes on for jobs that have no other reducer, until they have or --drain-timeout
+    is over; a second signal ends that.
+    """
     _log_to_stderr(log_level)
     log: structlog.stdlib.BoundLogger = structlog.get_logger("reducer")
     settings = config.load(
@@ -118,6 +125,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         max_chunk_bytes=max_chunk_bytes,
         max_connections=max_connections,
         handshake_timeout=handshake_timeout,
+        drain_timeout=drain_timeout,
         keys=keys,
         insecure=insecure or None,
         kernel=kernel,
@@ -131,17 +139,24 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     log.info("settings", version=__version__, **settings.model_dump())
     stop = threading.Event()
 
+    grace_s = 0.0
+
     def on_signal(number: int, frame: FrameType | None) -> None:
-        del number, frame
+        nonlocal grace_s
+        del frame
+        if stop.is_set():
+            server.hurry()
+        elif number == signal.SIGTERM:
+            grace_s = settings.drain_timeout
         stop.set()
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
     with ExitStack() as stack:
         port = HttpPort(settings.http) if settings.http else None
         if port:
             stack.callback(port.close)
         server = Server(settings, None if settings.keys is None else Keyring.load(settings.keys))
+        signal.signal(signal.SIGTERM, on_signal)
+        signal.signal(signal.SIGINT, on_signal)
         if settings.keys is not None:
             signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()
@@ -153,7 +168,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
             threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
         while server.alive and not stop.wait(0.2):
             pass
-        server.stop()
+        server.stop(grace_s)
     log.info("stopped", **{name: getattr(server.counters, name) for name in _COUNTED})
 
 

@@ -78,6 +78,10 @@ class ReducerConfig(BaseSettings):
     """Time in which a new connection must finish libzmq's handshake; and in twice as much it must
     be a job's, or it is closed. An honest worker needs two round trips."""
 
+    drain_timeout: Seconds = 8.0
+    """How long it goes on, after a SIGTERM, for jobs that have no other reducer: until another one
+    is back, in a rolling restart. Less than what kills it then, such as Docker's ten seconds."""
+
     keys: Path | None = None
     """Directory with the pool's keys and its allow-list, from ``reducer keygen``: who has no key
     that is on the list is refused, and everything is encrypted. The list is read again when it

@@ -114,6 +114,7 @@ class Engine:
         self._unknown: set[bytes] = set()  # who was told lately that it is not known
         self._forgive = 0.0  # when these are forgotten
         self._lines = 0  # about refusals, since the last PING
+        self._closing: ReducerLostError | None = None  # since it was told to shut down
         self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
@@ -302,8 +303,8 @@ class Engine:
         return sends + [send for send in lost if send.peer not in told]
 
     def drain(self) -> list[Send]:
-        """Tell every member that this reducer shuts down; open rounds may still be finished."""
-        self._reductions.closed = ReducerLostError(
+        """Tell every member that this reducer shuts down; those that have no other may go on."""
+        self._closing = ReducerLostError(
             f"reducer {self._address} is shutting down", reducer=self._address
         )
         goodbye = Header(MessageType.GOODBYE).pack()
@@ -311,6 +312,10 @@ class Engine:
         for member in members:
             member.state = after(member.state, Role.REDUCER, MessageType.GOODBYE) or member.state
         return [Send(member.peer, goodbye, None) for member in members]
+
+    def close(self) -> None:
+        """Refuse new rounds from now on; open ones may still be finished."""
+        self._reductions.closed = self._closing
 
     # -- joining and leaving ------------------------------------------------------------------
 
@@ -337,8 +342,8 @@ class Engine:
         if peer in self._away:  # it speaks for another rank or job now
             sends += self._give_up(peer)
         try:
-            if self._reductions.closed is not None:
-                raise copy.copy(self._reductions.closed)
+            if self._closing is not None:
+                raise copy.copy(self._closing)
             job, member, earlier = self._members.join(peer, header, hello)
             job.keys[member.rank] = key
         except ReductionError as error:

@@ -13,15 +13,24 @@ import numpy as np
 
 from reducer.errors import (
     CapacityError,
+    MismatchError,
     RankLostError,
     ReductionError,
     ReductionTimeout,
     RemoteProtocolError,
 )
-from reducer.slots import PLACE_BYTES, ROUND_BYTES, SLOT_BYTES, check_agreement, check_size
+from reducer.slots import (
+    PLACE_BYTES,
+    ROUND_BYTES,
+    SLOT_BYTES,
+    check_agreement,
+    check_size,
+    mismatch_of_epochs,
+)
 from reducer.wire.constants import (
     MAX_ROUNDS_AHEAD,
     NO_SEQUENCE,
+    PLACES,
     SPARE_CHUNKS,
     DType,
     MessageType,
@@ -121,7 +130,8 @@ class Reductions:
         if header.sequence < member.watermark:
             self.counters.late += 1
             return []
-        return self._offer(job, member, header, payload)
+        ended = self._end_question(job, member, header) if header.sequence % PLACES == 1 else []
+        return ended + self._offer(job, member, header, payload)
 
     def retained(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
         """Take a member's RETAINED: it holds a chunk's result, or sends the one it was asked for.
@@ -162,6 +172,11 @@ class Reductions:
         if round_.holds(header.offset, member.rank):
             self.counters.duplicates += 1
             return []
+        call = None if header.sequence % PLACES else job.rounds.get(header.sequence + 1)
+        if call is not None and call.first is not None:
+            error = _unasked(header, call.first)
+            if error is not None:
+                return self.fail(job, header.sequence, round_, error)
         if payload is not None:
             _check_window(job, member, header)
         try:
@@ -169,6 +184,15 @@ class Reductions:
         except ReductionError as error:
             return self.fail(job, header.sequence, round_, error)
         return [] if slot.missing else self._complete(job, round_, slot, header)
+
+    def _end_question(self, job: Job, member: Member, header: Header) -> list[Send]:
+        """End the question before a call that a rank has begun without asking it."""
+        sequence = header.sequence - header.sequence % PLACES
+        question = job.rounds.get(sequence)
+        if question is None or question.first is None or question.error is not None:
+            return []
+        error = _unasked(question.first, header) if question.lacks(member.rank) else None
+        return [] if error is None else self.fail(job, sequence, question, error)
 
     def _round(self, job: Job, member: Member, header: Header) -> Round:
         round_ = job.rounds.get(header.sequence)
@@ -340,6 +364,23 @@ class Reductions:
         for member in untold:
             round_.tell(member.rank)
         return [Send(member.peer, frame, body) for member in untold]
+
+
+def _unasked(question: Header, call: Header) -> MismatchError | None:
+    """Return what becomes of a question if this call has begun; None if with its answer."""
+    if call.epoch == question.epoch + 1:
+        return None
+    if call.epoch != question.epoch:
+        return mismatch_of_epochs(call, question)
+    return MismatchError(
+        f"rank {call.rank} has gone on without the question that rank {question.rank} asks",
+        field="question",
+        rank=question.rank,
+        other_rank=call.rank,
+        expected="asked",
+        got="not asked",
+        sequence=question.sequence,
+    )
 
 
 def _without_sender(header: Header) -> Header:

@@ -87,7 +87,7 @@ class Server:
         host = _reachable(first.host)
         self.inproc = {f"{host}:{transport.port}": transport.inproc for transport in transports}
         self.address = f"{host}:{first.port}"
-        self._stopping = threading.Event()
+        self._stopping, self._hurry = threading.Event(), threading.Event()
         incarnation = secrets.token_hex(8)
         self._lanes = [
             _Lane(
@@ -105,6 +105,7 @@ class Server:
                 config.patience(),
                 chosen.loop,
                 self._stopping,
+                self._hurry,
                 config.cpus,
                 keyring=keyring,
             )
@@ -136,12 +137,17 @@ class Server:
         if self._keyring is not None:
             self._keyring.reload()
 
-    def stop(self) -> None:
-        """Say goodbye, finish open rounds until the workers leave or half a second is over.
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Say goodbye, and finish open rounds until the workers leave or half a second is over.
+
+        Args:
+            grace_s: for so many seconds before that, go on for jobs that have no other reducer.
 
         Raises:
             BaseException: whatever ended a thread before it was told to stop.
         """
+        for lane in self._lanes:
+            lane.grace_s = grace_s
         self._stopping.set()  # seen at the next tick
         for lane in self._lanes:
             lane.join()
@@ -152,9 +158,17 @@ class Server:
             if lane.failure is not None:
                 raise lane.failure
 
+    def hurry(self) -> None:
+        """End the grace of `stop`, which has begun; a signal handler may call this."""
+        self._hurry.set()
+
 
 class _Lane(threading.Thread):
-    """One thread of a reducer."""
+    """One thread of a reducer.
+
+    Attributes:
+        grace_s: for how long to serve when it is to stop.
+    """
 
     def __init__(  # noqa: PLR0917 (one after the other, as they belong together)
         self,
@@ -163,6 +177,7 @@ class _Lane(threading.Thread):
         patience: Patience,
         make_loop: MakeLoop,
         stopping: threading.Event,
+        hurry: threading.Event,
         cpus: tuple[int, ...] | None,
         *,
         keyring: Keyring | None,
@@ -174,7 +189,9 @@ class _Lane(threading.Thread):
         self._guard = Guard(engine, transport, patience)
         self.desk = Desk(engine, self._guard, transport.port)
         self._make_loop = make_loop
+        self.grace_s = 0.0
         self._stopping = stopping
+        self._hurry = hurry
         self._cpus = cpus
         self._keyring = keyring
         self._allowed = None if keyring is None else keyring.allowed
@@ -193,16 +210,23 @@ class _Lane(threading.Thread):
                 if self._keyring is not None:
                     self._mind_keys(self._keyring, loop)
             loop.send(self.engine.drain())
-            give_up = time.monotonic() + DRAIN_S
-            while self.engine.jobs and time.monotonic() < give_up:
-                self.desk.answer()
-                loop.step(LOOK_S)
+            self._serve_last(loop, self.grace_s, self._hurry.is_set)
+            self.engine.close()
+            self._serve_last(loop, DRAIN_S, lambda: False)
         except BaseException as error:
             self.failure = error
             log.exception("the reducer stopped because of an error of its own")
             raise
         finally:
             self._transport.close()
+
+    def _serve_last(self, loop: Loop, seconds: float, ends: Callable[[], bool]) -> None:
+        """Serve the jobs that are left for at most so long."""
+        end = time.monotonic() + seconds
+        while self.engine.jobs and time.monotonic() < end and not ends():
+            self.desk.answer()
+            loop.step(LOOK_S)
+            loop.send(self._guard.look(time.monotonic()))
 
     def _mind_keys(self, keyring: Keyring, loop: Loop) -> None:
         """Go by the allow-list as it is now, and count who was refused."""

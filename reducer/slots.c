@@ -251,6 +251,9 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         header->watermark > member->watermark ? header->watermark : member->watermark;
     if (header->sequence < watermark || header->sequence - watermark >= MAX_ROUNDS_AHEAD)
         return IRREGULAR;
+    uint64_t place = header->sequence % PLACES; /* 0: a question, which the call after it may end */
+    if (place == 0 || (place == 1 && map_get(&rounds->by_sequence, header->sequence - 1) != NULL))
+        return IRREGULAR;
     if (member->held + window_charge(header->nbytes) > window_limit(member, rounds))
         return IRREGULAR;
     struct round *in = map_get(&rounds->by_sequence, header->sequence);

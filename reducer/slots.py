@@ -275,7 +275,7 @@ def check_agreement(header: Header, first: Header | None) -> None:
         names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
         raise _mismatch(header, "op", first.rank, *names)
     if header.epoch != first.epoch:
-        raise _mismatch(header, "epoch", first.rank, first.epoch, header.epoch)
+        raise mismatch_of_epochs(header, first)
     if header.tag != first.tag:
         raise _mismatch(header, "name", first.rank, _tag(first), _tag(header))
     if header.since == first.since and header.history != first.history:
@@ -305,6 +305,11 @@ def check_size(header: Header, first_rank: int, nbytes: int) -> None:
 def _tag(header: Header) -> str:
     """Say a name as far as a reducer knows it; a worker puts the name itself in its place."""
     return f"#{header.tag:016x}" if header.tag else "no name"
+
+
+def mismatch_of_epochs(header: Header, first: Header) -> MismatchError:
+    """Return what ranks are told that have lost touch: they begin anew."""
+    return _mismatch(header, "epoch", first.rank, first.epoch, header.epoch)
 
 
 def _mismatch(

@@ -1,8 +1,14 @@
 """What ranks agree on as they go: the reducers in use, and how large chunks are.
 
 Every rank must cut a buffer alike, but each measures another rate, and learns at another time that
-a reducer is back. So at certain calls, which are the same at every rank, they find out with an
+a reducer is back. So before certain calls, which are the same at every rank, they find out with an
 all-reduce of its own: the slowest rank's rate counts, and the reducers that every rank can use.
+
+A reducer that is back is to be in use within two seconds, whether a job makes one call in that time
+or thousands. But no two clocks are the same. So a rank that could use one more also asks before
+calls that it chooses by its own clock. If every rank asks there, they agree; if one has gone on
+without, its reducer declines the question, and nothing was lost but a round trip. Ranks choose
+multiples of powers of two, and so meet where the slowest one asks.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
 
 FIRST_CALL = 3  # then twice as late each time
 EVERY = 96  # from then on at every multiple of it
+OFTEN_S = 0.4  # between questions of a rank that could use one more reducer
+_OLD, _NEW = 0.75, 0.25  # weights in the mean time between calls
 NAME = "what the links carry"  # compared like any other, so that no call is taken for a question
 
 
@@ -32,11 +40,16 @@ class Agreement:
 
     Attributes:
         every: so many calls are between agreements in the long run.
+        wanted: whether this rank could use a reducer that is not in use.
         chunk_bytes: size of chunks.
     """
 
     def __init__(self, needed: bool, forced: int, reducers: int) -> None:
         self.every = EVERY
+        self.wanted = False
+        self._called_at = 0.0  # when the latest call was made, in seconds of the caller's clock,
+        self._between_s = 0.0  # the time since the one before, and the mean of such times
+        self._mean_s = 0.0
         self._needed = needed
         self._forced = forced
         self._asked = 0  # number after the latest call before which ranks were to agree
@@ -48,6 +61,12 @@ class Agreement:
         """Go back to the chunks that every rank begins with."""
         self.chunk_bytes = self._forced or chunk_size(0.0)
 
+    def called(self, now: float) -> None:
+        """Take note of the time of a call, in seconds of the caller's clock."""
+        self._between_s = now - self._called_at
+        self._called_at = now
+        self._mean_s = _OLD * self._mean_s + _NEW * self._between_s
+
     def due(self, sequence: int) -> bool:
         """Whether ranks are to agree before the call of this all-reduce, and have not been asked.
 
@@ -56,10 +75,17 @@ class Agreement:
         call = sequence // PLACES + 1
         if not self._needed or call <= self._asked:
             return False
+        if self.wanted and call % self._often() == 0:
+            return True
         turns, rest = divmod(call, FIRST_CALL)
         return rest == 0 and (
             turns & (turns - 1) == 0 if call <= self.every else call % self.every == 0
         )
+
+    def _often(self) -> int:
+        """Return the largest power of two of calls that this rank makes in `OFTEN_S`, or 1."""
+        calls = OFTEN_S / max(self._between_s, self._mean_s, OFTEN_S / self.every)
+        return 1 << (max(1, int(calls)).bit_length() - 1)
 
     def question(self, rate: float, usable: Sequence[bool], before: Operation) -> Operation:
         """Return the all-reduce that finds what all ranks can do.

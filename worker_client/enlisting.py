@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from worker_client.process_group import ProcessGroup
 
 
+BEGIN_WITHOUT_S = 3.0  # longer than a reducer that is well takes to answer anywhere
+
+
 def enlist(
     settings: WorkerConfig,
     group: ProcessGroup | None,
@@ -74,6 +77,7 @@ def enlist(
             chunk_bytes=int(settings.chunk_bytes),
             fallback=fallback is not None,
             outlive=settings.on_rank_lost == "continue",
+            begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
             weights=weights,
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from reducer.wire.constants import MessageType
 from reducer.wire.messages import ALL_REDUCERS, LAST_EPOCH, Loss, encode
+from reducer.wire.states import LinkState
 from worker_client.actions import Reset, Send
 from worker_client.shard_map import NEVER, ShardMap
 
@@ -172,8 +173,17 @@ class Failover:
         """Return which reducers this rank could use from now on."""
         reachable = [True] * self._reducers
         for link in self._links:
-            reachable[link.reducer] &= link.member and not link.closing
+            reachable[link.reducer] &= link.state is LinkState.MEMBER and not link.closing
         return reachable
+
+    def wanted(self) -> bool:
+        """Whether this rank could use a reducer that is not in use."""
+        usable = self.usable()
+        return any(
+            usable[reducer] and not self.map.uses(reducer)
+            for reducer in range(self._reducers)
+            if reducer not in self._hosts
+        )
 
     def agree(self, usable: Sequence[bool]) -> list[int]:
         """Begin a new epoch with the reducers that every rank can use.

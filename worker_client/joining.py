@@ -76,7 +76,7 @@ class Joining:
             return []
         if self._since is None:
             self._since = now
-        if now < self._since + self._settings.patience_s:
+        if now < self._since + min(self._settings.patience_s, self._settings.begin_without_s):
             return []
         self.complete = True
         return [link.reducer for link in self._links if not link.member]

@@ -83,8 +83,23 @@ class Losses:
     def draining(self, link: Link) -> list[Action]:
         """Go on without a reducer that shuts down, if there is another way."""
         if self._irreplaceable(link):
-            return []  # it finishes what it has
+            return []  # it goes on for as long as it may
         return self.lose(link, self._lost(link, "is shutting down"))
+
+    def leave_drained(self) -> list[Action]:
+        """Leave reducers that shut down, and are not used any more, when they have done all."""
+        drained = [
+            link
+            for link in self._links
+            if link.state is LinkState.DRAINING
+            and link.reducer not in self._settings.hosts
+            and not self._map.uses(link.reducer)
+            and not self._flight.needs(link.index)
+        ]
+        for link in drained:
+            link.close()
+            self._flight.shut(link.index)
+        return [Reset(link.index) for link in drained]
 
     def told(self, reducer: int, epoch: int) -> list[Action]:
         """Go on without a reducer that another rank has lost."""
@@ -114,7 +129,7 @@ class Losses:
             return []  # nobody was left for another part of it
         if not self._map.uses(link.reducer):
             return self.rehome(link, operation.sequence)
-        if link.state is LinkState.MEMBER:
+        if link.member:
             return []
         if self._irreplaceable(link):
             return self._calls.fail(operation, self._absent(link))

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from reducer.wire.constants import PLACES
-from reducer.wire.layout import shards
+from reducer.wire.layout import shards, turn_of
 from worker_client.flight import Part
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Plan:
 
     def cut(self, nbytes: int, sequence: int) -> list[Part]:
         """Cut the buffer of an all-reduce."""
-        key = nbytes, sum(divmod(sequence, PLACES)) % len(self._owners)
+        key = nbytes, turn_of(sequence) % len(self._owners)
         parts = self._known.get(key)
         if parts is None:
             cut = shards(nbytes, self._weights, sequence, self._chunk_bytes)

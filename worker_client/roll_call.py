@@ -32,6 +32,7 @@ class RollCall:
         self._links = links
         self._map = shard_map
         self._active = active
+        self._outdated: set[int] = set()  # links whose next PING may be from before the agreement
         self._gone: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
 
     @property
@@ -44,11 +45,19 @@ class RollCall:
 
     def hear(self, link: Link, gone: tuple[int, ...], now: float) -> None:
         """Take note of the ranks that are gone at a reducer, by its latest PING."""
+        if link.index in self._outdated:
+            self._outdated.discard(link.index)
+            return
         news = set(gone) - set(self._gone.pop(link.index, ()))
         if gone:
             self._gone[link.index] = gone
         if news:
             self._active.hurry(now)
+
+    def agreed(self) -> None:
+        """Forget who was gone: every rank has just said which reducers it can use."""
+        self._gone.clear()
+        self._outdated = {link.index for link in self._links}
 
     def begin(self, now: float) -> None:
         """See to it that it is soon asked whom an all-reduce waits for, if ranks are gone."""

@@ -19,14 +19,14 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, MessageType
+from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, PLACES, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error
 from reducer.wire.states import LinkState, Role, after
 from worker_client.aborts import Aborts
 from worker_client.actions import Action, Finish, HandOver, Reset, Send
 from worker_client.agreement import Agreement
-from worker_client.calls import Calls
+from worker_client.calls import FIRST_PLACE, Calls
 from worker_client.failover import Failover
 from worker_client.flow import FlowControl
 from worker_client.handover import HandingOver, Unfinished
@@ -203,6 +203,8 @@ class Session:
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
         self.calls.number(operation)
+        if operation.sequence % PLACES == FIRST_PLACE:
+            self._agreement.called(now)
         if self.settings.fallback and not self._handing.done:
             self._handing.asked(operation.sequence, self.flight.reached)
         return self._go_on(operation, now)
@@ -262,8 +264,12 @@ class Session:
             for reducer in set(self._map.base) - used:
                 log.warning("reducer %s is used again", self.settings.reducers[reducer])
             self._cut_anew()
+            self._roll_call.agreed()
+            self._agreement.wanted = False  # as far as is known; it is looked at again soon
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
             actions += self.losses.agreed(missed)
+        elif _declined(error):
+            log.debug("a rank did not ask with the others which reducers to use")
         elif not self.failover.renewed_after(sequence):  # others may have got the answer
             actions += self.losses.renew(self._map.fresh(), sequence)
         if self.losses.final:
@@ -322,6 +328,8 @@ class Session:
         actions: list[Action] = list(self._joining.retry(now))
         for reducer in self._joining.give_up(now):
             actions += self.losses.missed(reducer, self._map.epoch)
+        actions += self.losses.leave_drained()
+        self._agreement.wanted = self.failover.wanted()
         for link in self.links:
             actions += self._aborts.pay(link)
         for operation in self.calls.active.straggling(now):
@@ -446,6 +454,11 @@ class Session:
 
     def _header(self, kind: MessageType) -> Header:
         return self._identity._replace(type=kind, watermark=self.watermark)
+
+
+def _declined(error: ReductionError) -> bool:
+    """Whether some ranks have gone on without a question, and all are as they were."""
+    return isinstance(error, MismatchError) and error.field == "question"
 
 
 def _epoch(told: object) -> int:

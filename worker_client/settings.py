@@ -28,6 +28,8 @@ class Settings:
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
         patience_s: how long to wait for all reducers at the start, before going on without those
             that have not answered.
+        begin_without_s: how long to wait for the others, when some reducers have answered at the
+            start, if none of them refuses this worker.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
         agreed: what else ranks must have in common, by the names of variables.
@@ -46,6 +48,7 @@ class Settings:
     outlive: bool = False
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     patience_s: float = math.inf
+    begin_without_s: float = math.inf
     weights: tuple[int, ...] = ()
     hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)

@@ -48,7 +48,7 @@ def shards(
         Adjoining shards in ascending order, their bounds multiples of 64 bytes but for the end.
     """
     owners = [reducer for reducer, weight in enumerate(weights) if weight]
-    turn = sum(divmod(sequence, PLACES)) % len(owners)
+    turn = turn_of(sequence) % len(owners)
     owners = owners[turn:] + owners[:turn]
     shares = [weights[owner] for owner in owners]
     smallest = min(chunk_bytes or MIN_SHARD, MIN_SHARD)
@@ -63,6 +63,12 @@ def shards(
     ]
     cut = [Shard(owner, *bound) for owner, bound in zip(owners, pairwise(bounds), strict=True)]
     return [shard for shard in cut if shard.end > shard.start] or cut[:1]
+
+
+def turn_of(sequence: int) -> int:
+    """Return how many places on, among reducers, the first shard of an all-reduce belongs."""
+    call, place = divmod(sequence, PLACES)
+    return call + max(place, 1) - 1
 
 
 def mixed_weights(workers: int, pool: int) -> tuple[int, ...]:

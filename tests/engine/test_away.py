@@ -62,6 +62,7 @@ def test_a_job_that_is_away_as_a_whole_makes_way_for_another_one(reducer: Reduce
 def test_a_reducer_that_shuts_down_waits_for_nobody(reducer: Reducer) -> None:
     reducer.contribute(0)
     reducer.engine.drain()
+    reducer.engine.close()
     assert told(reducer.engine.unreachable(b"1"))[b"0"].rank == 1
 
 
@@ -69,15 +70,15 @@ def test_a_reducer_that_shuts_down_waits_for_nobody(reducer: Reducer) -> None:
 
 
 def test_a_range_is_given_up_now_and_later(reducer: Reducer) -> None:
-    for sequence in (1, 3, 5):
+    for sequence in (11, 13, 15):
         reducer.contribute(0, sequence=sequence)
-    errors = told_by_sequence(reducer.say(1, M.ABORT, 1, LOST, nbytes=3, watermark=5))
-    assert errors == {(b"0", 1), (b"0", 3)}
+    errors = told_by_sequence(reducer.say(1, M.ABORT, 11, LOST, nbytes=3, watermark=15))
+    assert errors == {(b"0", 11), (b"0", 13)}
     assert reducer.engine.held() == 1024
-    for sequence in (2, 4):
+    for sequence in (12, 14):
         assert isinstance(told(reducer.contribute(0, sequence))[b"0"], ReducerLostError)
-    assert kinds(reducer.contribute(1, sequence=5, watermark=5)) == [M.RESULT] * 2
-    assert reducer.contribute(0, sequence=0) == []
+    assert kinds(reducer.contribute(1, sequence=15, watermark=15)) == [M.RESULT] * 2
+    assert reducer.contribute(0, sequence=10) == []
 
 
 def told_by_sequence(sends: list) -> set[tuple[bytes, int]]:

@@ -20,7 +20,7 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Loss, Stragglers, decode, encode, encode_error
-from tests.engine.words import WINDOW, M, Reducer, kinds, told
+from tests.engine.words import WINDOW, M, Reducer, kinds, number, told
 
 
 def test_the_last_contribution_sends_the_result_to_all(reducer: Reducer) -> None:
@@ -108,10 +108,10 @@ def test_ranks_that_were_asked_for_different_calls_before_are_a_mismatch(reducer
 def test_what_came_before_is_compared_from_the_same_call_on(
     reducer: Reducer, implementation: str
 ) -> None:
-    reducer.contribute(0, since=3, history=5)
-    assert kinds(reducer.contribute(1, since=4, history=6)) == [M.RESULT] * 2
-    reducer.contribute(0, sequence=1, since=4, history=7)
-    assert kinds(reducer.contribute(1, sequence=1, since=4, history=7)) == [M.RESULT] * 2
+    reducer.contribute(0, number(0), since=3, history=5)
+    assert kinds(reducer.contribute(1, number(0), since=4, history=6)) == [M.RESULT] * 2
+    reducer.contribute(0, number(1), since=4, history=7)
+    assert kinds(reducer.contribute(1, number(1), since=4, history=7)) == [M.RESULT] * 2
     assert reducer.served.taken == (4 if implementation == "compiled" else 0)
 
 
@@ -140,8 +140,8 @@ def test_a_timeout_names_who_is_missing(implementation: str) -> None:
 
 @pytest.mark.parametrize("politely", [True, False])
 def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer: Reducer, politely: bool) -> None:
-    reducer.contribute(0, sequence=0)  # lacks rank 1
-    reducer.contribute(1, sequence=1)  # does not
+    reducer.contribute(0, number(0))  # lacks rank 1
+    reducer.contribute(1, number(1))  # does not
     if politely:
         sends = reducer.say(1, M.GOODBYE, (1 << 64) - 1)
     else:
@@ -150,10 +150,10 @@ def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer: Reducer, polite
     errors = told(sends)
     assert errors.keys() == {b"0"}
     assert errors[b"0"].rank == 1
-    assert errors[b"0"].sequence == 0
-    (result,) = reducer.contribute(0, sequence=1)  # one contribution of each rank is there
+    assert errors[b"0"].sequence == number(0)
+    (result,) = reducer.contribute(0, number(1))  # one contribution of each rank is there
     assert Header.unpack(result.header).type is M.RESULT
-    assert isinstance(told(reducer.contribute(0, sequence=2))[b"0"], RankLostError)
+    assert isinstance(told(reducer.contribute(0, number(2)))[b"0"], RankLostError)
     assert reducer.engine.unreachable(b"0") == []
     assert told(reducer.engine.tick(2 * AWAY_S)) == {}
     assert reducer.engine.jobs == []
@@ -251,15 +251,20 @@ def test_who_exceeds_the_window_is_refused(implementation: str) -> None:
     assert reducer.engine.newly_dropped() == []
 
 
-def test_a_shutdown_finishes_open_rounds_and_refuses_new_ones(reducer: Reducer) -> None:
-    reducer.contribute(0)
+def test_a_shutdown_serves_members_until_it_is_closed(reducer: Reducer) -> None:
+    reducer.contribute(0, number(0))
     assert kinds(reducer.engine.drain()) == [M.GOODBYE] * 2
-    assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
-    error = told(reducer.contribute(0, sequence=1))[b"0"]
-    assert isinstance(error, ReducerLostError)
-    assert error.reducer == "here:1"
+    assert kinds(reducer.contribute(1, number(0))) == [M.RESULT] * 2
     refusal = told(reducer.hello(0, peer=b"new", job="new"))[b"new"]
     assert isinstance(refusal, ReducerLostError)
+    assert reducer.contribute(0, number(1)) == []
+    assert kinds(reducer.contribute(1, number(1))) == [M.RESULT] * 2
+    reducer.contribute(0, number(2))
+    reducer.engine.close()
+    assert kinds(reducer.contribute(1, number(2))) == [M.RESULT] * 2
+    error = told(reducer.contribute(0, number(3)))[b"0"]
+    assert isinstance(error, ReducerLostError)
+    assert error.reducer == "here:1"
 
 
 @pytest.mark.parametrize(

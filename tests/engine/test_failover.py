@@ -81,7 +81,7 @@ def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(three: Driven, way:
     assert losses(actions) == [(0, Loss(1, 0)), (2, Loss(1, 0))]
     assert sent(actions, M.CONTRIBUTION) == [], "its memory may still be read"
     moved = sent(three.released(1), M.CONTRIBUTION)
-    assert sorted((link, header.offset) for link, header in moved) == [(0, 64), (2, 0)]
+    assert sorted((link, header.offset) for link, header in moved) == [(0, 192), (2, 128)]
     kept = [(link, header) for link, header in contributions if link != 1]
     ended = [result(three, link, header) for link, header in kept + moved]
     assert [errors(actions) for actions in ended] == [[]] * 5 + [[None]]
@@ -109,12 +109,12 @@ def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) ->
     three.released(1)
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     assert sorted((link, header.offset) for link, header in contributions) == [
+        (0, 0),
         (0, 64),
-        (0, 256),
-        (0, 320),
-        (2, 0),
+        (0, 192),
         (2, 128),
-        (2, 192),
+        (2, 256),
+        (2, 320),
     ]
     assert {header.epoch for _, header in contributions} == {0}
 
@@ -141,7 +141,7 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -
     assert errors(ended) == [None]
     assert three.flight.kept_bytes == 64 * 6
     lose(three, "disconnected")
-    assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [0, 64]
+    assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [128, 192]
     three.receive(0, Header(M.PING, watermark=number(0) + 1).pack(), b"")
     assert three.flight.kept_bytes == 0
     lost = three.disconnected(0, "died")

@@ -170,14 +170,15 @@ def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
     assert len(sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)) == 4
 
 
-def test_a_last_reducer_that_shuts_down_gets_no_new_work(lone: Driven) -> None:
+def test_a_last_reducer_that_shuts_down_is_used_for_as_long_as_it_serves(lone: Driven) -> None:
     contributions = sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)
     assert lone.receive(0, Header(M.GOODBYE).pack(), b"") == []
-    (failure,) = errors(lone.submit(operation(), 0.0))
-    assert "is shutting down" in str(failure)
     for link, header in contributions:
         actions = result(lone, link, header)
     assert errors(actions) == [None]
+    assert sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)
+    (failure,) = errors(lone.disconnected(0, "has ended"))
+    assert "has ended" in str(failure)
 
 
 def test_a_last_reducer_that_knows_nobody_fails_everything_in_flight(lone: Driven) -> None:
@@ -210,9 +211,7 @@ def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:
 
 
 def test_a_connection_made_anew_has_lost_what_the_old_one_carried(session: Driven) -> None:
-    (one,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
-    result(session, *one)
-    first = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)  # begins at the first reducer
+    first = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
     actions = session.connected(1)
     assert errors(actions) == []
     assert [action for action in actions if isinstance(action, Reset)] == [Reset(1)]

@@ -260,11 +260,23 @@ def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:
         assert isinstance(error, ReducerLostError)
 
 
-def test_nobody_listens(servers: list[str]) -> None:
+def test_a_job_begins_with_the_reducers_that_answer(
+    servers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with connect(
+        rank=0, world_size=1, servers=[servers[0], address], connect_timeout="4s"
+    ) as client:
+        assert client.in_use == [True, False]
+        all_reduce([client])
+    assert f"{address} died, or a rank cannot reach it: going on without it" in caplog.text
+
+
+def test_nobody_listens() -> None:
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
     with pytest.raises(ReducerLostError, match="refused") as error:
-        connect(rank=0, world_size=1, servers=[servers[0], address], connect_timeout="1s")
+        connect(rank=0, world_size=1, servers=[address], connect_timeout="1s")
     assert error.value.reducer == address
     assert address in str(error.value)
     assert time.monotonic() - start < 4

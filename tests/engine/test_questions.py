@@ -1,0 +1,86 @@
+"""The ranks' own question before a call: who asks it, who has gone on, and what becomes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from reducer.errors import MismatchError
+from tests.engine.words import Reducer, kinds, number, told
+from worker_client.agreement import EVERY, OFTEN_S, Agreement
+from worker_client.calls import FIRST_PLACE
+
+QUESTION, CALL = number(4, 0), number(4)
+
+
+@pytest.mark.parametrize("first", ["question", "call"])
+def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(
+    reducer: Reducer, first: str
+) -> None:
+    sends = []
+    for what in (first, "call" if first == "question" else "question"):
+        rank, sequence = (0, QUESTION) if what == "question" else (1, CALL)
+        sends += reducer.contribute(rank, sequence, epoch=3)
+    (declined,) = told(sends).values()
+    assert isinstance(declined, MismatchError)
+    assert (declined.field, declined.rank, declined.other_rank) == ("question", 0, 1)
+    done = reducer.contribute(0, CALL, epoch=3)
+    assert [kind.name for kind in kinds(done)] == ["RESULT", "RESULT"], "and the call goes on"
+
+
+@pytest.mark.parametrize("first", ["question", "call"])
+@pytest.mark.parametrize("epoch", [2, 5])
+def test_ranks_of_other_epochs_have_lost_touch(reducer: Reducer, first: str, epoch: int) -> None:
+    sends = []
+    for what in (first, "call" if first == "question" else "question"):
+        sends += (
+            reducer.contribute(0, QUESTION, epoch=3)
+            if what == "question"
+            else reducer.contribute(1, CALL, epoch=epoch)
+        )
+    error = told(sends)[b"0"]
+    assert isinstance(error, MismatchError)
+    assert (error.field, {error.expected, error.got}) == ("epoch", {3, epoch})
+
+
+def test_a_rank_that_has_the_answer_has_not_passed_the_question(reducer: Reducer) -> None:
+    reducer.contribute(1, CALL, epoch=4, watermark=QUESTION)
+    assert reducer.contribute(0, QUESTION, epoch=3) == [], "rank 1 will claim the answer"
+    assert told(reducer.retain(1, QUESTION, epoch=3)) == {}
+
+
+def test_all_that_ask_are_answered(reducer: Reducer) -> None:
+    reducer.contribute(0, QUESTION)
+    assert len(reducer.contribute(1, QUESTION)) == 2
+
+
+@pytest.mark.parametrize(
+    ("between_s", "often"), [(10.0, 1), (0.5, 1), (0.15, 2), (0.01, 32), (1e-6, 64)]
+)
+def test_how_often_a_rank_asks_that_could_use_one_more(between_s: float, often: int) -> None:
+    agreement = Agreement(needed=True, forced=0, reducers=2)
+    agreement.wanted = True
+    now = 100.0
+    for _ in range(50):
+        now += between_s
+        agreement.called(now)
+    calls = range(EVERY * 8, EVERY * 8 + 400)
+    due = {call + 1 for call in calls if agreement.due(number(call))}
+    assert due == {call + 1 for call in calls if (call + 1) % often == 0 or (call + 1) % EVERY == 0}
+    agreement.wanted = False
+    assert {call + 1 for call in calls if agreement.due(number(call))} < due
+
+
+def test_a_pause_makes_a_rank_ask_at_once() -> None:
+    agreement = Agreement(needed=True, forced=0, reducers=2)
+    agreement.wanted = True
+    for step in range(1000):
+        agreement.called(step * 1e-3)
+    assert not agreement.due(number(1000))
+    agreement.called(1.0 + 2 * OFTEN_S)
+    assert agreement.due(number(1000))
+
+
+def test_places_of_a_call() -> None:
+    assert (number(0, 0), number(0), FIRST_PLACE) == (0, 1, 1)
+    assert np.diff([number(call) for call in range(5)]).tolist() == [128] * 4
