@@ -66,6 +66,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("release.lock MANIFEST.in", (f"{JOBS}wheel.py",)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
+    ("bench/rolling* bench/chaos_run.py", (f"{JOBS}rolling.py",)),
     (
         "bench/chaos* bench/fault* bench/rank_loss.py",
         (f"{JOBS}rank_loss.py", f"{JOBS}survivors.py", f"{JOBS}ddp_failover.py", "tests/lab"),

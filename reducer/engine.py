@@ -53,7 +53,7 @@ AWAY_S = 1.0
 MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
 REFUSALS_S = 10.0
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
-MAX_LINES = 16  # about refusals between two PINGs: whoever provokes them must not fill the log
+MAX_LINES = 16  # about workers between two PINGs: whoever provokes them must not fill the log
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Engine:
         self._refusals: dict[bytes, int] = {}  # of each peer, lately
         self._unknown: set[bytes] = set()  # who was told lately that it is not known
         self._forgive = 0.0  # when these are forgotten
-        self._lines = 0  # about refusals, since the last PING
+        self._lines = 0  # about workers, since the last PING
         self._closing: ReducerLostError | None = None  # since it was told to shut down
         self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
@@ -225,15 +225,19 @@ class Engine:
         self.counters.refused += 1
         self.counters.unauthenticated += isinstance(error, AuthError)
         self.counters.over_limit += isinstance(error, CapacityError)
-        self._lines += 1
-        if self._lines <= MAX_LINES:
-            log.info("refused a message: %s", error)
+        self._say("refused a message: %s", error)
         broken = isinstance(error, (RemoteProtocolError, VersionError)) or (
             isinstance(error, CapacityError) and error.limit == "window"
         )
         if broken or refusals >= MAX_REFUSALS:
             return self.drop(peer, error)
         return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+
+    def _say(self, text: str, *arguments: object) -> None:
+        """Log something that workers bring about, unless they do so again and again."""
+        self._lines += 1
+        if self._lines <= MAX_LINES:
+            log.info(text, *arguments)
 
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
@@ -257,7 +261,7 @@ class Engine:
             return sends
         self._next_ping = now + PING_INTERVAL_S
         if self._lines > MAX_LINES:
-            log.info("refused %d more messages", self._lines - MAX_LINES)
+            log.info("%d more lines of that kind", self._lines - MAX_LINES)
         self._lines = 0
         if now >= self._forgive:
             self._forgive = now + REFUSALS_S
@@ -365,6 +369,8 @@ class Engine:
             lanes=self._lanes if hello.lane == 0 else (),
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
+        if not job.absent():
+            self._say("job %r: all %d ranks are here", job.name, job.world_size)
         job.forget()  # it may have finished what the others have, too
         sends += [self._loss(job, member, loss) for loss in job.losses.values()]
         if earlier is not None:
@@ -456,6 +462,7 @@ class Engine:
         if found is None:
             return []
         job, member = found
+        self._say("job %r: %s%s", job.name, reason, "" if job.members else ", the last one")
         sends: list[Send] = []
         for sequence, round_ in job.rounds.items():
             if round_.error is None and round_.lacks(member.rank):

@@ -38,6 +38,7 @@ REDUCER_SETTINGS = (
     "max_chunk_bytes",
     "max_connections",
     "handshake_timeout",
+    "drain_timeout",
     "keys",
     "insecure",
     "kernel",

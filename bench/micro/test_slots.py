@@ -15,7 +15,7 @@ import pytest
 
 from reducer import implementation, kernels
 from reducer.engine import Engine
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 
@@ -62,7 +62,8 @@ def name(rank: int) -> bytes:
 def offers(payloads: list[bytes]) -> Iterator[list[Offer]]:
     """Yield one contribution of each rank, for one all-reduce after the other."""
     nbytes = len(payloads[0])
-    for sequence in range(WARM_UP + ROUNDS):
+    for call in range(WARM_UP + ROUNDS):
+        sequence = call * PLACES + 1  # number 0 of each call is the ranks' own question's
         header = Header(
             MessageType.CONTRIBUTION,
             job=JOB,

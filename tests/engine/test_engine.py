@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -299,3 +301,16 @@ def test_a_stranger_is_told_to_say_hello(reducer: Reducer) -> None:
     frame = Header(M.CONTRIBUTION, job=fingerprint("job")).pack()
     (send,) = reducer.engine.receive(b"stranger", frame, b"")
     assert type(told([send])[b"stranger"]) is MembershipError
+
+
+def test_the_life_of_a_job_is_in_the_log(
+    reducer: Reducer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for rank in range(2):
+        reducer.hello(rank, peer=b"new %d" % rank, job="another")
+    assert caplog.messages[-1] == "job 'another': all 2 ranks are here"
+    reducer.lose(b"new 1")
+    assert caplog.messages[-1] == "job 'another': rank 1 died or cannot be reached"
+    reducer.lose(b"new 0")
+    assert caplog.messages[-1] == "job 'another': rank 0 died or cannot be reached, the last one"

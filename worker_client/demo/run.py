@@ -177,4 +177,7 @@ def _check_installed() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         names = ", ".join(PACKAGES[name] for name in missing)
-        raise ConfigError(f'the demo needs {names}: pip install "reduction-server[demo]"')
+        checkout = Path(__file__).parents[2]
+        here = (checkout / "pyproject.toml").is_file()
+        what = f"{checkout}[demo]" if here else "reduction-server[demo]"
+        raise ConfigError(f'the demo needs {names}: pip install "{what}"')
