@@ -67,6 +67,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         str | None, typer.Option(help="How much of it one job may take; all by default.")
     ] = None,
     max_jobs: Annotated[int | None, typer.Option(help="Jobs that may be here at once.")] = None,
+    max_jobs_per_key: Annotated[
+        int | None, typer.Option(help="Of these, jobs of one key, on a pool with keys.")
+    ] = None,
     max_ranks: Annotated[int | None, typer.Option(help="Ranks that a job may have.")] = None,
     max_chunk_bytes: Annotated[
         str | None, typer.Option(help="Largest chunk, and so message: 1MiB to 4MiB.")
@@ -121,6 +124,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         memory_limit=memory_limit,
         job_memory_limit=job_memory_limit,
         max_jobs=max_jobs,
+        max_jobs_per_key=max_jobs_per_key,
         max_ranks=max_ranks,
         max_chunk_bytes=max_chunk_bytes,
         max_connections=max_connections,

@@ -60,6 +60,10 @@ class ReducerConfig(BaseSettings):
     max_jobs: int = Field(default=256, ge=1)
     """Jobs that may be here at once; what a reducer does for each, it does for all in turn."""
 
+    max_jobs_per_key: int = Field(default=64, ge=1)
+    """Of these, jobs that may be one key's, on a pool with keys: a run is two jobs if its calls
+    have names. The limit on one job's memory is for all jobs of a key together."""
+
     max_ranks: int = Field(default=4096, ge=1, le=MAX_WORLD_SIZE)
     """Ranks of one job, which are also its connections to each thread: libzmq takes messages from
     all connections in turn, so a job's share of a reducer grows with them."""
@@ -154,6 +158,7 @@ class ReducerConfig(BaseSettings):
         most = self.job_memory_limit
         return Limits(
             max_jobs=self.max_jobs,
+            max_jobs_per_key=self.max_jobs_per_key,
             max_ranks=self.max_ranks,
             max_chunk_bytes=int(self.max_chunk_bytes),
             job_memory_limit=None if most is None else int(most) // self.threads,

@@ -9,6 +9,7 @@ import copy
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.admission import LOCAL
 from reducer.errors import (
     AuthError,
     CapacityError,
@@ -348,7 +349,8 @@ class Engine:
         try:
             if self._closing is not None:
                 raise copy.copy(self._closing)
-            job, member, earlier = self._members.join(peer, header, hello)
+            shown = "" if key == LOCAL else key
+            job, member, earlier = self._members.join(peer, header, hello, shown)
             job.keys[member.rank] = key
         except ReductionError as error:
             sends += self._refuse(peer, error)

@@ -28,10 +28,13 @@ class Limits(NamedTuple):
         max_jobs: how many there may be.
         max_ranks: the largest world size.
         max_chunk_bytes: the largest chunk that a job may agree on.
-        job_memory_limit: bytes that one job may reserve; all there are if None.
+        max_jobs_per_key: how many of them may be of one key.
+        job_memory_limit: bytes that one job may reserve, or all jobs of one key; all there are if
+            None.
     """
 
     max_jobs: int = 256
+    max_jobs_per_key: int = 64
     max_ranks: int = MAX_WORLD_SIZE
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     job_memory_limit: int | None = None

@@ -48,13 +48,15 @@ class Job:
             rank began anew with all of them.
         given_up: all-reduces that a rank has given up, as first, last, and why.
         reserved: bytes of the reducer's memory set aside for this job.
+        key_shown: public key that its first rank has shown; "" without keys.
         keys: public key that each rank came with.
         processes: what each rank has called its process, of the ranks that are here or gone.
         barred: why ranks that the job lacks were refused, if their settings are others.
     """
 
-    def __init__(self, header: Header, hello: Hello, rounds: Rounds) -> None:
+    def __init__(self, header: Header, hello: Hello, rounds: Rounds, key: str = "") -> None:
         self.key = header.job
+        self.key_shown = key
         self.name = hello.job
         self.generation = header.generation
         self.hello = hello
@@ -178,8 +180,16 @@ class Membership:
             return None
         return job.members.get(header.rank)
 
-    def join(self, peer: bytes, header: Header, hello: Hello) -> tuple[Job, Member, Job | None]:
+    def join(
+        self, peer: bytes, header: Header, hello: Hello, key: str = ""
+    ) -> tuple[Job, Member, Job | None]:
         """Make a peer the member that its HELLO asks to be.
+
+        Args:
+            peer: the transport's name for the connection.
+            header: of its HELLO.
+            hello: the body.
+            key: public key that it has shown, if it has.
 
         Returns:
             Its job, itself, and the job that ended because this is a later generation of it.
@@ -198,8 +208,8 @@ class Membership:
             raise RemoteProtocolError(f"rank {header.rank} of a world of {hello.world_size}")
         earlier = self.jobs.get(header.job)
         if earlier is None or earlier.generation < header.generation:
-            self._check_size(hello, new=earlier is None)
-            job = Job(header, hello, self._slots.Rounds(hello.world_size))
+            self._check_size(hello, key, new=earlier is None)
+            job = Job(header, hello, self._slots.Rounds(hello.world_size), key)
         else:
             job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
@@ -232,6 +242,10 @@ class Membership:
         for member in job.members.values():
             del self._by_peer[member.peer]
         del self.jobs[job.key]
+
+    def _of(self, key: str) -> list[Job]:
+        """Return the jobs whose first rank has shown a key."""
+        return [job for job in self.jobs.values() if job.key_shown == key]
 
     def reserved(self) -> int:
         """Bytes set aside for all jobs."""
@@ -281,7 +295,7 @@ class Membership:
         ):
             raise _other_run(job)
 
-    def _check_size(self, hello: Hello, *, new: bool) -> None:
+    def _check_size(self, hello: Hello, key: str, *, new: bool) -> None:
         """Refuse a job before anything is made that grows with it."""
         limits = self._limits
         chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
@@ -290,6 +304,13 @@ class Membership:
                 f"this reducer serves {limits.max_jobs} jobs already: wait until one has ended, or "
                 "raise the reducer's --max-jobs (REDUCTION_MAX_JOBS)",
                 limit="max_jobs",
+            )
+        if new and key and len(self._of(key)) >= limits.max_jobs_per_key:
+            raise CapacityError(
+                f"this reducer serves {limits.max_jobs_per_key} jobs of this key already (a job is "
+                "two if it has names): wait until one has ended, or raise the reducer's "
+                "--max-jobs-per-key (REDUCTION_MAX_JOBS_PER_KEY)",
+                limit="max_jobs_per_key",
             )
         if hello.world_size > limits.max_ranks:
             raise CapacityError(
@@ -336,10 +357,13 @@ class Membership:
                 limit="memory_limit",
             )
         most = self._limits.job_memory_limit
-        if most is not None and needed > most:
+        others = sum(one.reserved for one in self._of(job.key_shown) if one.key != job.key)
+        others = others if job.key_shown else 0
+        if most is not None and needed + others > most:
+            beside = f", beside {others} of other jobs of its key" if others else ""
             raise CapacityError(
-                f"job {job.name!r} needs {needed} bytes of a reducer ({why}), one job may take "
-                f"{most}: {advice}, add reducers, or raise the reducer's --job-memory-limit "
+                f"job {job.name!r} needs {needed} bytes of a reducer ({why}){beside}, one job may "
+                f"take {most}: {advice}, add reducers, or raise the reducer's --job-memory-limit "
                 "(REDUCTION_JOB_MEMORY_LIMIT)",
                 limit="job_memory_limit",
             )

@@ -34,6 +34,7 @@ REDUCER_SETTINGS = (
     "memory_limit",
     "job_memory_limit",
     "max_jobs",
+    "max_jobs_per_key",
     "max_ranks",
     "max_chunk_bytes",
     "max_connections",

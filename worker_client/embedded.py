@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 from worker_client import config
+from worker_client.forks import leave_in_child
 from worker_client.keys import Curve
 from worker_client.nodes import host_identity
 from worker_client.transport import make_pair
@@ -57,6 +58,8 @@ def start(group: ProcessGroup) -> Hosted:
     pair = make_pair() if exposed else None
     server = Server(settings, None if pair is None else _keyring(pair, others))
     server.start()
+    for address in server.inproc:
+        leave_in_child("", int(address.rpartition(":")[2]))
     try:
         told = json.dumps([server.address, list(server.inproc), pair and pair.public])
         offers = [json.loads(offer) for offer in group.gather("reducer", told)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
 from worker_client.driver import Driver
+from worker_client.forks import leave_in_child
 from worker_client.session import Session
 
 if TYPE_CHECKING:
@@ -90,12 +91,14 @@ class Part:
 def _resolve(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
-        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): check "
             "REDUCTION_SERVERS"
         ) from None
+    for *_, place in found:
+        leave_in_child(str(place[0]), int(place[1]))
 
 
 def _diagnose(address: str) -> str:

@@ -179,8 +179,10 @@ def test_refusals_are_forgotten_with_time(implementation: str) -> None:
 
 def test_the_log_is_not_filled(reducer: Reducer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
+    reducer.tick()
     for peer in range(100):
         assert kinds(reducer.engine.receive(b"peer %d" % peer, b"", b"")) == [M.ERROR]
+    reducer.now += REFUSALS_S
     reducer.tick()
     assert len(caplog.records) == MAX_LINES + 1
     assert caplog.messages[-1] == f"{100 - MAX_LINES} more lines of that kind"

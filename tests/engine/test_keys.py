@@ -7,12 +7,14 @@ import pytest
 from reducer.admission import LOCAL, AllowList
 from reducer.errors import (
     AuthError,
+    CapacityError,
     DuplicateRankError,
     MembershipError,
     RankLostError,
     ReductionError,
     RemoteProtocolError,
 )
+from reducer.limits import Limits
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 from tests.engine.driven import Driven, error, errors, join, operation, sent
@@ -59,6 +61,37 @@ def test_a_peer_of_this_process_needs_none(guarded: Reducer) -> None:
     assert kinds(hello(guarded, 0, LOCAL)) == [M.WELCOME]
     assert guarded.engine.allow(NOBODY) == []
     assert [len(job.members) for job in guarded.engine.jobs] == [1]
+
+
+def test_limits_count_keys_and_not_names(implementation: str) -> None:
+    limits = Limits(max_jobs_per_key=3)
+    guarded = Reducer(implementation, limits=limits)
+    everything = AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")})
+    guarded.engine.allow(everything)
+
+    def join(key: str, job: str, window: int = 1) -> list:
+        return hello(guarded, 0, key, job, peer=f"{key}/{job}".encode(), window=window)
+
+    for job in ("a/1", "a/2", "a/3"):
+        assert kinds(join("key-1", job)) == [M.WELCOME]
+    error = refused(join("key-1", "a/4"))
+    assert isinstance(error, CapacityError)
+    assert (error.limit, "--max-jobs-per-key" in str(error)) == ("max_jobs_per_key", True)
+    assert kinds(join("key-2", "b")) == [M.WELCOME], "the others have their own"
+    guarded.lose(b"key-1/a/1")
+    assert kinds(join("key-1", "a/4")) == [M.WELCOME]
+
+
+def test_the_memory_of_a_keys_jobs_counts_together(implementation: str) -> None:
+    guarded = Reducer(implementation, limits=Limits(job_memory_limit=20 << 20))
+    guarded.engine.allow(AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")}))
+    ends = [hello(guarded, 0, "key-1", f"a/{n}", peer=b"%d" % n) for n in range(4)]
+    assert kinds(ends[0]) == [M.WELCOME]
+    error = refused(ends[-1])
+    assert isinstance(error, CapacityError)
+    assert error.limit == "job_memory_limit"
+    assert "of other jobs of its key" in str(error)
+    assert kinds(hello(guarded, 0, "key-2", "b", peer=b"other")) == [M.WELCOME]
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["keys", "no keys"])

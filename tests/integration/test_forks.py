@@ -1,0 +1,49 @@
+"""A forked child keeps no connection of its parent, so that others hear of the parent's death."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+from reducer import local_pool
+from tests.conftest import joined
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+
+def connections(ports: set[int]) -> int:
+    """How many sockets of this process lead to these ports."""
+    return sum(
+        bool(one.raddr) and one.raddr.port in ports
+        for one in psutil.Process().net_connections("tcp")
+    )
+
+
+def test_a_forked_child_closes_its_copies_and_no_other_socket() -> None:
+    with local_pool(2) as servers, joined(2, servers=servers) as clients:
+        ports = {int(server.rpartition(":")[2]) for server in servers}
+        assert connections(ports) >= 4
+        ours, theirs = socket.socketpair()
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            ours.sendall(b"alive")  # in spite of the rest
+            os.write(writer, b"%d" % connections(ports))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reader, 10) == b"0"
+        assert theirs.recv(5) == b"alive"
+        works = [client.all_reduce(np.ones(1000), "sum") for client in clients]
+        assert all((work.wait(5) == 2).all() for work in works), "the parent has its own"
+        for descriptor in (reader, writer):
+            os.close(descriptor)
+        ours.close()
+        theirs.close()
