@@ -108,7 +108,7 @@ def flood(address: str, keys: Path | None = None) -> None:
     with _worker(address, keys) as worker:
         payload = bytes(CHUNK)
         for chunk in range(1000):
-            worker.contribute(0, payload, chunk * CHUNK)
+            worker.contribute(1, payload, chunk * CHUNK)
 
 
 def stall(address: str, keys: Path | None = None) -> None:
@@ -116,13 +116,13 @@ def stall(address: str, keys: Path | None = None) -> None:
     with _worker(address, keys, world_size=1) as worker:
         payload = bytes(CHUNK)
         for chunk in range(1000):
-            worker.contribute(0, payload, chunk * CHUNK)
+            worker.contribute(1, payload, chunk * CHUNK)
 
 
 def disconnect(address: str, keys: Path | None = None) -> None:
     """Begin an all-reduce, and go."""
     with _worker(address, keys) as worker:
-        worker.contribute(0, bytes(1024))
+        worker.contribute(1, bytes(1024))
 
 
 def garbage(address: str, keys: Path | None = None) -> None:
@@ -138,7 +138,7 @@ def repeat(address: str, keys: Path | None = None) -> None:
     """Send one small contribution again and again."""
     with _worker(address, keys) as worker:
         for _ in range(10_000):
-            worker.contribute(0, bytes(64))
+            worker.contribute(1, bytes(64))
 
 
 TENANTS: dict[str, Callable[[str, Path | None], None]] = {

@@ -255,5 +255,6 @@ def test_a_missing_package_is_named_with_the_extra(module: str, package: str) ->
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    expected = f'the demo needs {package}: pip install "reduction-server[demo]"'
+    here = Path(__file__).parents[2]  # a checkout
+    expected = f'the demo needs {package}: pip install "{here}[demo]"'
     assert done.stderr == f"worker-client: {expected}\n"

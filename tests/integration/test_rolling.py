@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,18 @@ from bench.rolling import roll
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
-@pytest.mark.parametrize("pace", [2.0, 100.0])
+def test_a_rolling_restart_costs_no_call() -> None:
+    check(roll(2, 2.0, 50.0, signal.SIGTERM))
+
+
+@pytest.mark.parametrize("pace", [1.0, 50.0, 500.0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_rolling_restart_costs_no_call(pace: float, number: signal.Signals) -> None:
-    for said in roll(2, 2.0, pace, number):
-        assert said["errors"] == []
-        assert said["wrong"] == 0
-        assert all(said["in_use"])
+def test_rolling_restarts_at_other_paces(pace: float, number: signal.Signals) -> None:
+    check(roll(3, 3.0, pace, number))
+
+
+def check(said: list[dict[str, Any]]) -> None:
+    for rank in said:
+        assert rank["errors"] == []
+        assert rank["wrong"] == 0
+        assert all(rank["in_use"])

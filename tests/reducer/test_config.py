@@ -74,6 +74,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_chunk_bytes": 1 << 20,
         "max_connections": 9,
         "handshake_timeout": 0.5,
+        "drain_timeout": 8.0,
         "keys": Path("/etc/keys"),
         "insecure": True,
         "kernel": "numpy",

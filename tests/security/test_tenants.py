@@ -26,7 +26,7 @@ OVERHEAD = 192 << 20  # of the process, its heap's unused parts, and what comes 
 def send(worker: Worker, chunk: int) -> bool:
     """Contribute a chunk; return whether anybody takes it."""
     try:
-        worker.contribute(0, bytes(CHUNK), chunk * CHUNK)
+        worker.contribute(1, bytes(CHUNK), chunk * CHUNK)
     except OSError:
         return False
     return True

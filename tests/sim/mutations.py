@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
-from reducer import engine
+from reducer import engine, reductions
 from reducer.slots import Round
 from tests.sim.processes import Worker
 from worker_client.calls import Calls
@@ -16,6 +16,7 @@ from worker_client.shard_map import ShardMap
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reducer.wire.header import Header
     from worker_client.operation import Operation
 
 _end_well = PlainFlight.take
@@ -75,6 +76,11 @@ def _number_by_place(self: Calls, operation: Operation) -> None:
     _number(self, operation)
 
 
+def _decline_nothing(question: Header, call: Header) -> None:
+    """Let a question wait for ranks that have gone on without it."""
+    del question, call
+
+
 class Mutation(NamedTuple):
     """One broken rule.
 
@@ -101,6 +107,7 @@ MUTATIONS = {
     "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=65),
     "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
+    "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=6),
     "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
 }
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reducer.wire.constants import PLACES
 from reducer.wire.layout import (
     LARGEST_CHUNK,
     MIN_SHARD,
@@ -61,11 +62,15 @@ def test_ranks_that_disagree_on_the_size_meet(
 
 
 def test_small_buffers_go_to_each_reducer_in_turn() -> None:
-    assert [shards(64, [1, 1, 0, 1], n)[0].reducer for n in range(6)] == [0, 1, 3, 0, 1, 3]
+    firsts = [shards(64, [1, 1, 0, 1], PLACES * call + 1)[0].reducer for call in range(6)]
+    assert firsts == [0, 1, 3, 0, 1, 3]
+    # The question before a call goes where the call goes, and its further all-reduces in turn.
+    places = [shards(64, [1, 1, 0, 1], 4 * PLACES + place)[0].reducer for place in range(5)]
+    assert places == [1, 1, 3, 0, 1]
 
 
 def test_an_empty_buffer_is_one_empty_chunk() -> None:
-    assert shards(0, [1, 1, 1], 5) == [(2, 0, 0)]
+    assert shards(0, [1, 1, 1], 3) == [(2, 0, 0)]
 
 
 @pytest.mark.parametrize(
