@@ -104,10 +104,10 @@ MUTATIONS = {
     "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=6),
     "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=3),
     "no-wait-for-release": Mutation(Worker, "_release", _release_at_once, seed=6),
-    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=65),
+    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=10),
     "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
-    "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=6),
+    "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=12),
     "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
 }
 
