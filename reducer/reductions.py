@@ -198,7 +198,9 @@ class Reductions:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
             self._make_room(job, ROUND_BYTES + job.world_size)
-            first = None if header.type is MessageType.ABORT else header
+            # That of an ABORT says which epoch its sender was in: for the question before the call.
+            settles = header.type is not MessageType.ABORT or header.sequence % PLACES == 1
+            first = header if settles else None
             round_ = job.rounds.open(header.sequence, first)
             given_up = (e for low, high, e in job.given_up if low <= header.sequence <= high)
             error = self.closed or job.bar_reason or next(given_up, None)
@@ -293,7 +295,9 @@ class Reductions:
                 if header.sequence <= sequence <= last and round_.error is None:
                     sends += self.fail(job, sequence, round_, copy.copy(error))
         elif header.sequence >= job.reached():
-            sends = self._give_up(job, member, header, error)
+            if header.sequence % PLACES == 1:
+                sends = self._end_question(job, member, header)
+            sends += self._give_up(job, member, header, error)
         # Afterwards: the sender is done with this all-reduce, so its watermark may have passed it.
         self._advance(job, member, header.watermark)
         return sends

@@ -68,7 +68,9 @@ class Aborts:
 
     def abort(self, link: Link, sequence: int, error: ReductionError, more: int = 0) -> Send:
         """Give up an all-reduce, and so many after it."""
-        header = self._header(MessageType.ABORT)._replace(sequence=sequence, nbytes=more)
+        header = self._header(MessageType.ABORT)._replace(
+            sequence=sequence, nbytes=more, epoch=self._map.epoch
+        )
         return Send(link.index, header.pack(), encode_error(error))
 
     @property

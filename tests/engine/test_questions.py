@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from reducer.errors import MismatchError
-from tests.engine.words import Reducer, kinds, number, told
+from reducer.wire.header import Header
+from reducer.wire.messages import decode_error, encode_error
+from tests.engine.words import M, Reducer, kinds, number, told
 from worker_client.agreement import EVERY, OFTEN_S, Agreement
 from worker_client.calls import FIRST_PLACE
+from worker_client.names import refused
 
 QUESTION, CALL = number(4, 0), number(4)
 
@@ -47,6 +50,32 @@ def test_a_rank_that_has_the_answer_has_not_passed_the_question(reducer: Reducer
     reducer.contribute(1, CALL, epoch=4, watermark=QUESTION)
     assert reducer.contribute(0, QUESTION, epoch=3) == [], "rank 1 will claim the answer"
     assert told(reducer.retain(1, QUESTION, epoch=3)) == {}
+
+
+@pytest.mark.parametrize("first", ["question", "call"])
+def test_a_call_that_a_rank_gives_up_without_the_question_declines_it(
+    reducer: Reducer, first: str
+) -> None:
+    sends = []
+    for what in (first, "call" if first == "question" else "question"):
+        sends += (
+            reducer.contribute(0, QUESTION, epoch=3)
+            if what == "question"
+            else reducer.say(1, M.ABORT, CALL, encode_error(refused(1, "it is odd")), epoch=3)
+        )
+    fields = {error.field for error in told_all(sends)}
+    assert "question" in fields
+    assert told(reducer.contribute(0, CALL, epoch=3))[b"0"].field == "call"
+
+
+def told_all(sends: list) -> list:
+    """Errors that rank 0 is told."""
+    headers = [(send, Header.unpack(send.header)) for send in sends if send.peer == b"0"]
+    return [
+        decode_error(send.payload, header.sequence)
+        for send, header in headers
+        if header.type is M.ERROR
+    ]
 
 
 def test_all_that_ask_are_answered(reducer: Reducer) -> None:
