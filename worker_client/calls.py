@@ -151,16 +151,18 @@ class Calls:
             return self.fail_all(error)
         actions = self.drop(operation, error)
         actions += self._aborts.tell(operation.sequence, error, told_by)
-        for other in self._others(operation):
-            actions += self.drop(other, error)
-            actions += self._aborts.tell(other.sequence, error, None)
-        return actions
+        return actions + self._fail_others(operation, error)
 
     def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce that cannot begin at this rank, and tell the reducers why."""
         self._forget_history(operation, error)
         actions: list[Action] = [*self._aborts.tell(operation.sequence, error, None)]
         actions += self._ended(operation, error)
+        return actions + self._fail_others(operation, error)
+
+    def _fail_others(self, operation: Operation, error: ReductionError) -> list[Action]:
+        """End badly what else is in progress of a call of which one all-reduce has failed."""
+        actions: list[Action] = []
         for other in self._others(operation):
             actions += self.drop(other, error)
             actions += self._aborts.tell(other.sequence, error, None)
