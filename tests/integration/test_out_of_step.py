@@ -93,20 +93,6 @@ def test_calls_in_flight_around_a_refused_one(three: list[Client]) -> None:
             assert (work.wait(5) == 3.0 * call).all()
 
 
-def test_one_rank_leaves_a_call_out_while_others_are_in_flight(three: list[Client]) -> None:
-    sizes = [1, 2, 3, 3, 3, 3]  # rank 1 leaves the second out: the later ones look the same
-    works = [
-        client.all_reduce(np.full(size, 1.0 * size), "sum")
-        for client in three
-        for size in (sizes if client.rank != 1 else sizes[:1] + sizes[2:] + [3])
-    ]
-    first = [works[0], works[6], works[12]]
-    assert [work.wait(5)[0] for work in first] == [3.0] * 3
-    fields = {error.field for error in errors_of([w for w in works if w not in first], 3.0)}
-    assert fields == {"total_bytes", "history"}
-    check(three)
-
-
 @pytest.mark.parametrize("field", ["size", "weight", "dtype", "op"])
 def test_the_next_call_after_a_mismatch(three: list[Client], field: str) -> None:
     def odd(client: Client) -> Any:
