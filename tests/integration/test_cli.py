@@ -83,7 +83,7 @@ def test_the_module_is_the_command() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
-    with serving() as (process, address):
+    with serving("--drain-timeout", "1") as (process, address):  # the job has no other reducer
         common = {"servers": address, "world_size": 2, "job": "signalled"}
         with connect(rank=0, **common) as zero, connect(rank=1, **common) as one:
             error: ReductionError | None = None
