@@ -418,7 +418,7 @@ class Engine:
         if loss.reducer >= job.hello.reducers:
             raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
         known = job.losses.get(loss.reducer)
-        if known is not None and (loss.epoch, loss.sequence) <= (known.epoch, known.sequence):
+        if known is not None and _order(loss) <= _order(known):
             return []
         job.losses[loss.reducer] = loss
         others = [other for other in job.members.values() if other is not member]
@@ -479,6 +479,11 @@ class Engine:
             for _, round_ in job.rounds.items():  # noqa: PERF102 (no dict)
                 round_.depart(member.rank, reason)
         return found
+
+
+def _order(loss: Loss) -> tuple[int, int, int]:
+    """Return what is greater for a loss that is news."""
+    return loss.epoch, loss.stage, loss.sequence
 
 
 def _to_all(job: Job, error: ReductionError) -> list[Send]:

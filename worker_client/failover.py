@@ -14,13 +14,13 @@ from reducer.wire.constants import MessageType
 from reducer.wire.messages import ALL_REDUCERS, LAST_EPOCH, Loss, encode
 from reducer.wire.states import LinkState
 from worker_client.actions import Reset, Send
-from worker_client.shard_map import NEVER, ShardMap
+from worker_client.shard_map import NEVER, ShardMap, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reducer.wire.header import Header
-    from worker_client.flight import Flight
+    from worker_client.flight import Carried, Flight
     from worker_client.link import Link
     from worker_client.settings import Settings
 
@@ -51,11 +51,12 @@ class Failover:
         flight: Flight,
         header: Callable[[MessageType], Header],
     ) -> None:
-        self.map = ShardMap(len(settings.reducers), settings.hosts)
-        self.losses = self.moved = self.claimed = self.supplied = 0
-        self._hosts = settings.hosts
         self._fallback = settings.fallback
         self._reducers = len(settings.reducers)
+        self._hosts = settings.hosts
+        adopts = self.replaceable and not self._fallback
+        self.map = ShardMap(self._reducers, settings.hosts, adopts=adopts)
+        self.losses = self.moved = self.claimed = self.supplied = 0
         self._links = links
         self._flight = flight
         self._header = header
@@ -78,19 +79,19 @@ class Failover:
             for link in self._links
         )
 
-    def lose(self, reducer: int, epoch: int, present: int) -> list[Reset | Send]:
+    def lose(self, reducer: int, stage: Stage, present: Stage) -> list[Reset | Send]:
         """Take a reducer out of use, and tell the other ranks; nothing if that was done before.
 
         Args:
             reducer: its index.
-            epoch: for which it is lost, and for all before.
+            stage: for which it is lost, and for all before.
             present: for which it is out of use here from now on, if it matters.
         """
-        if self.map.knows(reducer, epoch):
+        if self.map.knows(reducer, stage):
             return []
         used = self.map.uses(reducer)
-        self.map.lose(reducer, epoch)
-        if self.map.is_past(reducer, epoch) and not self._matters(reducer, epoch):
+        self.map.lose(reducer, stage)
+        if self.map.is_past(reducer, stage) and not self._matters(reducer, stage.epoch):
             return []
         self.map.lose(reducer, present)
         # Another rank may have lost it while the ranks agreed, and say so for the next epoch.
@@ -98,11 +99,11 @@ class Failover:
         actions: list[Reset | Send] = []
         for link in self._links:
             if link.reducer == reducer:
+                link.spend(chunk.sequence for chunk in self._flight.carried(link.index))
                 link.close()
-                link.owed = None  # the others give it up as well
                 self._flight.shut(link.index)
                 actions.append(Reset(link.index))
-        said = self._said(Loss(reducer, dict(self.map.lost())[reducer]))
+        said = self._said(_loss(reducer, self.map.lost()[reducer]))
         return actions + [Send(link.index, *said) for link in self._links if link.member]
 
     def rehome(self, link: Link, sequence: int | None = None) -> tuple[list[Send], list[int]]:
@@ -128,12 +129,22 @@ class Failover:
             self._flight.move(chunk.sequence, chunk.offset, to)
             if not chunk.done:
                 self.moved += 1
-            elif not self._links[to].member:
-                continue  # all begin anew: calls that lack this result have failed
-            elif (kept := self._flight.kept(chunk.sequence, chunk.offset)) is not None:
-                self.claimed += 1
-                claims.append(Send(to, kept[0], None))
+            elif self._links[to].member:
+                claims += self._claim(chunk, to)
         return claims, list(dict.fromkeys(stuck))
+
+    def claim(self, link: Link) -> list[Send]:
+        """Claim the results that were moved to a link before its reducer could be told."""
+        carried = self._flight.carried(link.index)
+        return [send for chunk in carried if chunk.done for send in self._claim(chunk, link.index)]
+
+    def _claim(self, chunk: Carried, to: int) -> list[Send]:
+        """Tell a reducer of a chunk whose result is here."""
+        kept = self._flight.kept(chunk.sequence, chunk.offset)
+        if kept is None:
+            return []
+        self.claimed += 1
+        return [Send(to, kept[0], None)]
 
     def supply(self, link: Link, header: Header) -> list[Send]:
         """Send a result that a reducer asks for."""
@@ -147,7 +158,7 @@ class Failover:
     def give_up(self) -> None:
         """Use no reducer any more, nor let any other rank: all of them go another way now."""
         for reducer in range(self._reducers):
-            self.map.lose(reducer, LAST_EPOCH)
+            self.map.lose(reducer, Stage(LAST_EPOCH))
 
     def renewed_after(self, sequence: int) -> bool:
         """Whether a rank has begun anew since this all-reduce, or a later one, failed there."""
@@ -164,7 +175,7 @@ class Failover:
 
     def news(self, link: Link) -> list[Send]:
         """Return what a reducer is to be told, and the other ranks by it, when it is reached."""
-        losses = [Loss(*loss) for loss in self.map.lost()]
+        losses = [_loss(*loss) for loss in self.map.lost().items()]
         if self._renewed:
             losses.append(Loss(ALL_REDUCERS, self._renewed, self._renewed_after))
         return [Send(link.index, *self._said(loss)) for loss in losses]
@@ -177,10 +188,10 @@ class Failover:
         return reachable
 
     def wanted(self) -> bool:
-        """Whether this rank could use a reducer that is not in use."""
-        usable = self.usable()
+        """Whether this rank could use a reducer that buffers are not cut between."""
+        usable, adopted = self.usable(), self.map.adopted is not None
         return any(
-            usable[reducer] and not self.map.uses(reducer)
+            usable[reducer] and (adopted or not self.map.uses(reducer))
             for reducer in range(self._reducers)
             if reducer not in self._hosts
         )
@@ -209,3 +220,7 @@ class Failover:
 
     def _said(self, loss: Loss) -> tuple[bytes, bytes]:
         return self._header(MessageType.SHARD_MAP).pack(), encode(loss)
+
+
+def _loss(reducer: int, stage: Stage) -> Loss:
+    return Loss(reducer, stage.epoch, stage=stage.number)

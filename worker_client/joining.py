@@ -104,6 +104,7 @@ class Joining:
     def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect]:
         """Take note that a reducer admits us; at the start it tells where its other lanes are."""
         welcome = decode(Welcome, payload)
+        link.incarnation = welcome.incarnation
         self._flow.admit(link.index, header.window, self._plan.share(link))
         self._flight.open(link.index)
         connects = []

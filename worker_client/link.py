@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.wire.states import LinkState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from reducer.errors import ReductionError
-
-
-class Owed(NamedTuple):
-    """All-reduces that have failed here, of which the reducer has yet to be told: first to last."""
-
-    first: int
-    last: int
-    error: ReductionError
+    from worker_client.aborts import Failed
 
 
 class Link:
@@ -29,19 +24,23 @@ class Link:
         state: as in `reducer.wire.states`.
         up: whether the transport is connected.
         closing: closed, but what it sent may still be read from callers' memory.
+        incarnation: what the reducer called itself when it welcomed us last; "" if it never did.
+        spent: the one that was lost with something in progress, and the last all-reduce of that.
         refusal: why the reducer refused the HELLO, if it did.
-        owed: what the reducer is to be told when it can be.
+        untold: what has failed here, of which the reducer is to be told when it can be.
     """
 
     __slots__ = (
         "address",
         "closing",
+        "incarnation",
         "index",
         "lane",
-        "owed",
         "reducer",
         "refusal",
+        "spent",
         "state",
+        "untold",
         "up",
     )
 
@@ -53,18 +52,30 @@ class Link:
         self.state = LinkState.STRANGER
         self.up = False
         self.closing = False
+        self.incarnation = ""
+        self.spent: tuple[str, int] = ("", -1)
         self.refusal: ReductionError | None = None
-        self.owed: Owed | None = None
+        self.untold: list[Failed] = []
 
     @property
     def member(self) -> bool:
         """Whether contributions may be sent here."""
         return self.state in {LinkState.MEMBER, LinkState.DRAINING}
 
-    def owe(self, sequence: int, error: ReductionError) -> None:
-        """Take note that an all-reduce has failed, of which the reducer cannot be told now."""
-        first, last, why = self.owed or (sequence, sequence, error)
-        self.owed = Owed(min(first, sequence), max(last, sequence), why)
+    def spend(self, carried: Iterable[int]) -> None:
+        """Take note of the all-reduces in progress here, as the reducer is lost."""
+        latest = max(carried, default=-1)
+        if latest >= 0:
+            self.spent = self.incarnation, latest
+
+    def knows(self, reached: int) -> bool:
+        """Whether the reducer had a part of what is in progress when it lost us.
+
+        Args:
+            reached: all below this number is finished at every rank.
+        """
+        incarnation, latest = self.spent
+        return incarnation == self.incarnation and latest >= reached
 
     def disconnect(self) -> None:
         """Take note that the connection has ended."""

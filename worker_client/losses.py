@@ -9,9 +9,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from reducer.errors import DuplicateRankError, RankLostError, ReducerLostError, ReductionError
+from reducer.wire.messages import LAST_STAGE
 from reducer.wire.states import LinkState
 from worker_client.actions import Action, Reset
-from worker_client.shard_map import NEVER
+from worker_client.shard_map import NEVER, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from worker_client.link import Link
     from worker_client.operation import Operation
     from worker_client.settings import Settings
+
+ADOPT_S = 2.0  # how long to wait for any reducer that answers, when all in use are lost
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +69,15 @@ class Losses:
         self._flow = flow
         self._aborts = aborts
         self._renewed = renewed
+        self._why: ReductionError | None = None  # all are lost that were in use,
+        self._since: float | None = None  # since when no reducer has been there,
+        self._named: int | None = None  # and the one that the log names in their place
 
     def disconnected(self, link: Link, reason: str) -> list[Action]:
         """Go on without a reducer whose connection has ended."""
+        if self._map.adopted is not None and not link.member:
+            link.disconnect()
+            return []  # it is still waited for
         asking = self._calls.question is not None  # if all can use it, and we have answered
         used = asking or self._map.uses(link.reducer) or self._flight.needs(link.index)
         link.disconnect()
@@ -101,19 +110,55 @@ class Losses:
             self._flight.shut(link.index)
         return [Reset(link.index) for link in drained]
 
-    def told(self, reducer: int, epoch: int) -> list[Action]:
+    def told(self, reducer: int, stage: Stage) -> list[Action]:
         """Go on without a reducer that another rank has lost."""
         if reducer in self._settings.hosts or reducer >= len(self._settings.reducers):
             return []
-        return self.missed(reducer, epoch)
+        return self.missed(reducer, stage)
 
-    def missed(self, reducer: int, epoch: int) -> list[Action]:
+    def missed(self, reducer: int, stage: Stage) -> list[Action]:
         """Go on without a reducer that some rank cannot reach."""
-        return self._lose_reducer(reducer, epoch, self._missed(reducer))
+        return self._lose_reducer(reducer, stage, self._missed(reducer))
+
+    def welcomed(self, link: Link) -> list[Action]:
+        """Take note that a reducer admits us: it may be one that was waited for."""
+        self._aborts.welcomed(link)
+        return [*self.news(link), *self._failover.claim(link), *self.adopt()]
+
+    def adopt(self, now: float | None = None) -> list[Action]:
+        """Go on with the first reducer that answers, if all in use are lost.
+
+        Args:
+            now: seconds of the caller's clock, if it is time to look at it.
+        """
+        adopts = self._map.adopted is not None and not self.final
+        final = Stage(self._map.epoch + 1, LAST_STAGE)
+        actions: list[Action] = []
+        for link in self._links if adopts else ():
+            if link.member and link.knows(self._flight.reached):  # it takes nothing more of that
+                actions += self.missed(link.reducer, final)
+        stage, used = self._map.stage(), self._map.used()
+        away = {link.reducer for link in self._links if not link.member}
+        first = next((reducer for reducer in used if reducer not in away), None)
+        waited = now is not None and self._since is not None and now >= self._since + ADOPT_S
+        self._since = (now if self._since is None else self._since) if first is None else None
+        if not adopts or stage is None:
+            self._why = self._named = None
+        elif first is not None:
+            for reducer in used[: used.index(first)]:  # those would be waited for
+                actions += self.missed(reducer, stage)
+            if self._map.adopted == first != self._named:
+                self._named = first
+                log.warning("going on with reducer %s alone", self._settings.reducers[first])
+        elif waited:
+            for reducer in used:
+                actions += self.missed(reducer, final)
+        return actions
 
     def agreed(self, missed: Iterable[int]) -> list[Action]:
         """Take note of an agreement, and of reducers in it that this rank cannot use."""
-        actions = [action for one in missed for action in self.missed(one, self._map.epoch)]
+        stage = Stage(self._map.epoch)
+        actions = [action for one in missed for action in self.missed(one, stage)]
         # All of them may have been lost before the answer was here.
         return actions + self._look_for_any(self._missed(self._map.base[0]))
 
@@ -127,11 +172,12 @@ class Losses:
         """Find who takes what a link cannot, of an all-reduce that begins."""
         if operation.sequence not in self._calls.active:
             return []  # nobody was left for another part of it
-        if not self._map.uses(link.reducer):
+        adopted = self._map.adopted
+        if not self._map.uses(link.reducer) or adopted not in {None, link.reducer}:
             return self.rehome(link, operation.sequence)
-        if link.member:
-            return []
-        if self._irreplaceable(link):
+        if link.member or adopted is not None:
+            return []  # that one is waited for
+        if self._irreplaceable(link) and not (self._map.adopts and link.refusal is None):
             return self._calls.fail(operation, self._absent(link))
         return self.lose(link, self._absent(link))
 
@@ -162,34 +208,36 @@ class Losses:
         """Tell a reducer, and by it the others, what has changed while it could not be told."""
         return [*self._failover.news(link), *self._aborts.pay(link)]
 
-    def _lose_reducer(self, reducer: int, epoch: int, error: ReductionError) -> list[Action]:
-        used = self._map.uses(reducer)
-        actions: list[Action] = list(self._failover.lose(reducer, epoch, self._present))
+    def _lose_reducer(self, reducer: int, stage: Stage, error: ReductionError) -> list[Action]:
+        used = self._map.uses(reducer) and self._map.adopted is None
+        actions: list[Action] = list(self._failover.lose(reducer, stage, self._present))
         if not actions:
             return []
         for action in actions:
             if isinstance(action, Reset):
                 self._flow.dismiss(action.link)
-        if used and self._any_left():
+        if used and self._map.adopted is None and self._map.stage() is not None:
             log.warning("%s: going on without it", error)
         return actions + self._look_for_any(error)
 
     def _look_for_any(self, error: ReductionError) -> list[Action]:
-        """End the calls by other means, or with `error`, if no reducer is left."""
-        if self._any_left():
-            return []
+        """Find another reducer, or end the calls, with `error` perhaps, if none in use is left."""
+        stage = self._map.stage()
+        if stage is not None:
+            if stage.number == 0 or self._why is not None:
+                return []
+            self._why = error
+            log.warning("%s, the last one in use: waiting for another that answers", error)
+            return self.adopt()
         if self._settings.fallback:
             self.final = True
             self._failover.give_up()
             return []
+        error, self._why = self._why or error, None
         question = self._calls.question  # it fails here as well, and that is no other reason
         failed = NEVER if question is None else question.sequence
         actions = [*self.renew(self._map.fresh(), failed), *self._calls.fail_all(error)]
-        self._aborts.owe_finished(error)
-        return actions
-
-    def _any_left(self) -> bool:
-        return any(map(self._map.uses, self._map.base))
+        return actions + self._aborts.tell_finished(error)
 
     def _lose_host(self, link: Link, reason: str) -> list[Action]:
         """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
@@ -203,10 +251,11 @@ class Losses:
         return actions
 
     @property
-    def _present(self) -> int:
-        """The epoch for which a reducer is lost that is lost now."""
+    def _present(self) -> Stage:
+        """What a reducer is lost for that is lost now."""
         # While the ranks agree on the next, this one has perhaps told that it can use the reducer.
-        return self._map.epoch + (self._calls.question is not None)
+        epoch = Stage(self._map.epoch + (self._calls.question is not None))
+        return max(epoch, self._map.stage() or epoch)
 
     def _irreplaceable(self, link: Link) -> bool:
         """Whether there is no way without the reducer of a link."""

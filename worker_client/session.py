@@ -35,6 +35,7 @@ from worker_client.losses import Losses
 from worker_client.names import own
 from worker_client.plan import Plan
 from worker_client.roll_call import RollCall
+from worker_client.shard_map import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -327,8 +328,9 @@ class Session:
         """Do what is seldom due."""
         actions: list[Action] = list(self._joining.retry(now))
         for reducer in self._joining.give_up(now):
-            actions += self.losses.missed(reducer, self._map.epoch)
+            actions += self.losses.missed(reducer, Stage(self._map.epoch))
         actions += self.losses.leave_drained()
+        actions += self.losses.adopt(now)
         self._agreement.wanted = self.failover.wanted()
         for link in self.links:
             actions += self._aborts.pay(link)
@@ -378,7 +380,7 @@ class Session:
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         connects = self._joining.welcome(link, header, payload)
-        return [*self.losses.news(link), *connects]
+        return [*self.losses.welcomed(link), *connects]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         """Say what is wrong with a result that the flight did not take."""
@@ -438,7 +440,7 @@ class Session:
         loss.check_epoch()
         if loss.reducer == ALL_REDUCERS:
             return self.losses.renew(loss.epoch, loss.sequence)
-        return self.losses.told(loss.reducer, loss.epoch)
+        return self.losses.told(loss.reducer, Stage(loss.epoch, loss.stage))
 
     def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del payload

@@ -3,15 +3,16 @@
 A version of the shard map, an epoch, says between which reducers buffers are cut. It changes only
 where all ranks agree on it, so they cut alike. A reducer that is lost in between leaves the cuts as
 they are; each chunk that was its own gets an heir, by a rule that gives all ranks the same one as
-soon as they know of the same losses. What is still in progress when a reducer is used again never
-goes back to it: ranks learn of that at different times.
+soon as they know of the same losses. What is still in progress when a reducer is used again does
+not go back to it: ranks learn of that at different times. Only when no reducer of an epoch is left,
+another stage of it begins, in which any reducer that answers takes all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.wire.messages import LAST_EPOCH
+from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -20,25 +21,49 @@ NEVER = -1
 _KEPT = 256  # epochs; between two of them are up to 96 calls
 
 
+class Stage(NamedTuple):
+    """A stage of an epoch, in the order of time.
+
+    Attributes:
+        epoch: which.
+        number: 0 while any of the reducers is left that buffers are cut between; up to
+            `LAST_STAGE` when others, or these anew, have taken their place.
+    """
+
+    epoch: int
+    number: int = 0
+
+    @property
+    def following(self) -> Stage:
+        """The next stage in which what is in progress may go on."""
+        last = self.number == LAST_STAGE
+        return Stage(self.epoch + last, 1 if last else self.number + 1)
+
+
 class ShardMap:
     """The reducers of a job, as one rank knows them.
 
     Args:
         reducers: how many there are.
         hosted: those that ranks host; they live and die with their rank, and are never lost alone.
+        adopts: whether an epoch goes on in another stage when no reducer of it is left.
 
     Attributes:
+        adopts: that.
         epoch: version in force.
         intact: whether nothing is lost of what buffers are cut between now.
     """
 
-    def __init__(self, reducers: int, hosted: Collection[int] = ()) -> None:
+    def __init__(
+        self, reducers: int, hosted: Collection[int] = (), *, adopts: bool = False
+    ) -> None:
         self.epoch = 0
         self.intact = True
         self._all = tuple(range(reducers))
         self._hosted = frozenset(hosted)
+        self.adopts = adopts
         self._bases = {0: self._all}  # by epoch: what buffers are cut between
-        self._lost = [NEVER] * reducers  # the latest epoch in which each was lost
+        self._lost = [Stage(NEVER)] * reducers  # the latest in which each was lost
         self._admitted = [0] * reducers  # the latest one that all ranks agreed to use it in
 
     @property
@@ -46,27 +71,56 @@ class ShardMap:
         """Reducers between which buffers are cut now."""
         return self._bases[self.epoch]
 
+    def stage(self, epoch: int | None = None) -> Stage | None:
+        """Return the stage of what was begun in an epoch, by default now; None if all are lost."""
+        epoch = self.epoch if epoch is None else epoch
+        first = Stage(epoch)
+        if any(self._lost[reducer] < first for reducer in self._bases.get(epoch, ())):
+            return first
+        if not self.adopts or epoch not in self._bases:
+            return None
+        latest = max(first, min(self._lost[r] for r in self._all if r not in self._hosted))
+        stage = latest.following
+        return stage if stage.epoch <= self.epoch + 1 else None  # ranks may be one epoch apart
+
+    def used(self, epoch: int | None = None) -> list[int]:
+        """Return the reducers that are used, by default now, for what was begun in an epoch."""
+        stage = self.stage(epoch)
+        if stage is None:
+            return []
+        some = self._all if stage.number else self._bases[stage.epoch]
+        hosted = self._hosted if stage.number else ()
+        return [r for r in some if self._lost[r] < stage and r not in hosted]
+
     def uses(self, reducer: int, epoch: int | None = None) -> bool:
         """Whether a reducer is used, by default now, for what was begun in an epoch."""
-        epoch = self.epoch if epoch is None else epoch
-        return reducer in self._bases.get(epoch, ()) and self._lost[reducer] < epoch
+        return reducer in self.used(epoch)
 
-    def lose(self, reducer: int, epoch: int) -> None:
-        """Take note that a reducer is lost in an epoch, and in all before."""
-        self._lost[reducer] = max(epoch, self._lost[reducer])
-        self.intact = all(map(self.uses, self.base))
+    @property
+    def adopted(self) -> int | None:
+        """The reducer that has taken the place of all of this epoch, if one has."""
+        stage = self.stage()
+        return None if stage is None or stage.number == 0 else self.used()[0]
 
-    def knows(self, reducer: int, epoch: int) -> bool:
-        """Whether it is known that a reducer is lost in an epoch."""
-        return epoch <= self._lost[reducer]
+    def lose(self, reducer: int, stage: Stage) -> None:
+        """Take note that a reducer is lost in a stage, and in all before."""
+        self._lost[reducer] = max(stage, self._lost[reducer])
+        self.intact = self._is_intact()
 
-    def is_past(self, reducer: int, epoch: int) -> bool:
-        """Whether a reducer has been in use again since it was lost in an epoch."""
-        return epoch < self._admitted[reducer]
+    def _is_intact(self) -> bool:
+        return all(self._lost[reducer] < Stage(self.epoch) for reducer in self.base)
 
-    def lost(self) -> list[tuple[int, int]]:
-        """Every loss that is not made good, as reducer and epoch."""
-        return [(r, e) for r, e in enumerate(self._lost) if e >= self._admitted[r]]
+    def knows(self, reducer: int, stage: Stage) -> bool:
+        """Whether it is known that a reducer is lost in a stage."""
+        return stage <= self._lost[reducer]
+
+    def is_past(self, reducer: int, stage: Stage) -> bool:
+        """Whether ranks have agreed on a reducer since it was lost in a stage."""
+        return stage.epoch < self._admitted[reducer]
+
+    def lost(self) -> dict[int, Stage]:
+        """Every loss that is not made good, by reducer."""
+        return {r: at for r, at in enumerate(self._lost) if at.epoch >= self._admitted[r]}
 
     def heir(self, reducer: int, number: int, epoch: int) -> int | None:
         """Return who takes over a chunk of a lost reducer, None if nobody is left.
@@ -79,6 +133,9 @@ class ShardMap:
         base = self._bases.get(epoch, ())
         if reducer not in base:
             return None  # nothing is in progress for so long
+        stage = self.stage(epoch)
+        if stage is None or stage.number:
+            return next(iter(self.used(epoch)), None)
         place, others = base.index(reducer), len(base) - 1
         for step in range(others):
             heir = base[(place + 1 + (number + step) % others) % len(base)]
@@ -96,7 +153,7 @@ class ShardMap:
 
         Others may have got the answer that begins the next one while this rank did not.
         """
-        losses = [epoch for epoch in self._lost if epoch < LAST_EPOCH]
+        losses = [stage.epoch for stage in self._lost if stage.epoch < LAST_EPOCH]
         return max([self.epoch + 2, *(epoch + 1 for epoch in losses)])
 
     def renew(self, epoch: int) -> None:
@@ -110,4 +167,4 @@ class ShardMap:
             del self._bases[next(iter(self._bases))]
         for reducer in base:
             self._admitted[reducer] = epoch
-        self.intact = all(map(self.uses, base))
+        self.intact = self._is_intact()

@@ -26,6 +26,7 @@ from reducer.wire.header import VERSION, Buffer
 
 ALL_REDUCERS = -1  # a rank could reach none: everything begins anew
 LAST_EPOCH = (1 << 32) - 1  # what is lost for this one is not used again in the job
+LAST_STAGE = 255  # of an epoch: then all reducers are lost
 MOST_EPOCHS = 1 << 31  # no job lives to see as many, so nobody tells of a later one in earnest
 MAX_SETTINGS, MAX_SETTING_BYTES = 16, 64  # of a HELLO: how many, and each name and value
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
@@ -136,17 +137,20 @@ class Loss:
         epoch: the latest version of the shard map that it is lost for.
         sequence: with `ALL_REDUCERS`, the all-reduce whose failure had the rank begin anew; -1 for
             none.
+        stage: of that epoch, the latest that it is lost for.
     """
 
     reducer: int
     epoch: int
     sequence: int = -1
+    stage: int = 0
 
     def __post_init__(self) -> None:
         _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
         _check(self.epoch, int, 0, LAST_EPOCH, "epoch")
         most = NO_SEQUENCE - 1 if self.reducer == ALL_REDUCERS else -1
         _check(self.sequence, int, -1, most, "sequence")
+        _check(self.stage, int, 0, LAST_STAGE, "stage")
 
     def check_epoch(self) -> None:
         """Refuse an epoch after which there would soon be no later one.

@@ -36,11 +36,11 @@ class Driven:
         return self.flight.stats(index).in_flight
 
 
-def join(session: Driven, index: int) -> list:
+def join(session: Driven, index: int, incarnation: str = "1") -> list:
     (hello,) = session.connected(index)
     window = Header.unpack(hello.header).window
     welcome = Header(M.WELCOME, window=window).pack()
-    return session.receive(index, welcome, encode(Welcome(incarnation="1")))
+    return session.receive(index, welcome, encode(Welcome(incarnation=incarnation)))
 
 
 def operation(nbytes: int = 256, timeout_s: float = 10.0) -> Operation:

@@ -12,11 +12,12 @@ from reducer.errors import (
     RemoteProtocolError,
 )
 from reducer.wire.header import Header
-from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode
+from reducer.wire.messages import ALL_REDUCERS, LAST_STAGE, Loss, Stragglers, decode, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
-from worker_client.actions import Finish, Reset
+from worker_client.actions import Finish, HandOver, Reset
 from worker_client.flight import Send
+from worker_client.losses import ADOPT_S
 from worker_client.pending import HURRY_S, STRAGGLER_S
 
 
@@ -170,25 +171,97 @@ def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three: Driven) -> N
 def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) -> None:
     session.submit(operation(), 0.0)
     session.disconnected(0, "died")
-    actions = session.disconnected(1, "died as well")
-    (failure,) = errors(actions)
+    assert errors(session.disconnected(1, "died as well")) == []
+    assert errors(wait_for_any(session, 0.0)) == [], "another one may answer"
+    (failure,) = errors(wait_for_any(session, ADOPT_S))
     assert isinstance(failure, ReducerLostError)
     assert "b:2 died as well" in str(failure)
     assert session.session._map.epoch == 2
-    (failure,) = errors(session.submit(operation(), 0.0))
+    assert errors(session.submit(operation(), 10.0)) == []
+    (failure,) = errors(wait_for_any(session, 10.0))
     assert isinstance(failure, ReducerLostError), "at once"
     for link in range(2):
         session.released(link)
     told = join(session, 0)
-    assert losses(told) == [(0, Loss(ALL_REDUCERS, 2))]
+    assert losses(told) == [(0, Loss(ALL_REDUCERS, 4))]
     ((_, abort),) = sent(told, M.ABORT)
     assert (abort.sequence, abort.nbytes) == (0, number(1))
     join(session, 1)
     ((link, question),) = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
-    assert question.epoch == 2
+    assert question.epoch == 4
     headers = sent(result(session, link, question), M.CONTRIBUTION)
-    assert {header.epoch for _, header in headers} == {3}
+    assert {header.epoch for _, header in headers} == {5}
     assert {link for link, _ in headers} == {0, 1}
+
+
+def wait_for_any(session: Driven, now: float) -> list:
+    """What is done when nobody has answered until then."""
+    return session.tick(now + 0.1)
+
+
+def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -> None:
+    for link in range(2):
+        three.disconnected(link, "died")
+        three.released(link)
+    join(three, 0, "another process")
+    mine = operation(64 * 6)
+    contributions = sent(three.submit(mine, 0.0), M.CONTRIBUTION)
+    assert {link for link, _ in contributions} == {2}
+    ended = contributions.pop()[1]
+    result(three, 2, ended)
+    actions = three.disconnected(2, "died as well")
+    assert errors(actions) == []
+    assert (0, Loss(2, 0)) in losses(actions)
+    moved = three.released(2)
+    ((_, claim),) = sent(moved, M.RETAINED)
+    assert claim.offset == ended.offset
+    again = sent(moved, M.CONTRIBUTION)
+    for link, header in again:  # as many at a time as the window has room for
+        assert link == 0
+        again += sent(result(three, link, header), M.CONTRIBUTION)
+    assert len(again) == 5
+    assert bytes(mine.view) == b"\7" * 64 * 6
+    assert {link for link, _ in sent(three.submit(operation(0), 0.0))} == {0}
+
+
+def test_the_first_that_answers_takes_the_place_of_the_last_one(three: Driven) -> None:
+    three.submit(operation(64 * 6), 0.0)
+    for link in range(3):
+        three.disconnected(link, "died")
+    for link in range(3):
+        three.released(link)
+    told = join(three, 1, "another process")
+    assert (1, Loss(0, 0, stage=1)) in losses(told), "it would be waited for"
+    assert sent(told, M.CONTRIBUTION) == []
+    moved = sent(three.released(0), M.CONTRIBUTION)
+    for link, header in moved:
+        assert link == 1
+        moved += sent(result(three, link, header), M.CONTRIBUTION)
+    assert len(moved) == 6
+
+
+def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -> None:
+    three.submit(operation(64 * 6), 0.0)
+    for link in range(3):
+        three.disconnected(link, "was cut")
+        three.released(link)
+    actions = join(three, 1)
+    assert resets(actions) == [1]
+    assert (1, Loss(1, 1, stage=LAST_STAGE)) not in losses(actions), "it is closed"
+    join(three, 0)
+    (failure,) = errors(join(three, 2))
+    assert isinstance(failure, ReducerLostError)
+
+
+def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementation: str) -> None:
+    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
+    for index in range(2):
+        join(session, index)
+    session.disconnected(0, "died")
+    session.released(0)
+    session.submit(operation(), 0.0)
+    session.disconnected(1, "died")
+    assert any(isinstance(action, HandOver) for action in session.released(1))
 
 
 def test_another_rank_has_begun_anew(session: Driven) -> None:

@@ -163,10 +163,10 @@ def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
         (failure,) = errors(lone.submit(operation(), 0.0))
         assert isinstance(failure, ReducerLostError)
     told = join(lone, 0)  # it is back, and learns what failed meanwhile
-    assert [header.type for _, header in sent(told)] == [M.SHARD_MAP, M.ABORT]
-    ((_, abort),) = sent(told, M.ABORT)
-    # Of the numbers up to the latest one's the first, and how many more.
-    assert (abort.sequence, abort.nbytes) == (0, number(4))
+    assert [header.type for _, header in sent(told)] == [M.SHARD_MAP, *[M.ABORT] * 4]
+    aborts = [(abort.sequence, abort.nbytes) for _, abort in sent(told, M.ABORT)]
+    # The first that failed, and how many more with it; then each.
+    assert aborts == [(0, number(1)), (number(2), 0), (number(3), 0), (number(4), 0)]
     assert len(sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)) == 4
 
 

@@ -27,9 +27,12 @@ def session(name: str, settings: Settings) -> Session:
 class Served:
     """An engine and, with the compiled implementation, what the loop takes before it."""
 
+    starts = 0
+
     def __init__(
         self, name: str, *, memory_limit: int, address: str, limits: Limits = NO_LIMITS
     ) -> None:
+        Served.starts += 1
         table = kernels.select()
         chosen = implementation.select(name, table)
         assert chosen.name == name
@@ -37,7 +40,7 @@ class Served:
             table,
             chosen.slots,
             memory_limit=memory_limit,
-            incarnation="1",
+            incarnation=f"{Served.starts:x}",
             address=address,
             limits=limits,
         )

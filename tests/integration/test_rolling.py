@@ -7,17 +7,39 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 
+from bench import options
+from bench.chaos_run import Pool
 from bench.rolling import roll
+from worker_client.startup import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
 def test_a_rolling_restart_costs_no_call() -> None:
     check(roll(2, 2.0, 50.0, signal.SIGTERM))
+
+
+def test_every_reducer_is_killed_and_replaced_while_a_call_waits() -> None:
+    with options.lab(2, None) as lab, ExitStack() as stack:
+        pool = Pool(lab.hosts)
+        stack.callback(pool.stop)
+        common = {"servers": ",".join(pool.addresses), "world_size": 2, "job": "slow"}
+        clients = [stack.enter_context(connect(rank=rank, **common)) for rank in range(2)]
+        for call in range(3):
+            data = [np.full(100_000, rank + call, np.float32) for rank in range(2)]
+            first = clients[0].all_reduce(data[0], "sum")
+            for reducer in range(2):
+                pool.end(reducer, signal.SIGKILL)
+                pool.start(reducer)
+            second = clients[1].all_reduce(data[1], "sum")
+            assert (first.wait(20) == 1 + 2 * call).all()
+            assert (second.wait(20) == 1 + 2 * call).all()
 
 
 @pytest.mark.parametrize("pace", [1.0, 50.0, 500.0])

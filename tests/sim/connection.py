@@ -64,6 +64,7 @@ class Connection:
         self._faults = faults
         self._leaves = [0.0, 0.0]  # when the latest message of each direction leaves its process
         self._last = [0.0, 0.0]  # and when it arrives
+        self._kept_back = [False, False]  # something has not left before the end was closed
 
     def send(self, end: int, message: Message) -> None:
         """Send from the worker's end (0) or the reducer's (1)."""
@@ -83,8 +84,10 @@ class Connection:
             return
         if end == 0:
             self.leaving = [one for one in self.leaving if one is not message.payload]
-        if not self.open[end] and self._rng.random() < 0.5:  # closed: some of it had left before
-            return
+        if not self.open[end]:  # some of it had left before, but nothing after what had not
+            self._kept_back[end] |= self._rng.random() < 0.5
+            if self._kept_back[end]:
+                return
         message = Message(message.header, bytes(message.payload or b""))
         travels = self._rng.uniform(0.0001, self._faults.latency_s)
         arrival = max(self._last[end], self._clock.now + travels)

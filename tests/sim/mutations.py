@@ -11,7 +11,7 @@ from reducer.slots import Round
 from tests.sim.processes import Worker
 from worker_client.calls import Calls
 from worker_client.plain_flight import PlainFlight
-from worker_client.shard_map import ShardMap
+from worker_client.shard_map import ShardMap, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _end_well = PlainFlight.take
 _next = PlainFlight._next
 _number = Calls.number
+_stage = ShardMap.stage
 
 
 def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
@@ -30,10 +31,10 @@ def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
     return False
 
 
-def _no_epochs(self: ShardMap, reducer: int, epoch: int) -> None:
+def _no_epochs(self: ShardMap, reducer: int, stage: Stage) -> None:
     """Take every loss for one of the present epoch, whatever it is told for."""
-    del epoch
-    self._lost[reducer] = max(self.epoch, self._lost[reducer])
+    del stage
+    self._lost[reducer] = max(Stage(self.epoch), self._lost[reducer])
 
 
 def _free_results(self: PlainFlight, *arguments: Any) -> list[int] | None:
@@ -70,6 +71,12 @@ def _fail_alone(self: Calls, operation: Operation) -> list[Operation]:
     return []
 
 
+def _only_the_first_stage(self: ShardMap, epoch: int | None = None) -> Stage | None:
+    """Give up when no reducer of an epoch is left, though others answer."""
+    stage = _stage(self, epoch)
+    return stage if stage is not None and stage.number == 0 else None
+
+
 def _number_by_place(self: Calls, operation: Operation) -> None:
     """Number all-reduces one by one, however many a call has."""
     operation.call = None
@@ -100,14 +107,15 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "no-duplicate-check": Mutation(Round, "holds", _no_duplicates, seed=2),
-    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=6),
-    "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=6),
-    "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=3),
+    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=14),
+    "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=22),
+    "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=8),
     "no-wait-for-release": Mutation(Worker, "_release", _release_at_once, seed=6),
-    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=10),
+    "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=19),
     "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
     "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=12),
+    "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=122),
     "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
 }
 

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 64
 TIMEOUT_S = 300.0
 LIMIT_S = 1000.0
+REACHED_S = 0.5  # by then all ranks have found a reducer that was restarted
 STALL_S = 3.0  # the longest that an all-reduce may take while some reducer is well
 ODD = 0.03  # of all calls, in worlds without a process group
+ROLLING = 0.15  # of all worlds: reducers are restarted one after the other, each of them
 ODD_KINDS = ("refused", "larger", "cut")
 HARMLESS = ("kill_reducer", "break_connection")  # where there is a process group to fall back to
 DTYPES = (DType.FLOAT32, DType.INT32, DType.UINT8, DType.BFLOAT16)
@@ -65,6 +67,7 @@ class Faults:
     every_s: float = 0.1  # one event of those below, on average
     kinds: tuple[str, ...] = ()
     spare: bool = True  # nothing ever happens to the last reducer, nor to any rank
+    rolling: bool = False  # each is restarted in its turn, when the one before is back
 
 
 @dataclass
@@ -110,6 +113,9 @@ class World:
         self.outcome = Outcome()
         self.trace: list[str] = []
         self.faults = _choose_faults(rng)
+        # Not from `rng`: all other worlds are what they were.
+        roll = random.Random(f"rolling {seed}").random() < ROLLING
+        self.faults.rolling = self.faults.spare and roll
         self.world_size = rng.choice((1, 2, 2, 3, 3, 4))
         self.pool = rng.choice((2, 2, 3, 3, 4)) if self.faults.spare else rng.choice((1, 2, 3))
         self.calls = rng.choice((10, 30, 60, 120))
@@ -213,7 +219,8 @@ class World:
         worker.open[number] = list(operations), []
         for operation in operations:
             worker.do(partial(worker.submit, operation))
-        thinks = self.rng.choice((0.0, 0.0, 0.003, 0.02))
+        slow = (0.02, 0.3, 2.0) if self.faults.rolling else ()
+        thinks = self.rng.choice((0.0, 0.0, 0.003, 0.02, *slow))
         self.clock.after(thinks * self.rng.random(), lambda: self._call(worker))
 
     def ended(self, worker: Worker, number: int, finishes: list[Finish]) -> None:
@@ -266,6 +273,20 @@ class World:
         connection = Connection(self.clock, self.rng, ends, link, name, self.faults)
         reducer.connections[name] = connection
         return connection
+
+    def _restart_next(self, turn: int) -> None:
+        """Restart one reducer after the other; each is reached again before the next one dies."""
+        if self._over():
+            return
+        self.outcome.events += 1
+        self.outcome.kinds["restart"] = self.outcome.kinds.get("restart", 0) + 1
+        reducer = self.reducers[turn % self.pool]
+        reducer.dies_after = self.rng.randrange(2 * self.world_size + 2)
+        self.clock.after(0.05, reducer.die)
+        away = self.rng.uniform(0.1, 1.0)
+        self.clock.after(away, lambda: self._restart(reducer))
+        settled = away + REACHED_S + self.rng.expovariate(1 / self.faults.every_s)
+        self.clock.after(settled, lambda: self._restart_next(turn + 1))
 
     def _something_happens(self) -> None:
         if self._over():
@@ -338,7 +359,9 @@ class World:
         assert all(worker.session.joined for worker in self.workers), "ranks cannot join"
         for worker in self.workers:
             self._call(worker)
-        if self.faults.kinds:
+        if self.faults.rolling:
+            self._restart_next(self.rng.randrange(self.pool))
+        elif self.faults.kinds:
             self._something_happens()
         self._watch()
         start = self.clock.now

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_client.shard_map import ShardMap
+from reducer.wire.messages import LAST_STAGE
+from worker_client.shard_map import ShardMap, Stage
 
 LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
 
@@ -18,7 +19,7 @@ def without(*lost: int, reducers: int = 5, epoch: int = 0) -> ShardMap:
     """A map of reducers of which some are lost."""
     made = ShardMap(reducers)
     for reducer in lost:
-        made.lose(reducer, epoch)
+        made.lose(reducer, Stage(epoch))
     return made
 
 
@@ -60,32 +61,32 @@ def test_neighbours_get_different_heirs() -> None:
 def test_a_second_loss_moves_the_chunks_of_that_one_alone(losses: list[int], second: int) -> None:
     before = heirs(without(*losses), losses[0])
     made = without(*losses)
-    made.lose(second, 0)
+    made.lose(second, Stage(0))
     after = heirs(made, losses[0])
     assert all(old in (new, second) for old, new in zip(before, after, strict=True))
 
 
 def test_a_loss_is_news_once() -> None:
     made = without(1)
-    assert made.knows(1, 0)
-    assert made.lost() == [(1, 0)]
-    assert not made.knows(1, 3)
-    made.lose(1, 3)
-    assert made.lost() == [(1, 3)]
-    made.lose(1, 2)
-    assert made.lost() == [(1, 3)], "a stale one changes nothing"
-    assert made.knows(1, 2)
-    assert not made.knows(0, 0)
+    assert made.knows(1, Stage(0))
+    assert made.lost() == {1: Stage(0)}
+    assert not made.knows(1, Stage(3))
+    made.lose(1, Stage(3))
+    assert made.lost() == {1: Stage(3)}
+    made.lose(1, Stage(2))
+    assert made.lost() == {1: Stage(3)}, "a stale one changes nothing"
+    assert made.knows(1, Stage(2))
+    assert not made.knows(0, Stage(0))
 
 
 def test_a_loss_that_is_heard_late_says_nothing_of_the_epoch_that_is_there_now() -> None:
     made = ShardMap(3)
     made.agree([True] * 3)
-    made.lose(1, 0)
-    assert made.is_past(1, 0)
+    made.lose(1, Stage(0))
+    assert made.is_past(1, Stage(0))
     assert made.uses(1)
     assert not made.uses(1, 0)
-    assert made.lost() == []
+    assert made.lost() == {}
 
 
 def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on() -> None:
@@ -96,19 +97,19 @@ def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on() -> N
     made.agree([True, True, True])
     assert (made.epoch, made.base) == (2, (0, 1, 2))
     assert made.uses(1)
-    assert made.lost() == []
-    assert not made.uses(1, 0), "what is still in progress never goes back"
+    assert made.lost() == {}
+    assert not made.uses(1, 0), "what is still in progress does not go back"
     assert set(heirs(made, 1)) == {0, 2}
-    assert made.is_past(1, 0)
-    assert made.is_past(1, 1)
-    assert not made.is_past(1, 2)
+    assert made.is_past(1, Stage(0))
+    assert made.is_past(1, Stage(1))
+    assert not made.is_past(1, Stage(2))
 
 
 def test_chunks_of_an_old_epoch_are_no_longer_anybodys_if_all_of_it_are_lost() -> None:
     made = ShardMap(3)
     made.agree([True, True, False])
-    made.lose(0, 1)
-    made.lose(1, 1)
+    made.lose(0, Stage(1))
+    made.lose(1, Stage(1))
     assert made.heir(0, 0, 1) is None
     assert made.heir(0, 0, 0) == 2
     assert made.heir(2, 0, 1) is None, "it was not used in that epoch"
@@ -131,7 +132,7 @@ def test_beginning_anew_uses_all_from_then_on() -> None:
     made = without(0, 1, 2, reducers=3)
     assert not any(made.uses(reducer) for reducer in range(3))
     made.renew(2)
-    assert (made.epoch, made.base, made.lost()) == (2, (0, 1, 2), [])
+    assert (made.epoch, made.base, made.lost()) == (2, (0, 1, 2), {})
     assert all(made.uses(reducer) for reducer in range(3))
     assert heirs(made, 0, 4) == [None] * 4, "what was begun before has nobody"
 
@@ -140,6 +141,81 @@ def test_old_epochs_are_forgotten() -> None:
     made = ShardMap(2)
     for _ in range(300):
         made.agree([True, True])
-    made.lose(0, 300)
+    made.lose(0, Stage(300))
     assert made.heir(0, 0, 300) == made.heir(0, 0, 100) == 1
     assert made.heir(0, 0, 0) is None
+
+
+def adopting(*lost: int, reducers: int = 3) -> ShardMap:
+    """A map that goes on with others, of which some reducers are lost."""
+    made = ShardMap(reducers, adopts=True)
+    for reducer in lost:
+        made.lose(reducer, Stage(0))
+    return made
+
+
+def test_when_all_are_lost_the_first_that_is_there_takes_all() -> None:
+    made = adopting(0, 1)
+    assert made.stage() == Stage(0)
+    assert made.adopted is None
+    made.lose(2, Stage(0))
+    assert made.stage() == Stage(0, 1)
+    assert made.adopted == 0
+    assert {*heirs(made, 0), *heirs(made, 1), *heirs(made, 2)} == {0}
+    made.lose(0, Stage(0, 1))
+    assert made.used() == [1, 2]
+    assert {*heirs(made, 0), *heirs(made, 1), *heirs(made, 2)} == {1}
+    assert not made.intact
+
+
+def test_one_that_was_not_in_use_takes_the_place_of_all() -> None:
+    made = adopting(2)
+    made.agree([True, True, False])
+    for reducer in (0, 1):
+        made.lose(reducer, Stage(1))
+    assert made.used() == [0, 1, 2]
+    for reducer in (0, 1):
+        made.lose(reducer, Stage(1, 1))
+    assert made.adopted == 2
+    assert made.heir(0, 5, 1) == 2
+
+
+@given(losses=st.lists(st.tuples(st.integers(0, 2), st.integers(0, LAST_STAGE)), max_size=12))
+def test_the_stage_follows_from_what_is_lost_in_any_order(losses: list[tuple[int, int]]) -> None:
+    mine, theirs = adopting(), adopting()
+    for reducer, stage in losses:
+        mine.lose(reducer, Stage(0, stage))
+    for reducer, stage in reversed(losses):
+        theirs.lose(reducer, Stage(0, stage))
+    assert mine.stage() == theirs.stage()
+    assert mine.used() == theirs.used()
+    assert all(not mine.knows(reducer, mine.stage()) for reducer in mine.used())
+
+
+def test_what_was_begun_earlier_goes_on_in_a_later_stage() -> None:
+    made = adopting(0)
+    made.agree([False, True, True])
+    for reducer in (1, 2):  # lost for what was begun in epoch 0 as well
+        made.lose(reducer, Stage(1))
+    assert made.stage(0) == Stage(0, 1), "reducer 0 was not lost since"
+    assert made.heir(1, 0, 0) == made.heir(1, 0, 1) == 0
+    made.lose(0, Stage(1, 1))
+    assert made.heir(1, 0, 0) == made.heir(1, 0, 1) == 1
+
+
+def test_after_the_last_stage_all_are_lost() -> None:
+    made = adopting(0, 1, 2)
+    for reducer in range(3):
+        made.lose(reducer, Stage(made.epoch + 1, LAST_STAGE))
+    assert made.stage() is None
+    assert made.used() == []
+    assert made.heir(0, 0, 0) is None
+    assert made.fresh() == 2
+
+
+def test_a_hosted_reducer_takes_no_others_place() -> None:
+    made = ShardMap(3, hosted={2: 0}, adopts=True)
+    made.lose(0, Stage(0))
+    made.lose(1, Stage(0))
+    assert made.adopted is None
+    assert made.used() == [2]
