@@ -24,6 +24,7 @@ VECTOR_HEADERS = [
 ]
 LOOP_HEADERS = [
     "reducer/failpoints.h",
+    "reducer/heap.h",
     "reducer/libzmq.h",
     "reducer/loop.h",
     "reducer/malloc_tuning.h",

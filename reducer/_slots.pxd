@@ -20,6 +20,13 @@ cdef extern from "map.h" nogil:
     void map_free(map *self)
 
 
+cdef extern from "heap.h" nogil:
+    struct heap:
+        size_t count
+
+    uint64_t heap_least(const heap *self)
+
+
 cdef extern from "wire/header.h" nogil:
     const int HEADER_BYTES
 
@@ -72,6 +79,8 @@ cdef extern from "slots.h" nogil:
         const libzmq *zmq
         uint32_t world_size
         map by_sequence
+        heap order
+        uint64_t most
         uint64_t reached
         uint32_t viewed
         uint64_t reserved
@@ -85,7 +94,7 @@ cdef extern from "slots.h" nogil:
     uint64_t rounds_taken(const rounds *self) noexcept
     void round_finish(rounds *self, round *at, slot *finished) noexcept
     void round_drop(rounds *self, round *at, slot *dropped) noexcept
-    void rounds_discard(rounds *self, round *discarded) noexcept
+    void rounds_discard_oldest(rounds *self) noexcept
     void rounds_free(rounds *self) noexcept
     uint64_t peer_key(const void *id, size_t nbytes) noexcept
 
@@ -103,9 +112,10 @@ cdef class Member:
 cdef class Rounds:
     cdef rounds its
     cdef dict _views
+    cdef dict _latest
 
     cdef admit(self, list members, job)
     cdef dismiss(self)
     cdef rest(self)
     cdef _view(self, round *found)
-    cdef _release(self, view)
+    cdef _release(self, sequence)

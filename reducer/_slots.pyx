@@ -15,6 +15,7 @@ from itertools import islice
 
 from reducer.libzmq import addresses
 from reducer.slots import MAX_MISSING, check_agreement, check_size
+from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from reducer.wire.layout import charge
 from reducer.wire.states import LinkState
@@ -322,7 +323,9 @@ cdef class Rounds:
     def __cinit__(self, uint32_t world_size):
         self.its.zmq = functions()
         self.its.world_size = world_size
+        self.its.most = NO_SEQUENCE
         self._views = {}
+        self._latest = {}  # of the views, those that were made since `rest`
 
     def __dealloc__(self):
         rounds_free(&self.its)
@@ -335,6 +338,20 @@ cdef class Rounds:
     @reserved.setter
     def reserved(self, value):
         self.its.reserved = value
+
+    @property
+    def most(self):
+        """Rounds that there may be."""
+        return self.its.most
+
+    @most.setter
+    def most(self, value):
+        self.its.most = value
+
+    @property
+    def oldest(self):
+        """The least sequence number of a round, None if there is no round."""
+        return heap_least(&self.its.order) if self.its.order.count else None
 
     def taken(self):
         """Return the bytes that the records of all rounds take."""
@@ -370,14 +387,14 @@ cdef class Rounds:
             raise MemoryError
         return self._view(opened)
 
-    def discard(self, sequence):
-        """Forget a round."""
-        cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
-        if found == NULL:
-            raise KeyError(sequence)
-        if found.viewed:
-            self._release(self._views.pop(sequence))
-        rounds_discard(&self.its, found)
+    def discard_oldest(self):
+        """Forget the round with the least sequence number."""
+        sequence = self.oldest
+        if sequence is None:
+            raise KeyError
+        if sequence in self._views:
+            self._release(sequence)
+        rounds_discard_oldest(&self.its)
 
     cdef _view(self, round *found):
         cdef Round view = self._views.get(found.sequence)
@@ -387,13 +404,14 @@ cdef class Rounds:
             view.its = found
             view.departed = {}
             view._told = set()
-            self._views[found.sequence] = view
+            self._views[found.sequence] = self._latest[found.sequence] = view
             found.viewed = True
             self.its.viewed += 1
         return view
 
-    cdef _release(self, view):
-        cdef Round released = view
+    cdef _release(self, sequence):
+        cdef Round released = self._views.pop(sequence)
+        self._latest.pop(sequence, None)
         released.its.viewed = False
         released.its = NULL
         self.its.viewed -= 1
@@ -401,9 +419,10 @@ cdef class Rounds:
     cdef rest(self):
         """Let go of the views of healthy rounds, so that the loop may have those rounds again."""
         cdef Round view
-        for sequence, view in tuple(self._views.items()):
+        for sequence, view in tuple(self._latest.items()):
             if view.error is None and not view.departed:
-                self._release(self._views.pop(sequence))
+                self._release(sequence)
+        self._latest.clear()
 
     cdef admit(self, list members, job):
         """Let the loop serve these members, one per rank."""

@@ -70,12 +70,18 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     max_jobs_per_key: Annotated[
         int | None, typer.Option(help="Of these, jobs of one key, on a pool with keys.")
     ] = None,
+    max_rounds: Annotated[
+        int | None, typer.Option(help="All-reduces in progress of a job, or of a key's jobs.")
+    ] = None,
     max_ranks: Annotated[int | None, typer.Option(help="Ranks that a job may have.")] = None,
     max_chunk_bytes: Annotated[
         str | None, typer.Option(help="Largest chunk, and so message: 1MiB to 4MiB.")
     ] = None,
     max_connections: Annotated[
         int | None, typer.Option(help="Connections that may be here at once.")
+    ] = None,
+    max_connections_per_key: Annotated[
+        int | None, typer.Option(help="Of these, a key's members'; half of them by default.")
     ] = None,
     handshake_timeout: Annotated[
         str | None, typer.Option(help="Time for a connection's handshake, such as 5s.")
@@ -125,9 +131,11 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         job_memory_limit=job_memory_limit,
         max_jobs=max_jobs,
         max_jobs_per_key=max_jobs_per_key,
+        max_rounds=max_rounds,
         max_ranks=max_ranks,
         max_chunk_bytes=max_chunk_bytes,
         max_connections=max_connections,
+        max_connections_per_key=max_connections_per_key,
         handshake_timeout=handshake_timeout,
         drain_timeout=drain_timeout,
         keys=keys,

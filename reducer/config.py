@@ -64,6 +64,10 @@ class ReducerConfig(BaseSettings):
     """Of these, jobs that may be one key's, on a pool with keys: a run is two jobs if its calls
     have names. The limit on one job's memory is for all jobs of a key together."""
 
+    max_rounds: int = Field(default=1 << 17, ge=1)
+    """All-reduces that a job may have begun here, at each thread, and not finished at all ranks; on
+    a pool with keys, all jobs of one key. A window of 128 MiB holds no more, however small."""
+
     max_ranks: int = Field(default=4096, ge=1, le=MAX_WORLD_SIZE)
     """Ranks of one job, which are also its connections to each thread: libzmq takes messages from
     all connections in turn, so a job's share of a reducer grows with them."""
@@ -77,6 +81,10 @@ class ReducerConfig(BaseSettings):
     max_connections: int = Field(default=8192, ge=1)
     """Connections to all threads. Beyond it the oldest are closed that belong to no member of a
     job. A process's limit on open files makes it less."""
+
+    max_connections_per_key: int | None = Field(default=None, ge=1)
+    """Of these, connections of members that have one key, on a pool with keys; half of them by
+    default. Each rank has one to each thread, and one more there if its calls have names."""
 
     handshake_timeout: Seconds = 5.0
     """Time in which a new connection must finish libzmq's handshake; and in twice as much it must
@@ -156,12 +164,18 @@ class ReducerConfig(BaseSettings):
     def limits(self) -> Limits:
         """Return what each thread admits."""
         most = self.job_memory_limit
+        of_key = self.max_connections_per_key
+        connections = self.patience().max_connections
         return Limits(
             max_jobs=self.max_jobs,
             max_jobs_per_key=self.max_jobs_per_key,
             max_ranks=self.max_ranks,
             max_chunk_bytes=int(self.max_chunk_bytes),
             job_memory_limit=None if most is None else int(most) // self.threads,
+            max_rounds=self.max_rounds,
+            max_connections_per_key=max(
+                1, connections // 2 if of_key is None else of_key // self.threads
+            ),
         )
 
     def patience(self) -> Patience:

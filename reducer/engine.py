@@ -9,7 +9,6 @@ import copy
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.admission import LOCAL
 from reducer.errors import (
     AuthError,
     CapacityError,
@@ -102,7 +101,7 @@ class Engine:
     ) -> None:
         self._allowed = allowed
         self._members = Membership(memory_limit, slots, limits)
-        self._reductions = Reductions(kernels, self._members.grow)
+        self._reductions = Reductions(kernels, self._members.grow, self._members.grant)
         self._incarnation = incarnation
         self._address = address
         self._lanes = lanes
@@ -349,9 +348,7 @@ class Engine:
         try:
             if self._closing is not None:
                 raise copy.copy(self._closing)
-            shown = "" if key == LOCAL else key
-            job, member, earlier = self._members.join(peer, header, hello, shown)
-            job.keys[member.rank] = key
+            job, member, earlier = self._members.join(peer, header, hello, key)
         except ReductionError as error:
             sends += self._refuse(peer, error)
             present = self._members.jobs.get(header.job)

@@ -1,10 +1,15 @@
-"""A pool's keys: its own pair, and the allow-list, which is read again when its file changes."""
+"""A pool's keys: its own pair, and the allow-list, which is read again when its file changes.
+
+A file may take any time to answer, on a network that is gone for one. So a thread of its own reads
+it (`Reader`), and hands over the finished list; until then the one before holds.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from reducer import admission, keyfiles
@@ -17,12 +22,15 @@ if TYPE_CHECKING:
     from reducer.admission import AllowList
 
 LOOK_S = 0.5  # between two looks at the file
+_WAKE_S = 0.1  # how soon the reader notices that it is to look at once
 
 log = logging.getLogger(__name__)
 
 
 class Keyring:
-    """What a reducer shows, and whom it admits. Its threads share one.
+    """What a reducer shows, and whom it admits.
+
+    Its threads share one, of which one thread alone may `refresh` it.
 
     Args:
         pair: the reducer's own keys.
@@ -31,14 +39,15 @@ class Keyring:
 
     Attributes:
         pair: as given.
-        allowed: whom it admits now.
+        allowed: whom it admits now; another object after a change.
+        changes: whether that can be.
     """
 
     def __init__(self, pair: KeyPair, allowed: AllowList, directory: Path | None = None) -> None:
         self.pair = pair
         self.allowed = allowed
+        self.changes = directory is not None
         self._directory = directory
-        self._lock = threading.Lock()
         self._next_look = 0.0
         self._forced = False
         self._read = self._seen = self._look()
@@ -59,7 +68,7 @@ class Keyring:
         return cls(pair, allowed, directory)
 
     def reload(self) -> None:
-        """Have the next `refresh` read the file; a signal handler may call this."""
+        """Have the next `refresh` read the file; any thread, or a signal handler, may call this."""
         self._forced = True
 
     def refresh(self, now: float) -> AllowList:
@@ -73,14 +82,14 @@ class Keyring:
         """
         if self._directory is None or (now < self._next_look and not self._forced):
             return self.allowed
-        with self._lock:
-            forced, self._forced = self._forced, False
-            self._next_look = now + LOOK_S
-            before, self._seen = self._seen, self._look()
-            if forced or (self._seen != self._read and self._seen == before):
-                self._read = self._seen
-                self._parse(self._directory)
-            return self.allowed
+        if forced := self._forced:
+            self._forced = False  # before it is read: whoever asks from here on asks anew
+        self._next_look = now + LOOK_S
+        before, self._seen = self._seen, self._look()
+        if forced or (self._seen != self._read and self._seen == before):
+            self._read = self._seen
+            self._parse(self._directory)
+        return self.allowed
 
     def _parse(self, directory: Path) -> None:
         try:
@@ -101,3 +110,35 @@ class Keyring:
         except OSError:
             return ()
         return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+class Reader(threading.Thread):
+    """Refreshes a keyring until it is told to stop.
+
+    Args:
+        keyring: whose file it looks at.
+
+    Attributes:
+        failure: what has ended it besides `stop`, if anything has.
+    """
+
+    def __init__(self, keyring: Keyring) -> None:
+        # Nobody waits for it: a file that does not answer may never let it go.
+        super().__init__(name="reducer-keys", daemon=True)
+        self._keyring = keyring
+        self._stopping = threading.Event()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Look at the file, again and again."""
+        try:
+            while not self._stopping.wait(_WAKE_S):
+                self._keyring.refresh(time.monotonic())
+        except BaseException as error:
+            self.failure = error
+            log.exception("the allow-list is not looked at any more: the reducer stops")
+            raise
+
+    def stop(self) -> None:
+        """Have it end after its current look."""
+        self._stopping.set()

@@ -31,6 +31,8 @@ class Limits(NamedTuple):
         max_jobs_per_key: how many of them may be of one key.
         job_memory_limit: bytes that one job may reserve, or all jobs of one key; all there are if
             None.
+        max_rounds: all-reduces that one job may have here, or all jobs of one key.
+        max_connections_per_key: members that may have come with one key; any number if None.
     """
 
     max_jobs: int = 256
@@ -38,6 +40,8 @@ class Limits(NamedTuple):
     max_ranks: int = MAX_WORLD_SIZE
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     job_memory_limit: int | None = None
+    max_rounds: int = 1 << 17
+    max_connections_per_key: int | None = None
 
 
 NO_LIMITS = Limits()  # but the protocol's own, and of jobs

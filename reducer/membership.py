@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from reducer.admission import LOCAL
 from reducer.errors import (
     CapacityError,
     DuplicateRankError,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from reducer.wire.messages import Hello, Loss
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
+GRANT = 1024  # rounds that a job may begin before it has to ask again
 MAX_GIVEN_UP = 1024  # ranges that are remembered; failures make some, and they pass
 SETTINGS = {  # equal at every rank: what people know them as
     "world_size": "the number of ranks",
@@ -69,6 +72,7 @@ class Job:
         self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
         self.reserved = 0
+        rounds.most = 0
         self.keys: dict[int, str] = {}
         self.processes: dict[int, str] = {}
         self.barred: dict[int, MismatchError] = {}
@@ -122,11 +126,12 @@ class Job:
         """Forget what no rank will ask about any more."""
         reached = self.reached()
         self.given_up = [given for given in self.given_up if given[1] >= reached]
-        for sequence in self.forgettable():
+        passed = self._passed()
+        while (sequence := self.rounds.oldest) is not None and sequence < passed:
             round_ = self.rounds.get(sequence)
             if round_ is not None and round_.open:  # ranks went on without its results
                 self.release(round_, round_.drop())
-            self.rounds.discard(sequence)
+            self.rounds.discard_oldest()
 
     def release(self, round_: Round, taken: Iterable[tuple[int, int]]) -> None:
         """Give back what dropped contributions, as rank and bytes, took of windows."""
@@ -134,15 +139,15 @@ class Job:
             if rank in self.members and rank not in round_.departed:
                 self.members[rank].held -= nbytes
 
-    def forgettable(self) -> list[int]:
-        """Sequence numbers that the watermark of every live rank has passed.
+    def _passed(self) -> int:
+        """Return the number below which every live rank is done with all rounds.
 
         While a rank has yet to join, the latest ones stay: it is to learn why they failed.
         """
         reached = min(member.watermark for member in self.members.values())
         if len(self.members) + len(self.gone) < self.world_size:
             reached -= MAX_ROUNDS_AHEAD
-        return [sequence for sequence in self.rounds if sequence < reached]
+        return reached
 
 
 class Membership:
@@ -164,6 +169,7 @@ class Membership:
         self._slots = slots
         self.jobs: dict[int, Job] = {}
         self._by_peer: dict[bytes, tuple[Job, Member]] = {}
+        self._of_key: Counter[str] = Counter()  # members that have come with each
 
     def find(self, peer: bytes) -> tuple[Job, Member] | None:
         """Return the job and member that a peer speaks for, if any."""
@@ -189,7 +195,7 @@ class Membership:
             peer: the transport's name for the connection.
             header: of its HELLO.
             hello: the body.
-            key: public key that it has shown, if it has.
+            key: public key that it has shown, if it has; `LOCAL` of a peer in this process.
 
         Returns:
             Its job, itself, and the job that ended because this is a later generation of it.
@@ -200,29 +206,36 @@ class Membership:
                 ranks of an earlier run are still here.
             MismatchError: a setting differs from another rank's.
             DuplicateRankError: a live member has this rank.
-            CapacityError: the job is too large for a limit, or there are too many.
+            CapacityError: the job is too large for a limit, or there are too many jobs, or members
+                of this key.
         """
         if header.job != fingerprint(hello.job):
             raise RemoteProtocolError("the header's job is not the fingerprint of the job's name")
         if header.rank >= hello.world_size:
             raise RemoteProtocolError(f"rank {header.rank} of a world of {hello.world_size}")
+        shown = "" if key == LOCAL else key
         earlier = self.jobs.get(header.job)
         if earlier is None or earlier.generation < header.generation:
-            self._check_size(hello, key, new=earlier is None)
-            job = Job(header, hello, self._slots.Rounds(hello.world_size), key)
+            self._check_size(hello, shown, new=earlier is None)
+            job = Job(header, hello, self._slots.Rounds(hello.world_size), shown)
         else:
             job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
+        self._check_key(shown, earlier)
         self._reserve(job, header.window, 0 if earlier is None else earlier.reserved)
         if earlier is not None:
             self._drop(earlier)
-        self.jobs[job.key] = job
+        if job.key not in self.jobs:
+            self.jobs[job.key] = job
+            self._granted(job)
         member = self._slots.Member(peer, header)
         self.changes += 1
         job.members[member.rank] = member
         job.gone.pop(member.rank, None)
         job.barred.pop(member.rank, None)
         job.processes[member.rank] = hello.process
+        job.keys[member.rank] = key
+        self._of_key[key] += 1
         self._by_peer[peer] = (job, member)
         return job, member, earlier
 
@@ -233,6 +246,7 @@ class Membership:
             self.changes += 1
             job, member = found
             del job.members[member.rank]
+            self._uncount(job, member)
             job.gone[member.rank] = (member.watermark, reason)
             if not job.members:
                 del self.jobs[job.key]
@@ -240,8 +254,15 @@ class Membership:
 
     def _drop(self, job: Job) -> None:
         for member in job.members.values():
+            self._uncount(job, member)
             del self._by_peer[member.peer]
         del self.jobs[job.key]
+
+    def _uncount(self, job: Job, member: Member) -> None:
+        key = job.keys[member.rank]
+        self._of_key[key] -= 1
+        if not self._of_key[key]:
+            del self._of_key[key]
 
     def _of(self, key: str) -> list[Job]:
         """Return the jobs whose first rank has shown a key."""
@@ -326,6 +347,22 @@ class Membership:
                 limit="max_chunk_bytes",
             )
 
+    def _check_key(self, key: str, earlier: Job | None) -> None:
+        """Refuse one more member of a key that has as many as it may, but for those that go."""
+        most = self._limits.max_connections_per_key
+        if not key or most is None:
+            return
+        going = () if earlier is None else earlier.members
+        leaving = sum(earlier is not None and earlier.keys[rank] == key for rank in going)
+        if self._of_key[key] - leaving >= most:
+            raise CapacityError(
+                f"this reducer has {most} connections of this key already (a rank has one to each "
+                "thread, and one more if its calls have names): end other jobs of the key, or "
+                "raise the reducer's --max-connections-per-key "
+                "(REDUCTION_MAX_CONNECTIONS_PER_KEY)",
+                limit="max_connections_per_key",
+            )
+
     def _reserve(self, job: Job, window: int, freed: int) -> None:
         # n windows of contributions, and results that the slowest rank has not taken: one more.
         most = window + SPARE_CHUNKS * charge(job.max_chunk_bytes)
@@ -346,6 +383,29 @@ class Membership:
         """
         needed = job.reserved + max(nbytes, GROWTH)
         self._set_aside(job, needed, "many chunks at once", "raise REDUCTION_CHUNK_BYTES")
+
+    def grant(self, job: Job) -> None:
+        """Let a job begin more rounds, if it may, and all jobs of its key.
+
+        Raises:
+            CapacityError: it may not.
+        """
+        if not self._granted(job):
+            raise CapacityError(
+                f"job {job.name!r} or others of its key have {self._limits.max_rounds} all-reduces "
+                "in progress here: wait for some of them, or raise the reducer's --max-rounds "
+                "(REDUCTION_MAX_ROUNDS)",
+                limit="max_rounds",
+            )
+
+    def _granted(self, job: Job) -> bool:
+        """Let a job begin more rounds, if it may; return whether it may."""
+        jobs = self._of(job.key_shown) if job.key_shown else [job]
+        for each in jobs:
+            each.rounds.most = len(each.rounds)  # what it was granted and has not used
+        free = self._limits.max_rounds - sum(each.rounds.most for each in jobs)
+        job.rounds.most += min(max(free, 0), GRANT)
+        return free > 0
 
     def _set_aside(self, job: Job, needed: int, why: str, advice: str, freed: int = 0) -> None:
         free = self.memory_limit - self.reserved() + freed

@@ -106,15 +106,19 @@ class Reductions:
     Args:
         kernels: what sums.
         grow: sets aside more memory for a job's records, or raises `CapacityError`.
+        grant: lets a job begin more rounds, or raises `CapacityError`.
 
     Attributes:
         counters: what was done since the start.
         closed: why new rounds are refused, or None.
     """
 
-    def __init__(self, kernels: Kernels, grow: Callable[[Job, int], None]) -> None:
+    def __init__(
+        self, kernels: Kernels, grow: Callable[[Job, int], None], grant: Callable[[Job], None]
+    ) -> None:
         self.kernels = kernels
         self._grow = grow
+        self._grant = grant
         self.counters = Counters()
         self.closed: ReductionError | None = None
 
@@ -197,6 +201,8 @@ class Reductions:
     def _round(self, job: Job, member: Member, header: Header) -> Round:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
+            if len(job.rounds) >= job.rounds.most:
+                self._grant(job)
             self._make_room(job, ROUND_BYTES + job.world_size)
             # That of an ABORT says which epoch its sender was in: for the question before the call.
             settles = header.type is not MessageType.ABORT or header.sequence % PLACES == 1

@@ -17,6 +17,7 @@ from reducer.engine import Engine
 from reducer.failpoints import parse
 from reducer.faults import FaultyEngine, FaultyTransport
 from reducer.guard import LOOK_S, Guard
+from reducer.keyring import Reader
 from reducer.observer import Desk, Observer
 from reducer.reductions import Counters
 from reducer.transport import Transport, make_context
@@ -66,6 +67,7 @@ class Server:
         self.context = make_context(config.io_threads * config.threads, config.cpus)
         self._keyring = keyring
         self._gate = None if keyring is None else Gate(self.context, keyring)
+        self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
         pair = None if keyring is None else keyring.pair
         try:
             transports = [
@@ -123,17 +125,20 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether all its threads run."""
-        return all(lane.is_alive() for lane in self._lanes)
+        reads = self._reader is None or self._reader.is_alive()
+        return reads and all(lane.is_alive() for lane in self._lanes)
 
     def start(self) -> None:
         """Begin to serve."""
         if self._gate is not None:
             self._gate.start()
+        if self._reader is not None:
+            self._reader.start()
         for lane in self._lanes:
             lane.start()
 
     def reload_keys(self) -> None:
-        """Read the allow-list again, at the next tick; a signal handler may call this."""
+        """Have the allow-list read again; a signal handler may call this."""
         if self._keyring is not None:
             self._keyring.reload()
 
@@ -153,10 +158,14 @@ class Server:
             lane.join()
         if self._gate is not None:
             self._gate.stop()
+        if self._reader is not None:
+            self._reader.stop()
         self.context.destroy()
-        for lane in self._lanes:
-            if lane.failure is not None:
-                raise lane.failure
+        failures = [lane.failure for lane in self._lanes]
+        failures += [] if self._reader is None else [self._reader.failure]
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     def hurry(self) -> None:
         """End the grace of `stop`, which has begun; a signal handler may call this."""
@@ -230,8 +239,7 @@ class _Lane(threading.Thread):
 
     def _mind_keys(self, keyring: Keyring, loop: Loop) -> None:
         """Go by the allow-list as it is now, and count who was refused."""
-        allowed = keyring.refresh(time.monotonic())
-        if allowed is not self._allowed:
+        if (allowed := keyring.allowed) is not self._allowed:
             self._allowed = allowed
             loop.send(self.engine.allow(allowed))
         refused = self._transport.refusals()

@@ -50,9 +50,12 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
     round->has_first = first != NULL;
     if (first != NULL)
         round->first = *first;
-    if (rounds->by_sequence.count == 0 || sequence < rounds->oldest)
-        rounds->oldest = sequence;
     if (!map_put(&rounds->by_sequence, sequence, round)) {
+        free(round);
+        return NULL;
+    }
+    if (!heap_put(&rounds->order, sequence)) {
+        map_remove(&rounds->by_sequence, sequence);
         free(round);
         return NULL;
     }
@@ -64,6 +67,9 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
 {
     struct slot *slot = map_get(&round->slots, header->offset);
     if (slot == NULL) {
+        if (!round->waits && !heap_put(&rounds->waiting, round->sequence))
+            return NULL;
+        round->waits = true;
         slot = calloc(1, sizeof *slot);
         if (slot == NULL)
             return NULL;
@@ -116,8 +122,12 @@ void round_drop(struct rounds *rounds, struct round *round, struct slot *slot)
     free(slot);
 }
 
-void rounds_discard(struct rounds *rounds, struct round *round)
+void rounds_discard_oldest(struct rounds *rounds)
 {
+    struct round *round = map_get(&rounds->by_sequence, heap_least(&rounds->order));
+    heap_take(&rounds->order);
+    if (round->waits) /* there: no round is older */
+        heap_take(&rounds->waiting);
     for (size_t place = 0; round->slots.count > 0 && place <= round->slots.mask; place++) {
         struct slot *slot = round->slots.entries[place].value;
         if (slot == NULL)
@@ -134,11 +144,11 @@ void rounds_discard(struct rounds *rounds, struct round *round)
 
 void rounds_free(struct rounds *rounds)
 {
-    struct map *map = &rounds->by_sequence;
-    for (size_t place = 0; map->count > 0; place = (place + 1) & map->mask)
-        if (map->entries[place].value != NULL)
-            rounds_discard(rounds, map->entries[place].value);
-    map_free(map);
+    while (rounds->order.count > 0)
+        rounds_discard_oldest(rounds);
+    map_free(&rounds->by_sequence);
+    heap_free(&rounds->order);
+    heap_free(&rounds->waiting);
     while (rounds->spare != NULL) {
         struct payloads *spare = rounds->spare;
         rounds->spare = spare->next;
@@ -150,46 +160,23 @@ void rounds_free(struct rounds *rounds)
 
 /* -- the healthy way --------------------------------------------------------------------------- */
 
-/* Whether a worker may pass on to `watermark` without failing or keeping a round. */
-static bool may_advance(const struct rounds *rounds, const struct member *member, uint64_t watermark)
+/* Whether no round below `watermark` has open slots. */
+static bool none_waits_below(struct rounds *rounds, uint64_t watermark)
 {
-    if (rounds->viewed > 0 || watermark - member->watermark > MAX_ROUNDS_AHEAD)
-        return false;
-    const struct map *map = &rounds->by_sequence;
-    if (watermark - member->watermark <= map->mask) { /* calls leave most of their numbers unused */
-        for (uint64_t sequence = member->watermark; sequence < watermark; sequence++) {
-            const struct round *round = map_get(map, sequence);
-            if (round != NULL && round->open > 0)
-                return false;
-        }
-        return true;
-    }
-    for (size_t place = 0; place <= map->mask && map->count > 0; place++) {
-        const struct round *round = map->entries[place].value;
-        if (round != NULL && round->open > 0 && round->sequence >= member->watermark &&
-            round->sequence < watermark)
-            return false;
+    for (struct heap *waiting = &rounds->waiting; waiting->count > 0; heap_take(waiting)) {
+        struct round *round = map_get(&rounds->by_sequence, heap_least(waiting));
+        if (round->open > 0)
+            return round->sequence >= watermark;
+        round->waits = false;
     }
     return true;
 }
 
-static void discard_if_there(struct rounds *rounds, uint64_t sequence)
+/* Whether a worker may pass on to `watermark` without failing or keeping a round. */
+static bool may_advance(struct rounds *rounds, const struct member *member, uint64_t watermark)
 {
-    struct round *round = map_get(&rounds->by_sequence, sequence);
-    if (round != NULL)
-        rounds_discard(rounds, round);
-}
-
-static void discard_all_below(struct rounds *rounds, uint64_t reached)
-{
-    struct map *map = &rounds->by_sequence;
-    for (size_t place = 0; place <= map->mask && map->count > 0;) {
-        struct round *round = map->entries[place].value;
-        if (round != NULL && round->sequence < reached)
-            rounds_discard(rounds, round); /* another one may have moved to this place */
-        else
-            place++;
-    }
+    return rounds->viewed == 0 && watermark - member->watermark <= MAX_ROUNDS_AHEAD &&
+           none_waits_below(rounds, watermark);
 }
 
 static void advance(struct rounds *rounds, struct member *member, uint64_t watermark)
@@ -200,14 +187,8 @@ static void advance(struct rounds *rounds, struct member *member, uint64_t water
         if (rounds->members[rank]->watermark < reached)
             reached = rounds->members[rank]->watermark;
     rounds->reached = reached;
-    if (rounds->oldest >= reached)
-        return;
-    if (reached - rounds->oldest > rounds->by_sequence.mask)
-        discard_all_below(rounds, reached); /* the engine has let watermarks leap */
-    else
-        for (uint64_t sequence = rounds->oldest; sequence < reached; sequence++)
-            discard_if_there(rounds, sequence);
-    rounds->oldest = reached;
+    while (rounds->order.count > 0 && heap_least(&rounds->order) < reached)
+        rounds_discard_oldest(rounds);
 }
 
 /* Bytes that a worker may have in flight. */
@@ -269,6 +250,8 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
             return IRREGULAR;
     }
     if (at == NULL && !may_open(rounds, window_charge(header->nbytes)))
+        return IRREGULAR;
+    if (in == NULL && rounds->by_sequence.count >= rounds->most)
         return IRREGULAR;
     if (watermark > member->watermark && !may_advance(rounds, member, watermark))
         return IRREGULAR;

@@ -7,6 +7,7 @@
 #ifndef REDUCER_SLOTS_H
 #define REDUCER_SLOTS_H
 
+#include "heap.h"
 #include "libzmq.h"
 #include "map.h"
 #include "wire/header.h"
@@ -53,6 +54,7 @@ struct round {
     uint64_t sequence;
     struct header first; /* what its first contribution settled, if has_first */
     bool has_first;
+    bool waits;    /* its number is in `waiting` of the rounds */
     bool viewed;   /* the engine holds a view of it: it may have failed, or lack a rank for good */
     uint32_t open; /* slots that wait for contributions */
     struct map slots;
@@ -64,7 +66,9 @@ struct rounds {
     const struct libzmq *zmq;
     uint32_t world_size;
     struct map by_sequence;
-    uint64_t oldest;  /* no round is below */
+    struct heap order;   /* sequence numbers of all rounds */
+    struct heap waiting; /* of those with open slots, and of some that have none any more */
+    uint64_t most;       /* rounds that there may be */
     uint64_t reached; /* every all-reduce below is finished at every rank, while `members` is set */
     uint32_t viewed;
     /* What the records take, see rounds_taken. */
@@ -104,7 +108,8 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
 void round_finish(struct rounds *rounds, struct round *round, struct slot *slot);
 /* Forgets an open slot. */
 void round_drop(struct rounds *rounds, struct round *round, struct slot *slot);
-void rounds_discard(struct rounds *rounds, struct round *round);
+/* Forgets the round with the least sequence number; there must be one. */
+void rounds_discard_oldest(struct rounds *rounds);
 void rounds_free(struct rounds *rounds);
 
 /* Turns a routing id into a key; 0, which no id gives, if it is too long. */

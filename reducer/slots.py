@@ -6,11 +6,13 @@ are still missing. `_slots.pyx` has the same classes over C structs, for the com
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from reducer.errors import MismatchError
-from reducer.wire.constants import PLACES, DType, ReduceOp
+from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, ReduceOp
 from reducer.wire.layout import charge
 from reducer.wire.states import LinkState
 
@@ -89,6 +91,21 @@ class Slot:
         return (rank for rank, payload in enumerate(self.payloads) if payload is not None)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What the rounds of a job hold in all.
+
+    Attributes:
+        open: slots that wait for contributions.
+        missing: contributions that these wait for.
+        done: slots whose result is on its way, until their round is forgotten.
+    """
+
+    open: int = 0
+    missing: int = 0
+    done: int = 0
+
+
 class Round:
     """One all-reduce: what its first contribution settled, its open slots, its outcome.
 
@@ -99,10 +116,14 @@ class Round:
             nothing more is taken from them, not even when they come back.
     """
 
-    __slots__ = ("_done", "_slots", "_spoke", "_told", "_world_size", "departed", "error", "first")
+    __slots__ = (
+        *("_done", "_slots", "_spoke", "_tally", "_told", "_world_size"),
+        *("departed", "error", "first"),
+    )
 
-    def __init__(self, first: Header | None, world_size: int) -> None:
+    def __init__(self, first: Header | None, world_size: int, tally: Tally) -> None:
         self.first = first
+        self._tally = tally
         self.error: ReductionError | None = None
         self.departed: dict[int, RankLostError] = {}
         self._world_size = world_size
@@ -134,12 +155,15 @@ class Round:
         slot = self._slots.get(header.offset)
         if slot is None:
             slot = self._slots[header.offset] = Slot(header, self._world_size)
+            self._tally.open += 1
+            self._tally.missing += self._world_size
         check_size(header, slot.first_rank, slot.nbytes)
         if payload is None:
             slot.holders.append(header.rank)
         else:
             slot.payloads[header.rank] = payload
         slot.missing -= 1
+        self._tally.missing -= 1
         return slot
 
     def ask(self, offset: int, rank: int) -> None:
@@ -158,8 +182,9 @@ class Round:
 
     def finish(self, offset: int) -> None:
         """Forget a slot whose result is on its way."""
-        del self._slots[offset]
+        self._close(self._slots.pop(offset))
         self._done.add(offset)
+        self._tally.done += 1
 
     def fail(self, error: ReductionError) -> Iterator[tuple[int, int]]:
         """Mark the round as failed and drop its slots.
@@ -174,18 +199,23 @@ class Round:
     def drop(self) -> Iterator[tuple[int, int]]:
         """Drop the slots that are open; returns what `fail` does."""
         slots, self._slots = self._slots, {}
+        for slot in slots.values():
+            self._close(slot)
         return ((rank, charge(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
+
+    def _close(self, slot: Slot) -> None:
+        self._tally.open -= 1
+        self._tally.missing -= slot.missing
+
+    def forget(self) -> None:
+        """Take the records off the tally: the round ends."""
+        self.drop()
+        self._tally.done -= len(self._done)
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks without which an open slot cannot be completed, 1024 at most."""
         lacking = (rank for rank in range(self._world_size) if self.lacks(rank))
         return tuple(islice(lacking, MAX_MISSING))
-
-    def taken(self) -> int:
-        """Bytes that its records take, without contributions."""
-        missing = sum(slot.missing for slot in self._slots.values())
-        slots = len(self._slots) * SLOT_BYTES + missing * PLACE_BYTES
-        return ROUND_BYTES + self._world_size + slots + len(self._done) * DONE_BYTES
 
     def lacks(self, rank: int) -> bool:
         """Whether an open slot waits for this rank."""
@@ -219,16 +249,27 @@ class Rounds:
 
     Attributes:
         reserved: bytes that contributions and records of the job may take.
+        most: rounds that there may be.
     """
 
     def __init__(self, world_size: int) -> None:
         self.reserved = 0
+        self.most = NO_SEQUENCE
         self._world_size = world_size
         self._rounds: dict[int, Round] = {}
+        self._order: list[int] = []  # a heap of their sequence numbers
+        self._tally = Tally()
 
     def taken(self) -> int:
         """Return the bytes that the records of all rounds take."""
-        return sum(round_.taken() for round_ in self._rounds.values())
+        rounds = len(self._rounds) * (ROUND_BYTES + self._world_size)
+        waiting = self._tally.open * SLOT_BYTES + self._tally.missing * PLACE_BYTES
+        return rounds + waiting + self._tally.done * DONE_BYTES
+
+    @property
+    def oldest(self) -> int | None:
+        """The least sequence number of a round, None if there is no round."""
+        return self._order[0] if self._order else None
 
     def __iter__(self) -> Iterator[int]:
         return iter(tuple(self._rounds))
@@ -246,12 +287,13 @@ class Rounds:
 
     def open(self, sequence: int, first: Header | None) -> Round:
         """Begin a round, with the contribution that opens it if one does."""
-        round_ = self._rounds[sequence] = Round(first, self._world_size)
+        round_ = self._rounds[sequence] = Round(first, self._world_size, self._tally)
+        heappush(self._order, sequence)
         return round_
 
-    def discard(self, sequence: int) -> None:
-        """Forget a round."""
-        del self._rounds[sequence]
+    def discard_oldest(self) -> None:
+        """Forget the round with the least sequence number."""
+        self._rounds.pop(heappop(self._order)).forget()
 
 
 def _waits(slot: Slot, rank: int) -> bool:

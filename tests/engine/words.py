@@ -43,6 +43,7 @@ class Reducer:
 
     def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
         payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
+        peer = change.pop("peer", b"%d" % rank)
         header = Header(
             M.CONTRIBUTION,
             job=fingerprint("job"),
@@ -54,7 +55,7 @@ class Reducer:
             op=ReduceOp.SUM,
             wire_dtype=DType.FLOAT32,
         )._replace(**change)
-        return self.served.receive(b"%d" % rank, header.pack(), payload)
+        return self.served.receive(peer, header.pack(), payload)
 
     def retain(self, rank: int, sequence: int = 0, payload: bytes = b"", **change) -> list:
         """Claim a chunk of 64 bytes, or send its result."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import zmq
 
-from reducer import config, local_pool
+from reducer import config, keyfiles, local_pool
 from reducer.errors import (
     AuthError,
+    ConfigError,
     MembershipError,
     ReductionError,
     RemoteProtocolError,
@@ -24,7 +26,7 @@ from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
 from tests.conftest import joined
 from tests.integration.calls import all_reduce, errors_of, ones
-from tests.security.conftest import busy, until
+from tests.security.conftest import WAIT_S, busy, until
 from worker_client.startup import connect
 
 if TYPE_CHECKING:
@@ -322,3 +324,32 @@ def test_another_reducer_takes_over(impl: str, home: Path) -> None:
     finally:
         for server in servers[: 1 if stopped else 2]:
             server.stop()
+
+
+def test_a_file_that_does_not_answer_holds_up_nobody(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered, read = threading.Event(), threading.Event(), keyfiles.read
+
+    def hang(directory: Path, name: str) -> str:
+        if name != keyfiles.ALLOWED:
+            return read(directory, name)
+        asked.set()
+        assert answered.wait(WAIT_S)
+        raise ConfigError("the machine that had it is gone")
+
+    ended = threading.Thread(target=pool.close)
+    try:
+        with busy(pool.join("one")) as made:
+            monkeypatch.setattr(keyfiles, "read", hang)
+            pool.allow("two")
+            assert asked.wait(WAIT_S)
+            before = made[0]
+            until(lambda: made[0] > before + 10)
+            all_reduce(pool.join("two"))
+            assert not answered.is_set(), "the list from before holds until the file answers"
+        ended.start()
+        ended.join(WAIT_S)
+        assert not ended.is_alive()
+    finally:
+        answered.set()
