@@ -271,4 +271,4 @@ class Loop(PlainLoop):
             self.send(sends)
             if self._engine.closing and number >= TAKEN_PER_LOOK:
                 break
-        self.send(self._engine.tick(time.monotonic()))
+        self.send(self._engine.tick(self.clock.now()))

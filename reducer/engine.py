@@ -252,7 +252,12 @@ class Engine:
         return self._settle_claims(job, member)
 
     def tick(self, now: float) -> list[Send]:
-        """Do what is due at `now`, seconds of a monotonic clock; call it several times a second."""
+        """Do what is due at `now`; call it several times a second.
+
+        Args:
+            now: seconds of a monotonic clock, which stands still while nobody can call this: who
+                could not be heard meanwhile is not late.
+        """
         self._now = now
         sends: list[Send] = []
         for peer in [peer for peer, due in self._away.items() if due <= now]:

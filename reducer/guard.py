@@ -148,7 +148,7 @@ class Guard:
         """End what is out of bounds.
 
         Args:
-            now: seconds of a monotonic clock.
+            now: seconds of a monotonic clock that stands still while this thread does not run.
 
         Returns:
             What is to be said about that.

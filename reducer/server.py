@@ -215,7 +215,7 @@ class _Lane(threading.Thread):
             while not self._stopping.is_set():
                 self.desk.answer()
                 loop.step(self._guard.wait_s)
-                loop.send(self._guard.look(time.monotonic()))
+                loop.send(self._guard.look(loop.clock.now()))
                 if self._keyring is not None:
                     self._mind_keys(self._keyring, loop)
             loop.send(self.engine.drain())
@@ -235,7 +235,7 @@ class _Lane(threading.Thread):
         while self.engine.jobs and time.monotonic() < end and not ends():
             self.desk.answer()
             loop.step(LOOK_S)
-            loop.send(self._guard.look(time.monotonic()))
+            loop.send(self._guard.look(loop.clock.now()))
 
     def _mind_keys(self, keyring: Keyring, loop: Loop) -> None:
         """Go by the allow-list as it is now, and count who was refused."""
