@@ -6,6 +6,7 @@ import pytest
 
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.jobs import MAX_OWNER_BYTES, owner
+from worker_client import enlisting
 from worker_client.config import NAMED
 from worker_client.process_group import ProcessGroup
 
@@ -36,3 +37,18 @@ def test_a_name_that_is_cut_begins_with_what_a_key_is_bound_to() -> None:
     name = group("3").named(f"{owned}/{'long' * 30}")
     assert owner(name) == owned
     assert len(name) <= MAX_JOB_NAME_BYTES - len(NAMED)
+
+
+def test_ranks_of_a_run_share_what_others_have_not() -> None:
+    def none(timeout_s: float) -> None:
+        raise AssertionError("nobody asked for a group")
+
+    said = []
+    for _ in range(2):
+        store = torch.distributed.HashStore()
+        ranks = [ProcessGroup(rank, [0, 1], store, make_private=none) for rank in range(2)]
+        runs = {enlisting._run(each, 2) for each in ranks}
+        assert len(runs) == 1
+        said += runs
+    assert len(set(said)) == 2
+    assert all(said)
