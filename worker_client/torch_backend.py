@@ -8,6 +8,7 @@ Gloo group of the same ranks inside, registered as the backend of its devices, w
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import threading
 from datetime import timedelta
@@ -19,13 +20,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (  # what torch.distributed's are, with types
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    BuiltinCommHookType,
     PrefixStore,
     ProcessGroupGloo,
     ReduceScatterOptions,
 )
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _world
+from torch.nn.parallel import DistributedDataParallel
 
 from reducer.errors import ConfigError, LocalProtocolError
 from worker_client import startup
@@ -45,7 +49,7 @@ from worker_client.torch_collectives import (
     scattered,
     take_in,
 )
-from worker_client.torch_work import ReductionWork
+from worker_client.torch_work import ReductionWork, untraced
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work as TorchWork
@@ -61,6 +65,7 @@ log = logging.getLogger(__name__)
 _GLOOS = ConfigError("Gloo makes this reduction: not every tensor and reduction can go to reducers")
 
 
+@untraced
 class ReductionGroup(TorchProcessGroup):
     """A process group whose all-reduces and reduce-scatters go through reducers.
 
@@ -322,6 +327,27 @@ def register() -> None:
         )
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
+        _replace_fp16_compress()
+
+
+def _replace_fp16_compress() -> None:
+    """Give DDP models over this backend torch's Python hook where they ask for its C++ twin.
+
+    `FP16_COMPRESS` asserts that the all-reduce's future holds a C++ list, and a future made in
+    Python holds an object. There is no such assertion in `ALLREDUCE`, DDP's default.
+    """
+    ddp: Any = DistributedDataParallel
+    builtin = ddp._register_builtin_comm_hook  # noqa: SLF001 (no public name)
+
+    @functools.wraps(builtin)
+    def register_hook(model: Any, comm_hook_type: BuiltinCommHookType) -> None:
+        fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
+        if fp16 and isinstance(model.process_group, ReductionGroup):
+            model.register_comm_hook(model.process_group, fp16_compress_hook)
+        else:
+            builtin(model, comm_hook_type)
+
+    ddp._register_builtin_comm_hook = register_hook  # noqa: SLF001
 
 
 def bytes_reduced() -> int:

@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Work as TorchWork  # what torch.distributed.Work is
@@ -22,7 +23,22 @@ if TYPE_CHECKING:
 
 _NO_TIMEOUT = timedelta(0)  # torch's own value for it
 
+T = TypeVar("T")
 
+
+def untraced(kind: type[T]) -> type[T]:
+    """Let dynamo run the methods of a class as they are.
+
+    DDP's C++ code calls them while `torch.compile` watches this thread. Dynamo would trace each as
+    if the script had called it, and cannot: a process group is opaque to it.
+    """
+    for name, method in list(vars(kind).items()):
+        if isinstance(method, FunctionType) and name != "__init__":
+            setattr(kind, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+    return kind
+
+
+@untraced
 class ReductionWork(TorchWork):
     """What collectives of the backend return.
 

@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client.torch_backend
@@ -250,6 +251,62 @@ def ddp(rank: int, gloo: dist.ProcessGroup) -> None:
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
 
 
+def losses(model: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+    """Train for some steps; return the mean of the losses over all ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(100 + dist.get_rank())
+    found = []
+    for _ in range(4):
+        inputs = torch.randn(6, 8, dtype=torch.float64)
+        loss = (forward(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def compiled(rank: int, gloo: dist.ProcessGroup) -> None:
+    """The forward pass broadcasts the batch norm's buffers, which dynamo must not trace."""
+    del rank
+    found = []
+    for group in (None, gloo):
+        model = DistributedDataParallel(network(), process_group=group)
+        before = reduced()
+        found.append(losses(model, torch.compile(model, backend="aot_eager")))
+        assert (reduced() > before) == (group is None)
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+
+
+def fp16_compress(rank: int, gloo: dist.ProcessGroup) -> None:
+    del rank
+    found = []
+    for group in (None, gloo):
+        model = DistributedDataParallel(network(), process_group=group)
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        before = reduced()
+        found.append(losses(model, model))
+        halves = 4 * sum(2 * parameter.numel() for parameter in model.parameters())
+        assert reduced() - before == (halves if group is None else 0)
+    assert found[0] == pytest.approx(found[1], rel=1e-2)  # Gloo adds up in 16 bits
+
+
+def dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
+    whole = contribution(0, 2 * WORLD_SIZE, 5)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    sharded = distribute_tensor(whole if rank == 0 else torch.zeros_like(whole), mesh, [Shard(0)])
+    assert torch.equal(sharded.to_local(), whole.chunk(WORLD_SIZE)[rank])
+    assert torch.equal(sharded.full_tensor(), whole)
+    mine = contribution(rank, 2 * WORLD_SIZE, 5)
+    total = mine.clone()
+    dist.all_reduce(total, group=gloo)
+    parts = DTensor.from_local(mine, mesh, [Partial()])
+    assert torch.equal(parts.redistribute(mesh, [Replicate()]).to_local(), total)
+    assert torch.equal(
+        parts.redistribute(mesh, [Shard(0)]).to_local(), total.chunk(WORLD_SIZE)[rank]
+    )
+
+
 def power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
     """Its hook waits for reductions in callbacks of others: it fails, and says why."""
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -278,6 +335,12 @@ def fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
     assert client.bytes_reduced > before
     for mine, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, parameter.grad.full_tensor())
+    found = []
+    for over in (mesh, DeviceMesh.from_group(gloo, "cpu")):
+        model = network()
+        fully_shard(model, mesh=over)
+        found.append(losses(model, model))
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 def failures(rank: int, gloo: dist.ProcessGroup) -> None:
@@ -319,8 +382,11 @@ CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
     work_object,
     groups,
     ddp,
+    compiled,
+    fp16_compress,
     power_sgd,
     fsdp,
+    dtensor,
     failures,
 ]
 

@@ -28,7 +28,11 @@ CASES = (
     "work_object",
     "groups",
     "ddp",
+    "compiled",
+    "fp16_compress",
+    "power_sgd",
     "fsdp",
+    "dtensor",
     "failures",
 )
 
