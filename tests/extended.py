@@ -147,6 +147,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_through_a_pool": ("test_embedded_and_by_device",),
     },
     "tests/integration/test_horovod.py": {
+        "test_errors[3-": ("test_errors[2-",),
         "test_servers_without_a_launcher_are_refused": (
             "test_without_a_launcher_the_job_is_of_one",
         ),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import LocalProtocolError, ReductionError
+from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client import device, faults, implementation
 from worker_client.arguments import Arguments, describe, parse, refuse_extras
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from worker_client.handover import Unfinished
     from worker_client.host_buffer import HostBuffer
     from worker_client.keys import Keys
+    from worker_client.negotiation import Tensor
     from worker_client.settings import Settings
     from worker_client.survivors import Ended, Left
     from worker_client.work import Work
@@ -270,7 +271,11 @@ class Client:
         """
         if name is not None and self._fusion is not None:
             self._check_usable()
-            refuse_extras(weight, residual, "calls that have names")
+            try:
+                refuse_extras(weight, residual, "calls that have names")
+            except ConfigError as error:
+                self._fusion.decline(name, error)
+                raise
             return self._fusion.submit(data, op, name, timeout)
         call = object()
         with self._order:
@@ -287,12 +292,37 @@ class Client:
                 self._give_up(call, error)
                 raise
 
-    def decline(self, why: BaseException) -> None:
+    def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
+        """Start a sum that ends when all ranks have started it, and no call with a name is left.
+
+        Until then this rank takes part in the others' calls that have names.
+
+        Args:
+            data: as of `all_reduce`.
+            stand_in: returns what this rank contributes to a tensor, as of `all_reduce`, or raises
+                a ReductionError, with which the others' call fails. On a thread of this client's.
+
+        Raises:
+            ConfigError, LocalProtocolError: as `all_reduce`.
+        """
+        self._check_usable()
+        if self._fusion is None:
+            raise ConfigError("this client makes no calls with names, which join() is about")
+        return self._fusion.join(data, stand_in)
+
+    def decline(self, why: BaseException, *, name: str | None = None) -> None:
         """Take no part in the next call: the other ranks get an error that says why.
 
         For whoever refuses a call before it comes to `all_reduce`, or makes it by other means.
+
+        Args:
+            why: the reason.
+            name: the next call of this name is meant; None for the next one without a name.
         """
         self._check_usable()
+        if name is not None and self._fusion is not None:
+            self._fusion.decline(name, why)
+            return
         with self._order:
             self._give_up(object(), why)
 

@@ -47,7 +47,9 @@ def broadcast(client: Client, data: Any, root: int = 0) -> None:
         buffer.write_back()
 
 
-def broadcast_bytes(client: Client, data: Bytes, root: int, what: str) -> Bytes:
+def broadcast_bytes(
+    client: Client, data: Bytes, root: int, what: str, *, name: str | None = None
+) -> Bytes:
     """Return what `data` is at rank `root`.
 
     Args:
@@ -55,12 +57,13 @@ def broadcast_bytes(client: Client, data: Bytes, root: int, what: str) -> Bytes:
         data: as many bytes at every rank.
         root: the rank whose data it is to be.
         what: dtype and shape, in words; ranks must say the same.
+        name: the same at every rank, as `Client.all_reduce` takes it.
 
     Raises:
         ConfigError, MismatchError, RankLostError, ReductionError: as of `broadcast`.
     """
     one = Broadcast(client, data, root, what)
-    client.all_reduce(one.sent, "sum").wait()
+    client.all_reduce(one.sent, "sum", name=name).wait()
     return one.received()
 
 
@@ -152,10 +155,10 @@ def all_gather_bytes(client: Client, payload: bytes, *, name: str | None = None)
     """
     lengths = np.zeros(client.world_size, np.int64)
     lengths[client.rank] = len(payload)
-    client.all_reduce(lengths, "sum", name=name and f"{name}.lengths").wait()
+    client.all_reduce(lengths, "sum", name=name).wait()
     ends = np.cumsum(lengths)
     everything = np.zeros(int(ends[-1]), np.uint8)
     mine = slice(int(ends[client.rank]) - len(payload), int(ends[client.rank]))
     everything[mine] = np.frombuffer(payload, np.uint8)
-    client.all_reduce(everything, "sum", name=name).wait()
+    client.all_reduce(everything, "sum", name=name and f"{name}.payloads").wait()
     return [everything[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]

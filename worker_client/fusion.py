@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from reducer.errors import (
+    ConfigError,
     LocalProtocolError,
     MismatchError,
     ReductionError,
@@ -24,11 +26,11 @@ from reducer.errors import (
 )
 from worker_client.fusion_buffers import FusionBuffers, group
 from worker_client.host_buffer import HostBuffer
-from worker_client.negotiation import Negotiation
+from worker_client.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation
 from worker_client.waiting import Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from worker_client.request import MakeSubmissions, Request
     from worker_client.work import Work
 
+    StandIn = Callable[[Tensor], Any]
+
 BURST = 20  # cycles that a tensor waits at most while others keep coming
 LATE_S = 0.1  # of what waits for longer it is looked up which ranks lack it
 AGAIN_S = 0.001  # rest after a round that was for nothing; then twice as long each time, ...
@@ -45,6 +49,7 @@ AGAIN_MOST_S = 0.05  # ... up to this: all ranks have something, but nothing in 
 LOOK_S = 0.2  # how often to look at deadlines while a round waits for other ranks
 STOP_S = 5.0  # several times what the thread takes to end
 LEAST_S = 0.001  # timeout of an all-reduce whose tensors have no time left
+WHY_MOST = 500  # characters of a reason that other ranks are told
 
 # Of what negotiates, not of the tensors: ranks know of different ones, as a round failed somewhere.
 _OUT_OF_STEP = {"name", "total_bytes", "dtype", "op", "epoch"}
@@ -130,6 +135,14 @@ class Fusion(Generic[C]):
         self._again_s = AGAIN_S
         self._why: ReductionError = LocalProtocolError("this client was shut down")
         self._flying: set[Request] = set()  # withdrawn, and not ended
+        self._timeout_s = timeout_s
+        # Calls that this rank does not make: that the others have not heard of, and that they heard
+        # of in the latest round, which may have failed at some of them.
+        self._untold: list[GivenUp] = []
+        self._told: list[GivenUp] = []
+        # Calls that another rank does not make, by name and number, which this one may still make.
+        self._refused: dict[tuple[str, int], MismatchError] = {}
+        self._joined: tuple[Work, StandIn] | None = None
         self.bytes_reduced = 0
         self._thread: threading.Thread | None = None
 
@@ -159,7 +172,48 @@ class Fusion(Generic[C]):
         """
         if self._thread is None:
             self._begin()
-        return self._submissions.submit(data, op, name, timeout)
+        try:
+            return self._submissions.submit(data, op, name, timeout)
+        except BaseException as error:
+            mine = self._submissions.requests.get(name) if isinstance(name, str) else None
+            # An interrupt may have come when it was accepted already: then it is made.
+            if isinstance(error, ConfigError) or mine is None or mine.data is not data:
+                self.decline(name, error)
+            raise
+
+    def join(self, data: Any, stand_in: StandIn) -> Work:
+        """Start the sum of an array over all ranks that ends when no rank has anything else left.
+
+        Until then this rank takes part in the others' calls. The timeout counts from the latest
+        one.
+
+        Args:
+            data: as of `submit`.
+            stand_in: returns what this rank contributes to a tensor of others, or raises a
+                ReductionError that says why it does not; called in this object's thread.
+
+        Raises:
+            ConfigError, ReductionError: as `submit`.
+        """
+        request = self.submit(data, "sum", JOIN, None)
+        self._joined = request, stand_in
+        return request
+
+    def decline(self, name: str, why: BaseException) -> None:
+        """Use up the number of a call of this name that this rank does not make.
+
+        It fails at the other ranks, which are told why.
+        """
+        if not isinstance(name, str):
+            return  # there is no such call at any rank
+        if self._thread is None:
+            self._begin()
+        with self._changed:
+            call = self._submissions.calls.get(name, 0)
+            self._submissions.calls[name] = call + 1
+            reason = f"{type(why).__name__}: {why}"[:WHY_MOST]
+            self._untold.append(GivenUp(name, call, reason))
+            self._changed.notify_all()
 
     def _begin(self) -> None:
         with self._changed:
@@ -201,10 +255,11 @@ class Fusion(Generic[C]):
             while self._await_turn():
                 with self._changed:
                     mine = self._waiting.all()
+                    given_up = list(self._untold)
                     news = self._submissions
                     news.news_bytes, news.news_since, self._urgent = 0, None, False
-                if mine:
-                    self._round(mine)
+                if mine or given_up:
+                    self._round(mine, given_up)
         except Exception as error:
             log.exception("fusion failed")
             self._why = LocalProtocolError(f"fusion failed: {error!r}")
@@ -220,13 +275,25 @@ class Fusion(Generic[C]):
             now = time.monotonic()
             self._waiting.look(now)
             with self._changed:
+                self._fail_refused()
+                if not self._waiting:  # what has failed before any round is no news
+                    self._submissions.news_bytes, self._submissions.news_since = 0, None
                 due = self._due()
                 if due <= now:
                     return True
                 if not self._closing:
                     wait_s = min(due, self._waiting.next_deadline()) - now
-                    self._changed.wait(min(wait_s, LOOK_S) if self._waiting else None)
+                    idle = not (self._waiting or self._untold)
+                    self._changed.wait(None if idle else min(wait_s, LOOK_S))
         return False
+
+    def _fail_refused(self) -> None:
+        """Fail the calls that another rank does not make."""
+        if not self._refused:
+            return
+        for request in self._waiting.all():
+            if error := self._refused.pop((request.tensor.name, request.call), None):
+                self._fail(self._waiting.withdraw([request.tensor.name]), error)
 
     @property
     def _closing(self) -> bool:
@@ -239,6 +306,8 @@ class Fusion(Generic[C]):
 
     def _due(self) -> float:
         """Return when the next round is to begin, in seconds of the monotonic clock."""
+        if self._untold:
+            return self._again_at
         if not self._waiting:
             return float("inf")
         news = self._submissions
@@ -248,22 +317,24 @@ class Fusion(Generic[C]):
             return 0.0
         return min(news.news_until, news.news_since + BURST * self._cycle_s) + self._cycle_s
 
-    def _round(self, mine: list[Request]) -> None:
-        """Find out which tensors all ranks have, and reduce them."""
+    def _round(self, mine: list[Request], given_up: list[GivenUp]) -> None:
+        """Find out which tensors all ranks have, and reduce them; say which calls are given up."""
         try:
             if self._channel is None:
                 self._channel = self._make_channel()
             if self._closing:
                 return
-            decision = self._negotiate(self._channel, mine)
+            decision = self._negotiate(self._channel, mine, given_up)
         except ReductionError as error:
             self._end_round(mine, error)
             return
+        self._learn(given_up, decision)
         early = time.monotonic() - LATE_S
         for request in takewhile(lambda one: one.begun < early, mine):  # the oldest come first
             request.missing = self._negotiation.lacking(request.key)
         for key, mismatch in decision.mismatched.items():
-            if any(request.key == key for request in mine):
+            waiting = self._submissions.requests.get(key.tensor.name)
+            if waiting is not None and waiting.key == key:
                 self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
             self._waiting.withdraw([name for name, *_ in tensors])
@@ -272,25 +343,85 @@ class Fusion(Generic[C]):
         self._flying.update(*groups)
         for requests in groups:
             self._reduce(self._channel, requests)
-        self._waiting.rebase(decision.bases)
-        self._rest(productive=bool(decision.ready or decision.mismatched))
+        self._rebase(decision.bases)
+        if not decision.bases:
+            self._attend()
+        self._rest(productive=bool(decision.ready or decision.mismatched or decision.given_up))
+
+    def _learn(self, given_up: list[GivenUp], decision: Decision) -> None:
+        """Keep which calls ranks do not make: `given_up` is what this one has said."""
+        with self._changed:
+            del self._untold[: len(given_up)]
+            self._told = given_up
+            made = self._submissions.calls
+            for (name, call), error in decision.given_up.items():
+                waiting = self._submissions.requests.get(name)
+                if call >= made.get(name, 0) or (waiting is not None and waiting.call == call):
+                    self._refused[name, call] = error
+            while len(self._refused) > MOST_KNOWN:
+                del self._refused[next(iter(self._refused))]
+            self._fail_refused()
+
+    def _attend(self) -> None:
+        """Take part in what others have, if this rank has joined."""
+        if self._joined is None:
+            return
+        request, stand_in = self._joined
+        if self._submissions.requests.get(JOIN) is not request:
+            self._joined = None  # all have joined, or it failed
+            return
+        request.deadline = time.monotonic() + self._timeout_s
+        for tensor, call in self._negotiation.wanted():
+            with self._changed:
+                made = self._submissions.calls
+                own = tensor.name in self._submissions.requests
+                if own or call < made.get(tensor.name, 0) or (tensor.name, call) in self._refused:
+                    continue  # it fails by itself
+                made[tensor.name] = call
+            try:
+                data = stand_in(tensor)
+            except ReductionError as error:
+                self.decline(tensor.name, error)
+            else:
+                with suppress(ReductionError):  # the client was shut down, as others hear
+                    self.submit(data, tensor.op, tensor.name, None)
+
+    def _rebase(self, bases: Mapping[str, int]) -> None:
+        if not bases:
+            return
+        with self._changed:
+            self._waiting.rebase(bases)
+            self._untold = [
+                one._replace(call=one.call - bases.get(one.name, 0)) for one in self._untold
+            ]
+            self._told = []
+            self._refused = {
+                (name, call - bases.get(name, 0)): error
+                for (name, call), error in self._refused.items()
+            }
 
     def _end_round(self, mine: list[Request], error: ReductionError) -> None:
         """Take note that a round has failed; what it was about may have another one."""
         # Other ranks may have heard more of this round than this one, or less.
         self._negotiation.reset()
         self._rest(productive=False)
+        with self._changed:
+            self._untold[:0], self._told = self._told, []
         if self._has_ended:
             self._why = error
         elif isinstance(error, ReductionTimeout):
             for request in mine:
                 request.lacked_by(error.missing)
         elif not isinstance(error, MismatchError) or error.field not in _OUT_OF_STEP:
+            with self._changed:
+                self._untold = []  # the others' calls fail as these do
             self._fail(self._waiting.withdraw(one.tensor.name for one in mine), error)
 
-    def _negotiate(self, channel: Channel, mine: list[Request]) -> Decision:
+    def _negotiate(
+        self, channel: Channel, mine: list[Request], given_up: list[GivenUp]
+    ) -> Decision:
         negotiation = self._negotiation
-        self._sum(channel, negotiation.ask(mine), "tensors", mine)
+        self._sum(channel, negotiation.ask(mine, given_up), "tensors", mine)
         if (announcements := negotiation.hear()) is not None:
             self._sum(channel, announcements, "announcements", mine)
         return negotiation.decide()
@@ -301,7 +432,8 @@ class Fusion(Generic[C]):
         """Add over all ranks; while that waits for others, say so, and keep to deadlines."""
         # The name holds what ranks must have in common to understand each other.
         name = f"{what} {self._negotiation.state:08x}"
-        left_s = min(request.deadline for request in mine) - time.monotonic()
+        now = time.monotonic()
+        left_s = min((request.deadline for request in mine), default=now + self._timeout_s) - now
         work = channel.all_reduce(data, "sum", name=name, timeout=max(left_s, LEAST_S))
         while True:
             try:

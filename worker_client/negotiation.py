@@ -5,7 +5,8 @@ calls in the same order everywhere. So in rounds every rank says which tensors i
 that all ranks have are reduced, in an order that all derive from the same bytes. A tensor is
 announced once, with its name, dtype, reduction and size; from then on it is a bit at the index that
 all ranks gave it. Calls of one name are counted, so that nothing is mixed up after a failure: the
-bit says that a rank has the call that is next.
+bit says that a rank has the call that is next. A call that a rank gives up, as it was refused, is
+announced as well, with the reason: it fails at the others.
 
 A round is one sum of bytes, in which every rank has a section of its own, and zeros elsewhere:
 
@@ -13,7 +14,8 @@ A round is one sum of bytes, in which every rank has a section of its own, and z
     4 bytes   length of its announcements, little-endian
     T/8 bytes which of the T known tensors it has, a bit each
 
-and, if anybody announces something, a second sum with all announcements, JSON, in rank order.
+and, if anybody announces something, a second sum with all announcements, JSON, in rank order: a
+list for each tensor ([name, dtype, op, bytes, call]) and each call given up ([name, call, reason]).
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ import numpy as np
 
 from reducer.errors import MismatchError
 from reducer.wire.constants import DType, ReduceOp
+from worker_client.names import refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+JOIN = "worker_client.join"  # the tensor that is complete only when no rank has anything else
 MOST_KNOWN = 8192  # tensors; beyond that all ranks forget them, and announce again what they have
 
 _HEAD = struct.Struct("<BI")
+_TENSOR = ("name", "dtype", "op", "nbytes", "call")  # of an announcement
 
 
 class Tensor(NamedTuple):
@@ -57,6 +62,19 @@ class Key(NamedTuple):
     call: int
 
 
+class GivenUp(NamedTuple):
+    """A call of a name that this rank does not make.
+
+    Attributes:
+        call: how many calls of this name there were before.
+        why: the reason, for the other ranks.
+    """
+
+    name: str
+    call: int
+    why: str
+
+
 class Asked(Protocol):
     """One reduction that this rank is asked for."""
 
@@ -76,11 +94,13 @@ class Decision(NamedTuple):
         ready: tensors that every rank has, in the order in which to reduce them.
         mismatched: what ranks have under one name with different properties, and why; of different
             calls only the earlier one, which has failed or was forgotten elsewhere.
+        given_up: calls that a rank does not make, by name and call, and why.
         bases: calls of names so far that all ranks are to count from 0 again, by name; else empty.
     """
 
     ready: list[Tensor]
     mismatched: dict[Key, MismatchError]
+    given_up: dict[tuple[str, int], MismatchError]
     bases: dict[str, int]
 
 
@@ -107,17 +127,22 @@ class Negotiation:
         self._known: list[Tensor | None] = []
         self._calls: list[int] = []  # which call of each a bit means
         self._indices: dict[Tensor, dict[int, int]] = {}  # by call: mostly one of each tensor
+        self._joins: list[int] = []  # indices of JOIN
         self.state = 0
         """A checksum of what is known: ranks whose sums differ in it cannot go on together."""
 
-    def ask(self, mine: Iterable[Asked]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def ask(
+        self, mine: Iterable[Asked], given_up: Iterable[GivenUp] = ()
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Begin a round; return what is to be summed, uint8.
 
         Args:
             mine: the tensors that this rank has, no two of a name.
+            given_up: the calls that this rank does not make, and has not announced as such.
         """
         has = bytearray(len(self._known))
-        indices, news = self._indices, []
+        indices = self._indices
+        news: list[tuple[object, ...]] = list(given_up)
         for asked in mine:
             try:
                 has[indices[asked.tensor][asked.call]] = 1
@@ -149,7 +174,13 @@ class Negotiation:
         """End the round with all announcements."""
         # Who was lost between the two sums has announced nothing in the second one.
         self._present = [rank for rank in self._present if self._has_announced(rank)]
-        announced = {rank: list(self._announcements(rank)) for rank in self._present}
+        announced: dict[int, list[Key]] = {}
+        given_up: dict[tuple[str, int], MismatchError] = {}
+        for rank in self._present:
+            announced[rank], gone = self._announcements(rank)
+            for name, call, why in gone:
+                given_up.setdefault((name, call), refused(rank, why))
+                self._note(f"without {name} {call}")
         bits = self._sections[:, _HEAD.size :]
         known = np.unpackbits(bits, axis=1, count=len(self._known))[self._present].astype(bool)
         for key in chain.from_iterable(announced.values()):
@@ -159,8 +190,14 @@ class Negotiation:
         for row, rank in enumerate(self._present):
             has[row, [self._indices[key.tensor][key.call] for key in announced[rank]]] = True
         complete = np.logical_and.reduce(has, axis=0)
+        if self._joins and (has.any(axis=0) & ~complete).any():
+            complete[self._joins] = False
         self._has = has
-        mismatched = dict(self._mismatches(has, complete))
+        mismatched = {
+            key: error
+            for key, error in self._mismatches(has, complete)
+            if (key.tensor.name, key.call) not in given_up
+        }
         ready = self._go_on(np.flatnonzero(complete).tolist())
         for key in mismatched:
             self._forget(key)
@@ -169,7 +206,7 @@ class Negotiation:
             for tensor, calls in self._indices.items():
                 bases[tensor.name] = max(*calls, bases.get(tensor.name, 0))
             self.reset()
-        return Decision(ready, mismatched, bases)
+        return Decision(ready, mismatched, given_up, bases)
 
     def lacking(self, key: Key) -> tuple[int, ...]:
         """Return the ranks that did not have a tensor of this rank in the latest round."""
@@ -179,22 +216,35 @@ class Negotiation:
         has = self._has[:, index].tolist()
         return tuple(rank for rank, it_has in zip(self._present, has, strict=True) if not it_has)
 
+    def wanted(self) -> list[Key]:
+        """Return what other ranks had in the latest round, and this one had not."""
+        others = self._has.any(axis=0) & ~self._has[self._present.index(self._rank)]
+        return [self._key(at) for at in np.flatnonzero(others).tolist() if self._is_known(at)]
+
+    def _is_known(self, index: int) -> bool:
+        return index < len(self._known) and self._known[index] is not None
+
     def _has_announced(self, rank: int) -> bool:
         length = self._lengths[rank]
         return not length or bool(self._announced[self._ends[rank] - length])
 
-    def _announcements(self, rank: int) -> Iterator[Key]:
+    def _announcements(self, rank: int) -> tuple[list[Key], list[GivenUp]]:
+        """Return the tensors that a rank announces, and the calls that it gives up."""
         end, length = self._ends[rank], self._lengths[rank]
-        if length:
-            said = self._announced[end - length : end].tobytes()
-            for name, dtype, op, nbytes, call in json.loads(said):
-                yield Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
+        said = json.loads(self._announced[end - length : end].tobytes()) if length else []
+        keys = [
+            Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
+            for name, dtype, op, nbytes, call in (one for one in said if len(one) == len(_TENSOR))
+        ]
+        return keys, [GivenUp(*one) for one in said if len(one) == len(GivenUp._fields)]
 
     def _learn(self, key: Key) -> None:
         (name, dtype, op, nbytes), call = key
         calls = self._indices.setdefault(key.tensor, {})
         if call in calls:
             return
+        if name == JOIN:
+            self._joins.append(len(self._known))
         calls[call] = len(self._known)
         self._known.append(key.tensor)
         self._calls.append(call)

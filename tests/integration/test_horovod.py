@@ -9,15 +9,15 @@ from tests.ranks import environments, ranks, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-from tests.integration import horovod_ops, horovod_training
+from tests.integration import horovod_errors, horovod_ops, horovod_training
 
 SIZE = 3
 
 
-def run_cases(module: str) -> list[dict[str, str]]:
+def run_cases(module: str, size: int = SIZE) -> list[dict[str, str]]:
     """Run a module's cases at every rank, and return what went wrong at each."""
     with local_pool(2) as servers:
-        given = environments(SIZE, servers, REDUCTION_TIMEOUT="60s")
+        given = environments(size, servers, REDUCTION_TIMEOUT="60s")
         return run(given, "-m", "tests.integration.horovod_rank", module)
 
 
@@ -39,6 +39,16 @@ def training() -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", [case.__name__ for case in horovod_training.CASES])
 def test_training(training: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_cases("horovod_errors", request.param)
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in horovod_errors.CASES])
+def test_errors(errors: list[dict[str, str]], case: str) -> None:
+    assert {rank.get(case, "not reached") for rank in errors} == {""}
 
 
 SCRIPT = """

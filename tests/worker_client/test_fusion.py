@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker_client.client import Client
+    from worker_client.work import Work
 
     Job = Callable[..., list[Client]]
 
@@ -64,6 +65,14 @@ def expected(number: int, world_size: int) -> np.ndarray:
         return (inputs.sum(0, dtype=np.float32) * np.float32(1 / world_size)).astype(dtype)
     how = {"sum": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}[op]
     return how.reduce(inputs.astype(np.float64)).astype(dtype)
+
+
+def submit_all(clients: list[Client], tensors: list[np.ndarray]) -> list[Work]:
+    """Let every rank submit its tensor under one name."""
+    return [
+        client.all_reduce(tensor, "sum", name="n")
+        for client, tensor in zip(clients, tensors, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("threshold", ["64MiB", "8KiB", "0"])
@@ -139,6 +148,46 @@ def test_names_are_not_used_twice_at_once(job: Job) -> None:
         one.all_reduce(np.ones(1), name="x")
     other.all_reduce(np.ones(1), name="x").wait(20)
     work.wait(20)
+
+
+def test_a_call_that_one_rank_is_refused_fails_at_the_others_and_the_next_is_right(
+    job: Job,
+) -> None:
+    clients = job(3)
+    wrong: list[dict[str, Any]] = [
+        {"op": "nonsense"},
+        {"data": np.zeros(2, complex)},
+        {"weight": 2.0},
+        {"timeout": "soon"},
+    ]
+    for turn, what in enumerate(wrong):
+        data = what.pop("data", np.zeros(2))
+        with pytest.raises(ConfigError):
+            clients[1].all_reduce(data, what.pop("op", "sum"), name="n", **what)
+        works = [clients[at].all_reduce(np.ones(2), "sum", name="n") for at in (0, 2)]
+        for work in works:
+            with pytest.raises(
+                MismatchError, match=r"rank 1 takes no part .*ConfigError"
+            ) as caught:
+                work.wait(5)
+            assert (caught.value.name, caught.value.rank) == ("n", 1)
+        tensors = [np.full(2, float(turn)) for _ in clients]
+        for work in submit_all(clients, tensors):
+            work.wait(5)
+        assert all((tensor == 3 * turn).all() for tensor in tensors)
+
+
+def test_a_call_that_was_refused_before_others_made_it(job: Job) -> None:
+    clients = job(2)
+    for _ in range(3):
+        clients[0].decline(ValueError("no data"), name="n")
+    for _ in range(3):
+        with pytest.raises(MismatchError, match=r"rank 0 takes no part .*ValueError: no data"):
+            clients[1].all_reduce(np.ones(2), "sum", name="n").wait(5)
+    tensors = [np.ones(2), np.ones(2)]
+    for work in submit_all(clients, tensors):
+        work.wait(5)
+    assert all((tensor == 2).all() for tensor in tensors)
 
 
 def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None:

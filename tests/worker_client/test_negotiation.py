@@ -9,7 +9,7 @@ import pytest
 
 from reducer.wire.constants import DType, ReduceOp
 from worker_client import negotiation
-from worker_client.negotiation import Decision, Key, Negotiation, Tensor
+from worker_client.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
 
 
 def key(
@@ -37,11 +37,20 @@ class Ranks:
         self.all = [Negotiation(rank, world_size) for rank in range(world_size)]
         self.sums = 0
 
-    def round(self, *has: list[Key], absent: tuple[int, ...] = ()) -> list[Decision]:
-        """Make a round; every rank is told of the same, and only of what all present ranks have."""
+    def round(
+        self,
+        *has: list[Key],
+        absent: tuple[int, ...] = (),
+        given_up: tuple[int, GivenUp] | None = None,
+    ) -> list[Decision]:
+        """Make a round; every rank is told of the same, and only of what all present ranks have.
+
+        `given_up`: which rank makes which call no more.
+        """
+        gone = dict([given_up] if given_up else [])
         present = [rank for rank in range(len(self.all)) if rank not in absent]
         assert len({self.all[rank].state for rank in present}) == 1
-        self._sum([self.all[rank].ask(has[rank]) for rank in present])
+        self._sum([self.all[at].ask(has[at], [gone[at]] if at in gone else []) for at in present])
         announced = [self.all[rank].hear() for rank in present]
         if announced[0] is not None:
             self._sum(announced)
@@ -79,9 +88,9 @@ def test_a_tensor_is_announced_once() -> None:
 
 def test_nothing_at_some_rank_is_no_agreement() -> None:
     ranks = Ranks(2)
-    assert ranks.round([], [key("a")])[1] == Decision([], {}, {})
+    assert ranks.round([], [key("a")])[1] == Decision([], {}, {}, {})
     assert ranks.all[1].lacking(key("a")) == (0,)
-    assert ranks.round([], [])[0] == Decision([], {}, {})
+    assert ranks.round([], [])[0] == Decision([], {}, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -119,6 +128,38 @@ def test_after_a_failure_at_one_rank_calls_are_not_mixed_up() -> None:
     assert ranks.round([second], [], [second])[0].ready == []
     assert ranks.round([second], [second], [second])[0].ready == tensors(second)
     assert ranks.round([third], [third], [third])[0].ready == tensors(third)
+
+
+def test_a_call_that_a_rank_gives_up_is_told_once_with_the_reason() -> None:
+    ranks = Ranks(3)
+    a, b = calls(2)
+    for decision in ranks.round([b], [a], [a], given_up=(0, GivenUp("a", 0, "ConfigError: no"))):
+        assert decision.ready == []
+        assert decision.mismatched == {}, "the reason says more than the numbers of calls"
+        (error,) = decision.given_up.values()
+        assert list(decision.given_up) == [("a", 0)]
+        assert "rank 0 takes no part in this call: ConfigError: no" in str(error)
+        assert (error.field, error.rank) == ("call", 0)
+    again = ranks.round([b], [b], [b])
+    assert [(one.ready, one.given_up) for one in again] == [(tensors(b), {})] * 3
+
+
+def test_a_rank_that_missed_what_another_gives_up_is_found() -> None:
+    ranks = Ranks(2)
+    ranks.all[0].ask([], [GivenUp("a", 0, "no")])
+    ranks.round([], [], given_up=(0, GivenUp("a", 0, "no")))
+    assert ranks.all[0].state != Negotiation(1, 2).state
+
+
+def test_the_last_call_waits_for_all_others() -> None:
+    ranks = Ranks(2)
+    a, join = key("a"), key(JOIN)
+    ranks.round([join], [a])
+    assert ranks.all[0].wanted() == [a]
+    assert ranks.all[1].wanted() == [join]
+    assert ranks.round([join], [a, join])[0].ready == [], "rank 0 may stand in"
+    assert ranks.round([join, a], [a, join])[0].ready == tensors(join, a)
+    assert ranks.all[0].wanted() == []
 
 
 def test_a_call_may_be_announced_before_the_one_that_precedes_it() -> None:

@@ -9,7 +9,7 @@ import torch
 from reducer.errors import ConfigError
 from worker_client.horovod.compression import Compression
 from worker_client.horovod.ops import Op, choose
-from worker_client.horovod.reduction import dense_copy, start
+from worker_client.horovod.reduction import Asked, dense_copy, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,11 +23,18 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, op: Op, scales: tuple[float, float], *tensors: torch.Tensor
+        ctx: Any,
+        name: str | None,
+        how: tuple[int | None, bool | None],
+        scales: tuple[float, float],
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.op, ctx.scales = op, scales
-        copies = [dense_copy(tensor) for tensor in tensors]
-        reduced: list[torch.Tensor] = start(copies, copies, name, op, scales).wait()
+        def ask() -> Asked:
+            ctx.op, ctx.scales = choose(*how), scales
+            copies = [dense_copy(tensor) for tensor in tensors]
+            return Asked(copies, copies, ctx.op)
+
+        reduced: list[torch.Tensor] = start(tensors, name, scales, ask).wait()
         return tuple(reduced)
 
     @staticmethod
@@ -36,8 +43,12 @@ class _AllReduce(torch.autograd.Function):
             raise ConfigError(
                 f"the gradient of {ctx.op.name.title()} is not defined: reduce a tensor.detach()"
             )
-        copies = [dense_copy(grad) for grad in grads]
-        return None, None, None, *start(copies, copies, None, ctx.op, ctx.scales).wait()
+
+        def ask() -> Asked:
+            copies = [dense_copy(grad) for grad in grads]
+            return Asked(copies, copies, ctx.op)
+
+        return None, None, None, *start(grads, None, ctx.scales, ask).wait()
 
 
 def allreduce_async_(
@@ -63,7 +74,7 @@ def allreduce_async_(
         ConfigError: the tensor or an argument is not supported.
     """
     scales = (prescale_factor, postscale_factor)
-    return start([tensor], tensor, name, choose(op, average), scales)
+    return start([tensor], name, scales, lambda: Asked([tensor], tensor, choose(op, average)))
 
 
 def allreduce_async(
@@ -75,8 +86,12 @@ def allreduce_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reduction over all ranks into a new tensor; arguments as `allreduce_async_`."""
-    copy = dense_copy(tensor)
-    return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor)
+
+    def ask() -> Asked:
+        copy = dense_copy(tensor)
+        return Asked([copy], copy, choose(op, average))
+
+    return start([tensor], name, (prescale_factor, postscale_factor), ask)
 
 
 def allreduce_(
@@ -119,7 +134,7 @@ def allreduce(
     """
     narrow, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
-    (reduced,) = _AllReduce.apply(name, choose(op, average), scales, narrow)  # type: ignore[no-untyped-call]
+    (reduced,) = _AllReduce.apply(name, (op, average), scales, narrow)  # type: ignore[no-untyped-call]
     return compression.decompress(reduced, ctx)
 
 
@@ -133,7 +148,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """As `allreduce_async_`, of a list of tensors, which travel together."""
     scales = (prescale_factor, postscale_factor)
-    return start(tensors, list(tensors), name, choose(op, average), scales)
+    return start(tensors, name, scales, lambda: Asked(tensors, list(tensors), choose(op, average)))
 
 
 def grouped_allreduce_async(
@@ -145,8 +160,12 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """As `allreduce_async`, of a list of tensors, which travel together."""
-    copies = [dense_copy(tensor) for tensor in tensors]
-    return grouped_allreduce_async_(copies, average, name, op, prescale_factor, postscale_factor)
+
+    def ask() -> Asked:
+        copies = [dense_copy(tensor) for tensor in tensors]
+        return Asked(copies, copies, choose(op, average))
+
+    return start(tensors, name, (prescale_factor, postscale_factor), ask)
 
 
 def grouped_allreduce_(
@@ -176,6 +195,6 @@ def grouped_allreduce(
     """As `allreduce`, of a list of tensors, which travel together."""
     narrow = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
-    chosen = choose(op, average)
-    reduced = _AllReduce.apply(name, chosen, scales, *(tensor for tensor, _ in narrow))  # type: ignore[no-untyped-call]
+    given = [tensor for tensor, _ in narrow]
+    reduced = _AllReduce.apply(name, (op, average), scales, *given)  # type: ignore[no-untyped-call]
     return [compression.decompress(one, ctx) for one, (_, ctx) in zip(reduced, narrow, strict=True)]

@@ -5,31 +5,16 @@ They are made of all-reduces, to which others than the root contribute zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from reducer.errors import ConfigError
 from worker_client.collectives import Broadcast, check_root
 from worker_client.horovod.allreduce import allreduce
-from worker_client.horovod.announcements import Call, Kind, short
 from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.reduction import dense_copy
-
-if TYPE_CHECKING:
-    from worker_client.work import Work
-
-
-def announce(label: str, name: str | None) -> tuple[str, list[Work]]:
-    """Announce a call in which joined ranks cannot take part.
-
-    Returns:
-        What it is called between ranks, and what to wait for with it.
-    """
-    announcements = CURRENT.job.announcements
-    wire = short(f"{label}.{f'noname.{announcements.calls}' if name is None else name}")
-    return wire, announcements.make(Call(Kind.OTHER, wire))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +24,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(tensor: torch.Tensor, root_rank: int) -> None:
-    """Refuse what cannot be broadcast, before the other ranks hear of it.
+    """Refuse what cannot be broadcast.
 
     Raises:
         ConfigError: there is no such rank, or the tensor is not in this machine's memory.
@@ -49,8 +34,8 @@ def check(tensor: torch.Tensor, root_rank: int) -> None:
         raise ConfigError(f"a tensor on {tensor.device} cannot be broadcast: use tensor.cpu()")
 
 
-def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str, works: list[Work]) -> Handle:
-    """Start a broadcast in place that is announced.
+def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str) -> Handle:
+    """Start a broadcast in place that ranks call `wire`.
 
     Raises:
         ConfigError: there is no such rank.
@@ -68,7 +53,7 @@ def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str, works: list
             target.copy_(data)
         return tensor
 
-    return Handle([*works, work], finish)
+    return Handle([work], finish)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -100,14 +85,17 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     `Handle.wait` raises MismatchError at every rank if they disagree on the root, the dtype or the
     shape; the tensor is as it was then.
     """
-    check(tensor, root_rank)
-    wire, works = announce("broadcast", name)
-    return start_broadcast(tensor, root_rank, wire, works)
+    with CURRENT.job.call("broadcast", name) as wire:
+        check(tensor, root_rank)
+    return start_broadcast(tensor, root_rank, wire)
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
     """As `broadcast_async_`, into a new tensor."""
-    return broadcast_async_(dense_copy(tensor), root_rank, name)
+    with CURRENT.job.call("broadcast", name) as wire:
+        copy = dense_copy(tensor)
+        check(copy, root_rank)
+    return start_broadcast(copy, root_rank, wire)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -124,6 +112,6 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 def barrier() -> None:
     """Wait until every rank has called it."""
-    wire, works = announce("barrier", None)
-    data = torch.zeros(1, dtype=torch.uint8)
-    Handle([*works, CURRENT.job.client.all_reduce(data, "max", name=wire)], lambda: None).wait()
+    with CURRENT.job.call("barrier", None) as wire:
+        data = torch.zeros(1, dtype=torch.uint8)
+    CURRENT.job.client.all_reduce(data, "max", name=wire).wait()

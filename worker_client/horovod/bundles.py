@@ -9,8 +9,8 @@ import torch
 from reducer.errors import ConfigError
 from worker_client.horovod.gather import gather_rows
 from worker_client.horovod.handles import Handle
-from worker_client.horovod.ops import Op, neutral
-from worker_client.horovod.reduction import start
+from worker_client.horovod.ops import Op
+from worker_client.horovod.reduction import Asked, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,29 +87,16 @@ class Bundle:
                 parameter.grad = torch.zeros_like(parameter)
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             narrowed.append(self._options.compression.compress(grad.detach()))
-        reduction = self._reduce([tensor for tensor, _ in narrowed])
+        tensors, op = [tensor for tensor, _ in narrowed], self._options.op
+        reduction = start(
+            tensors, self._name, self._options.scales, lambda: Asked(tensors, None, op)
+        )
 
         def finish() -> None:
             for parameter, (tensor, ctx) in zip(self._parameters, narrowed, strict=True):
                 _replace(parameter, self._options.compression.decompress(tensor, ctx))
 
         self.handle = Handle([reduction], finish)
-
-    def stand_in(self) -> Handle:
-        """Start the reduction with contributions that change no other rank's."""
-        return self._reduce(
-            [
-                neutral(self._options.op, parameter.numel(), self._dtype_of(parameter))
-                for parameter in self._parameters
-            ]
-        )
-
-    def _dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        return self._options.compression.compress(torch.empty(0, dtype=parameter.dtype))[0].dtype
-
-    def _reduce(self, tensors: list[torch.Tensor]) -> Handle:
-        options = self._options
-        return start(tensors, None, self._name, options.op, options.scales, announced=True)
 
     def _gather(self) -> Handle:
         parameter, grad = self._parameters[0], self._parameters[0].grad

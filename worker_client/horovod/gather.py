@@ -14,12 +14,12 @@ import torch
 from reducer.errors import ConfigError
 from worker_client.collectives import all_gather_bytes
 from worker_client.horovod.allreduce import allreduce
-from worker_client.horovod.broadcasting import announce, as_bytes
+from worker_client.horovod.broadcasting import as_bytes
 from worker_client.horovod.compression import Compression
-from worker_client.horovod.handles import Handle, wait_for_all
+from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import Op, choose
-from worker_client.horovod.reduction import dense_copy, start
+from worker_client.horovod.reduction import Asked, dense_copy, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +36,12 @@ def gather_rows(tensor: torch.Tensor, name: str | None) -> list[torch.Tensor]:
     Raises:
         ConfigError: another dimension or the dtype differs, at every rank alike.
     """
-    rows = dense_copy(tensor).reshape(1 if tensor.dim() == 0 else tensor.shape)
-    dtype = str(rows.dtype).encode()
-    head = struct.pack(f"<BB{rows.dim()}q", len(dtype), rows.dim(), *rows.shape) + dtype
-    payload = head + as_bytes(rows).numpy().tobytes()
-    wire, works = announce("allgather", name)
+    with CURRENT.job.call("allgather", name) as wire:
+        rows = dense_copy(tensor).reshape(1 if tensor.dim() == 0 else tensor.shape)
+        dtype = str(rows.dtype).encode()
+        head = struct.pack(f"<BB{rows.dim()}q", len(dtype), rows.dim(), *rows.shape) + dtype
+        payload = head + as_bytes(rows).numpy().tobytes()
     payloads = all_gather_bytes(CURRENT.job.client, payload, name=wire)
-    wait_for_all(works)
     parts = []
     for rank, payload in enumerate(payloads):
         length, dims = payload[0], payload[1]
@@ -127,11 +126,17 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, name: str | None, op: Op, scales: tuple[float, float]
+        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, scales: tuple[float, float]
     ) -> torch.Tensor:
-        ctx.factor = scales[0] * scales[1] * (CURRENT.size() if op is Op.SUM else 1)
-        copy = dense_copy(tensor)
-        return _own_rows(start([copy], copy, name, op, scales).wait())
+        def ask() -> Asked:
+            chosen = choose(op)
+            if chosen not in {Op.AVERAGE, Op.SUM}:
+                raise ConfigError("reducescatter takes op=hvd.Average or op=hvd.Sum")
+            ctx.factor = scales[0] * scales[1] * (CURRENT.size() if chosen is Op.SUM else 1)
+            copy = dense_copy(tensor)
+            return Asked([copy], copy, chosen)
+
+        return _own_rows(start([tensor], name, scales, ask).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -154,9 +159,6 @@ def reducescatter(
     Raises:
         ConfigError: `op` is neither `Average` nor `Sum`.
     """
-    chosen = choose(op)
-    if chosen not in {Op.AVERAGE, Op.SUM}:
-        raise ConfigError("reducescatter takes op=hvd.Average or op=hvd.Sum")
     narrow, ctx = compression.compress(tensor)
-    rows = _ReduceScatter.apply(narrow, name, chosen, (prescale_factor, postscale_factor))  # type: ignore[no-untyped-call]
+    rows = _ReduceScatter.apply(narrow, name, op, (prescale_factor, postscale_factor))  # type: ignore[no-untyped-call]
     return compression.decompress(rows, ctx)

@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.horovod.announcements import Call, Kind
 from worker_client.horovod.bundles import Bundle
 from worker_client.horovod.handles import wait_for_all
 
@@ -16,9 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from worker_client.horovod.bundles import Options
-    from worker_client.horovod.handles import Handle
     from worker_client.horovod.job import Job
-    from worker_client.work import Work
 
 
 class Gradients:
@@ -45,10 +42,8 @@ class Gradients:
         self._passes = passes
         self._bundles: list[Bundle] = []
         self._started: list[Bundle] = []
-        self._order: list[Bundle] = []
-        self._announced: list[Work] | None = None
-        self._number = len(job.optimizers)
-        job.optimizers.append(weakref.ref(self))
+        self._number = job.optimizers
+        job.optimizers += 1
         names = {parameter: name for name, parameter in named}
         grouped = {parameter for group in groups for parameter in group}
         alone = [[parameter] for _, parameter in named if parameter not in grouped]
@@ -79,7 +74,7 @@ class Gradients:
 
     def reset(self) -> None:
         """Forget what has started and which backward passes there were."""
-        self._started, self._announced = [], None
+        self._started = []
         for bundle in self._bundles:
             bundle.handle, bundle.left = None, [self._passes] * len(bundle.left)
 
@@ -107,31 +102,15 @@ class Gradients:
         if self._job.client.world_size == 1:
             return
         try:
-            self._announce()
             for bundle in self._bundles:
                 if bundle not in self._started and not bundle.frozen:
                     self._start(bundle)
         finally:
-            started, works = self._started, self._announced or []
-            handles = [bundle.handle for bundle in started if bundle.handle is not None]
-            self._order = started
+            handles = [bundle.handle for bundle in self._started if bundle.handle is not None]
             self.reset()
-            wait_for_all([*works, *handles])
-
-    def stand_in(self) -> list[Handle]:
-        """Start what a rank that has joined contributes to a step of others."""
-        # In the order in which hooks start them: that of the last step, or likely that of a first.
-        order = self._order or self._bundles[::-1]
-        return [bundle.stand_in() for bundle in order]
-
-    def _announce(self) -> None:
-        if self._announced is None:
-            self._announced = self._job.announcements.make(
-                Call(Kind.STEP, "step", size=self._number)
-            )
+            wait_for_all(handles)
 
     def _start(self, bundle: Bundle) -> None:
-        self._announce()
         self._started.append(bundle)
         bundle.start()
 

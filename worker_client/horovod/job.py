@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import logging
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -16,15 +19,15 @@ import worker_client
 from reducer.errors import ConfigError, ReductionError
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
-from worker_client.horovod.announcements import Announcements
 from worker_client.launch import Launcher
 from worker_client.nodes import host_identity
 
 if TYPE_CHECKING:
-    import weakref
+    from collections.abc import Iterator
 
     from worker_client.client import Client
 
+_NAME_BYTES = 96
 _FAREWELL_S = 5.0  # how long a rank that hosts a reducer waits for the others at the end
 
 log = logging.getLogger(__name__)
@@ -48,15 +51,45 @@ class Job:
 
     Attributes:
         place: where this rank is.
-        announcements: what ranks tell those that have joined.
-        optimizers: by number, the same at every rank; each can stand in for an active rank's step.
+        calls: how many this rank has made since the latest `join()`.
+        optimizers: how many this rank has made.
     """
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.announcements = Announcements(client)
-        self.optimizers: list[weakref.ref[Any]] = []
+        self.calls = 0
+        self.optimizers = 0
         self.place = _find_place(client)
+        self._joins = 0
+        self._numbers: Counter[str] = Counter()  # of calls without a name, by kind
+
+    @contextmanager
+    def call(self, kind: str, name: str | None, parts: int = 1) -> Iterator[str]:
+        """Name a call between ranks, and tell the others if it is refused within this context.
+
+        Args:
+            kind: beginning of its name. Joined ranks stand in for an ``allreduce`` alone.
+            name: the caller's; None takes a number, which is used up whatever becomes of the call.
+            parts: all-reduces that the other ranks may make of it; see `part_of`.
+        """
+        if name is None:
+            name = f"noname.{self._joins}.{self._numbers[kind]}"
+            self._numbers[kind] += 1
+        wire = short(f"{kind}.{name}")
+        try:
+            yield wire
+        except BaseException as error:
+            for at in range(parts):
+                self.client.decline(error, name=part_of(wire, at))
+            raise
+        self.calls += 1
+
+    def begin_join(self) -> int:
+        """Begin a new count of calls without a name, as all ranks do; return `calls`."""
+        calls, self.calls = self.calls, 0
+        self._joins += 1
+        self._numbers.clear()
+        return calls
 
     def leave(self) -> None:
         """Leave, after the other ranks have their last result if this one hosts a reducer."""
@@ -204,6 +237,19 @@ def _find_place(client: Client) -> Place:
     return Place(
         mine_at, sizes[client.rank], peers.index(client.rank), len(peers), len(set(sizes)) == 1
     )
+
+
+def short(name: str) -> str:
+    """Return a name, if it is short enough to be told to other ranks; else a digest of it."""
+    if len(name.encode()) <= _NAME_BYTES:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return f"{name.encode()[: _NAME_BYTES - 33].decode(errors='ignore')}~{digest}"
+
+
+def part_of(wire: str, at: int) -> str:
+    """Return what an all-reduce of a call that consists of several is called between ranks."""
+    return f"{wire}.{at}" if at else wire
 
 
 CURRENT = Current()

@@ -7,6 +7,7 @@ from enum import IntEnum
 import torch
 
 from reducer.errors import ConfigError
+from reducer.wire.constants import ReduceOp
 
 
 class Op(IntEnum):
@@ -70,15 +71,17 @@ def on_the_wire(op: Op, dtype: torch.dtype) -> str:
     return _NAMES[op]
 
 
-def neutral(op: Op, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a contribution of `count` elements that changes no other rank's."""
-    if op is Op.PRODUCT:
+def neutral(op: ReduceOp, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a contribution of so many bytes that changes no other rank's."""
+    count = nbytes // dtype.itemsize
+    if op is ReduceOp.PRODUCT:
         return torch.ones(count, dtype=dtype)
-    if op in {Op.MIN, Op.MAX}:
-        limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-        edge = limits.max if op is Op.MIN else limits.min
+    if op in {ReduceOp.MIN, ReduceOp.MAX}:
         if dtype.is_floating_point:
-            edge = float("inf") if op is Op.MIN else float("-inf")
+            edge = float("inf") if op is ReduceOp.MIN else float("-inf")
+        else:
+            limits = torch.iinfo(dtype)
+            edge = limits.max if op is ReduceOp.MIN else limits.min
         return torch.full((count,), edge, dtype=dtype)
     return torch.zeros(count, dtype=dtype)
 

@@ -1,17 +1,16 @@
-"""All-reduces of tensors in place, announced to ranks that have joined."""
+"""All-reduces of tensors in place, which joined ranks take part in."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from reducer.errors import ConfigError
 from worker_client.arguments import parse_op
-from worker_client.horovod.announcements import Call, Kind, short
 from worker_client.horovod.handles import Handle
-from worker_client.horovod.job import CURRENT
+from worker_client.horovod.job import CURRENT, part_of
 from worker_client.horovod.ops import Op, divides, on_the_wire, scale_
 from worker_client.host_buffer import find_dtype
 
@@ -20,6 +19,69 @@ if TYPE_CHECKING:
 
     from worker_client.client import Client
     from worker_client.work import Work
+
+
+class Asked(NamedTuple):
+    """A reduction that a caller asks for.
+
+    Attributes:
+        targets: contributions, and places of the results.
+        result: what `synchronize` shall return.
+        op: the reduction.
+    """
+
+    targets: Sequence[torch.Tensor]
+    result: Any
+    op: Op
+
+
+def start(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    scales: tuple[float, float],
+    ask: Callable[[], Asked],
+) -> Handle:
+    """Start a reduction of tensors in place, those of one dtype packed together.
+
+    Args:
+        tensors: what the caller gave.
+        name: the same at every rank; None takes a number.
+        scales: factors before and after the reduction.
+        ask: checks the caller's arguments; if it raises, the other ranks hear of it.
+
+    Raises:
+        ConfigError: there are no tensors, or one cannot be reduced.
+    """
+    job = CURRENT.job
+    dtypes = {getattr(tensor, "dtype", None) for tensor in tensors}
+    with job.call("allreduce", name, max(1, len(dtypes))) as base:
+        targets, result, op = ask()
+        if not targets:
+            raise ConfigError("a group has no tensors: pass a list of at least one")
+        kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in targets]
+        packs = job.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
+        groups = [[targets[place].detach() for place in pack] for pack in packs]
+    works: list[Work] = []
+    ends: list[Callable[[], None]] = []
+    for at, members in enumerate(groups):
+        packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
+        try:
+            work, end = _start_one(job.client, packed, part_of(base, at), op, scales)
+        except BaseException as error:  # of this part the others hear from the client
+            for later in range(at + 1, len(groups)):
+                job.client.decline(error, name=part_of(base, later))
+            raise
+        works.append(work)
+        ends.append(end)
+        if len(members) > 1:
+            ends.append(partial(_unpack, packed, members))
+
+    def finish() -> Any:
+        for end in ends:
+            end()
+        return result
+
+    return Handle(works, finish)
 
 
 def _start_one(
@@ -36,58 +98,6 @@ def _start_one(
         scale_(flat, after)
 
     return work, finish
-
-
-def start(
-    targets: Sequence[torch.Tensor],
-    result: Any,
-    name: str | None,
-    op: Op,
-    scales: tuple[float, float],
-    *,
-    announced: bool = False,
-) -> Handle:
-    """Announce and start a reduction of tensors in place, those of one dtype packed together.
-
-    Args:
-        targets: contributions, and places of the results.
-        result: what `synchronize` shall return.
-        name: the same at every rank; None takes a number.
-        op: the reduction.
-        scales: factors before and after it.
-        announced: whether the caller has told joined ranks of it.
-
-    Raises:
-        ConfigError: there are no tensors, or one cannot be reduced.
-    """
-    job = CURRENT.job
-    if not targets:
-        raise ConfigError("a group has no tensors: pass a list of at least one")
-    base = f"allreduce.{f'noname.{job.announcements.calls}' if name is None else name}"
-    kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in targets]
-    groups = job.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
-    works: list[Work] = []
-    ends: list[Callable[[], None]] = []
-    for at, group in enumerate(groups):
-        members = [targets[place].detach() for place in group]
-        wire = short(base if len(groups) == 1 else f"{base}.{at}")
-        packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
-        if not announced:
-            element, _ = kinds[group[0]]
-            call = Call(Kind.ALL_REDUCE, wire, op, element, packed.numel())
-            works += job.announcements.make(call)
-        work, end = _start_one(job.client, packed, wire, op, scales)
-        works.append(work)
-        ends.append(end)
-        if len(members) > 1:
-            ends.append(partial(_unpack, packed, members))
-
-    def finish() -> Any:
-        for end in ends:
-            end()
-        return result
-
-    return Handle(works, finish)
 
 
 def _unpack(packed: torch.Tensor, members: list[torch.Tensor]) -> None:

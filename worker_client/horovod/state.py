@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.announcements import short
-from worker_client.horovod.broadcasting import announce, check, start_broadcast
+from reducer.wire.header import fingerprint
+from worker_client.collectives import broadcast_bytes
+from worker_client.horovod.broadcasting import check, start_broadcast
 from worker_client.horovod.handles import wait_for_all
+from worker_client.horovod.job import CURRENT, short
 from worker_client.horovod.objects import broadcast_object
 
 if TYPE_CHECKING:
@@ -28,26 +31,31 @@ def broadcast_parameters(
 
     Raises:
         ConfigError: one is not a CPU tensor, or there is no such rank.
-        MismatchError: ranks disagree on the root, or on a tensor's dtype or shape; the other
-            tensors are the root's.
+        MismatchError: ranks disagree on the root, or on the tensors' names, and nothing has
+            changed; or on a tensor's dtype or shape, and the other tensors are the root's.
         ReductionError: as `Client.all_reduce`.
     """
-    keys = getattr(params, "items", None)
-    listed: list[Any] = sorted(keys()) if keys is not None else list(params)
-    named = [one if isinstance(one, tuple) else (str(at), one) for at, one in enumerate(listed)]
-    for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(
-                f"{name!r} is a {type(tensor).__name__}, not a tensor: pass model.state_dict() "
-                "without it, and use hvd.broadcast_object for it"
-            )
-        check(tensor, root_rank)
-    wire, works = announce("broadcast_parameters", None)
-    handles = [
-        start_broadcast(tensor, root_rank, short(f"{wire}.{at}.{name}"), [])
-        for at, (name, tensor) in enumerate(named)
-    ]
-    wait_for_all([*works, *handles])
+    job = CURRENT.job
+    with job.call("broadcast_parameters", None) as wire:
+        keys = getattr(params, "items", None)
+        listed: list[Any] = sorted(keys()) if keys is not None else list(params)
+        named = [one if isinstance(one, tuple) else (str(at), one) for at, one in enumerate(listed)]
+        for name, tensor in named:
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    f"{name!r} is a {type(tensor).__name__}, not a tensor: pass "
+                    "model.state_dict() without it, and use hvd.broadcast_object for it"
+                )
+            check(tensor, root_rank)
+        names = f"{len(named)} tensors, {fingerprint(chr(0).join(n for n, _ in named)):016x}"
+    # First, so that nothing changes at any rank if one refuses its parameters, or has others.
+    broadcast_bytes(job.client, np.zeros(0, np.uint8), root_rank, names, name=wire)
+    wait_for_all(
+        [
+            start_broadcast(tensor, root_rank, short(f"{wire}.{at}.{name}"))
+            for at, (name, tensor) in enumerate(named)
+        ]
+    )
 
 
 def broadcast_optimizer_state(
