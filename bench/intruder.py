@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from bench.lines import Bare, Encrypted
 from bench.zmtp import STRANGERS
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import PATIENCE_MS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 
@@ -39,7 +39,7 @@ class Worker:
 
     Args:
         address: of the reducer.
-        job, rank, world_size, window: what its HELLO says.
+        job, rank, world_size, window, patience_ms: what its HELLO says.
         keys: directory of its job's keys, where the reducer has some.
 
     Attributes:
@@ -57,11 +57,18 @@ class Worker:
         *,
         world_size: int = 2,
         window: int = WINDOW,
+        patience_ms: int = PATIENCE_MS,
         keys: Path | None = None,
     ) -> None:
         self.line: Line = Bare(address) if keys is None else Encrypted(address, keys)
         self.common = Header(MessageType.HELLO, job=fingerprint(job), rank=rank)
-        body = Hello(job=job, world_size=world_size, reducers=1, reducer_index=0)
+        body = Hello(
+            job=job,
+            world_size=world_size,
+            reducers=1,
+            reducer_index=0,
+            patience_ms=patience_ms,
+        )
         self.say(self.common._replace(window=window).pack(), encode(body))
 
     def hear(self) -> tuple[Header, bytes]:

@@ -17,22 +17,25 @@ import termios
 from typing import NamedTuple
 
 # struct tcp_info of linux/tcp.h: eight bytes, 24 numbers of 32 bits, two of 64, then these.
-_ACKED, _RECEIVED = 120, 128
+_HEARD, _ACKED, _RECEIVED = 52, 120, 128
 _TCP_INFO_BYTES = 136
 _COUNT = struct.Struct("@Q")
+_MILLISECONDS = struct.Struct("@I")
 _QUEUE = struct.Struct("@i")
 
 
 class Traffic(NamedTuple):
-    """Bytes that have passed between libzmq and the kernel since a connection was made.
+    """What has passed between libzmq and the kernel since a connection was made.
 
     Attributes:
-        read: by libzmq, from the peer.
-        written: by libzmq, to the peer.
+        read: bytes by libzmq, from the peer.
+        written: bytes by libzmq, to the peer.
+        silent_s: since bytes have come from the peer; 0 if there are some that libzmq has not read.
     """
 
     read: int
     written: int
+    silent_s: float = 0.0
 
 
 def name(descriptor: int) -> tuple[object, ...] | None:
@@ -71,7 +74,8 @@ def traffic(descriptor: int, expected: tuple[object, ...]) -> Traffic | None:
         except OSError:
             return None
     received, acknowledged = _count(info, _RECEIVED), _count(info, _ACKED)
-    return Traffic(max(0, received - unread), acknowledged + unsent)
+    silent_ms = 0 if unread else int(_MILLISECONDS.unpack_from(info, _HEARD)[0])
+    return Traffic(max(0, received - unread), acknowledged + unsent, silent_ms / 1000)
 
 
 def end(descriptor: int, expected: tuple[object, ...]) -> bool:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reducer.slots import Member, SlotsModule
 
 PING_INTERVAL_S = 0.5
-CLAIM_PATIENCE_S = 1.5  # by then the transport's heartbeats have shown that a peer is gone
+CLAIM_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
 AWAY_S = 1.0
@@ -116,6 +116,7 @@ class Engine:
         self._lines = 0  # about workers, since the last PING
         self._closing: ReducerLostError | None = None  # since it was told to shut down
         self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
+        self._heard: dict[bytes, float] = {}  # peers that fell silent: when they were heard last
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
             MessageType.RETAINED: self._reductions.retained,
@@ -247,9 +248,19 @@ class Engine:
             return []
         job, member = found
         if self._reductions.closed is not None:
-            return self._leave(peer, _unreachable(member)) + self._settle_claims(job, member)
+            return self._leave(peer, self._lost(job, member)) + self._settle_claims(job, member)
         self._away[peer] = self._now + AWAY_S
         return self._settle_claims(job, member)
+
+    def silent(self, peer: bytes, seconds: float) -> list[Send]:
+        """Learn that nothing has come from a member for longer than its job's patience.
+
+        Args:
+            peer: the member, whose connection is being ended.
+            seconds: since something has come.
+        """
+        self._heard.setdefault(peer, self._now - seconds)
+        return self.unreachable(peer)
 
     def tick(self, now: float) -> list[Send]:
         """Do what is due at `now`; call it several times a second.
@@ -342,7 +353,8 @@ class Engine:
             raise RemoteProtocolError("HELLO was said already")
         holder = self._members.holder(header)
         if holder is not None and holder.peer not in self._away:
-            self._claims.append(Claim(peer, header, hello, self._now + CLAIM_PATIENCE_S, key))
+            due = self._now + hello.patience_ms / 1000 + CLAIM_SPARE_S
+            self._claims.append(Claim(peer, header, hello, due, key))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
         return self._join(peer, header, hello, key)
 
@@ -406,7 +418,7 @@ class Engine:
         if same and header.watermark >= holder.watermark:
             # It is alive, and has told the others in time, or will: nobody needs to fail.
             del self._away[holder.peer]
-            self._depart(holder.peer, _unreachable(holder))
+            self._depart(holder.peer, self._lost(job, holder))
             return []
         # This is another process: the earlier one is dead, and so is its job if all are away.
         dead = list(job.members.values()) if whole else [holder]
@@ -458,7 +470,15 @@ class Engine:
         """End the part of a peer whose connection broke and who did not come back."""
         del self._away[peer]
         found = self._members.find(peer)
-        return [] if found is None else self._leave(peer, _unreachable(found[1]))
+        return [] if found is None else self._leave(peer, self._lost(*found))
+
+    def _lost(self, job: Job, member: Member) -> RankLostError:
+        """Say who is lost, and how that was found out."""
+        rank, heard = member.rank, self._heard.get(member.peer)
+        where = f" on {job.host_names[rank]}" if job.host_names[rank] else ""
+        silent = "" if heard is None else f": no heartbeat for {self._now - heard:.1f} s"
+        why = f"rank {rank}{where} died or cannot be reached{silent}"
+        return RankLostError(why, rank=rank)
 
     def _leave(self, peer: bytes, reason: RankLostError) -> list[Send]:
         """Take a peer out of its job, and fail the rounds that need it."""
@@ -475,6 +495,7 @@ class Engine:
 
     def _depart(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
         self._away.pop(peer, None)
+        self._heard.pop(peer, None)
         found = self._members.leave(peer, reason)
         if found is not None:
             job, member = found
@@ -493,7 +514,3 @@ def _to_all(job: Job, error: ReductionError) -> list[Send]:
     frame = Header(MessageType.ERROR, job=job.key, generation=job.generation).pack()
     body = encode_error(error)
     return [Send(member.peer, frame, body) for member in job.members.values()]
-
-
-def _unreachable(member: Member) -> RankLostError:
-    return RankLostError(f"rank {member.rank} died or cannot be reached", rank=member.rank)

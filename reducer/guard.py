@@ -32,7 +32,8 @@ LOOK_SOON_S = 0.02  # while there are strangers, or somebody has much here
 FAREWELL_S = 1.0  # for a peer that was dropped to read why
 STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
-HEARTBEATS_PER_S = 512  # bytes, generously: libzmq answers these by itself, nobody else counts them
+HEARTBEATS_PER_S = 1024  # bytes, generously: libzmq answers these itself, nobody else counts them
+PARTIAL_BYTES = 1 << 10  # of a message that are more than heartbeats
 STUCK_LOOKS = 10
 STUCK_S = 0.25
 MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
@@ -52,6 +53,8 @@ class Connection:
         born: when it was accepted.
         ended: it was told to go; libzmq will say when it has.
         looked: when it was looked at last as a member's.
+        silent_s: since something had come from it then, or while the rest of a message had not.
+        whole: when nothing was known to be missing of a message.
         unread: bytes that libzmq had read from it then, and the reducer had not taken.
         unsent: bytes that the reducer had given to it then, and libzmq had not written.
         beyond: bytes read that were no messages, as heartbeats are.
@@ -69,6 +72,8 @@ class Connection:
     born: float = field(default=0.0)
     ended: bool = False
     looked: float = field(default=0.0)
+    silent_s: float = 0.0
+    whole: float = field(default=0.0)
     unread: int = 0
     unsent: int = 0
     beyond: float = 0.0
@@ -102,6 +107,9 @@ class Connection:
         self.unread = int(passed.read - taken - self.beyond)
         self.least = min(self.least, given - passed.written)
         self.unsent = given - passed.written - self.least
+        if taken != self.taken or self.unread < PARTIAL_BYTES:
+            self.whole = now
+        self.silent_s = max(passed.silent_s, now - self.whole)
         self.looked = now
 
     def is_stuck(self, taken: int, patience: int, now: float, *, much: bool) -> bool:
@@ -176,7 +184,7 @@ class Guard:
             if not opened:
                 self._connections.pop(number, None)
             elif (name := connections.name(descriptor)) is not None:
-                made = Connection(descriptor, name, now, born=now, looked=now)
+                made = Connection(descriptor, name, now, born=now, looked=now, whole=now)
                 self._connections[number] = made
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)
@@ -197,6 +205,7 @@ class Guard:
         """
         held: dict[bytes, int] = {}
         stuck: list[Member] = []
+        silent: list[tuple[Member, Connection]] = []
         allowed = job.reserved + job.reserved // 8
         patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
         for member in job.members.values():
@@ -211,14 +220,19 @@ class Guard:
                 taken, _ = self._transport.moved(member)
                 if connection.is_stuck(taken, patience, now, much=much):
                     stuck.append(member)
+                elif connection.silent_s > job.patience_s and not connection.ended:
+                    silent.append((member, connection))
             held[member.peer] = member.held + connection.unread + connection.unsent
             allowed += SLACK_BYTES
         sends: list[Send] = []
         for member in stuck:
             error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
             sends += self._drop(member, error)
+        for member, connection in silent:
+            connection.end()
+            sends += self._engine.silent(member.peer, connection.silent_s)
         most = max(held.values(), default=0)
-        if not stuck and sum(held.values()) > allowed:
+        if not (stuck or silent) and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
             connection = self._connections[self._transport.connection(worst.peer)]
             # Once more: a figure is of several instants, and this thread may have rested meanwhile.

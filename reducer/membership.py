@@ -35,6 +35,7 @@ SETTINGS = {  # equal at every rank: what people know them as
     "reducer_index": "REDUCTION_SERVERS (the place of this reducer among them)",
     "lane": "REDUCTION_SERVERS (the port of this reducer)",
     "chunk_bytes": "REDUCTION_CHUNK_BYTES",
+    "patience_ms": "REDUCTION_PATIENCE (in milliseconds)",
 }
 
 
@@ -54,6 +55,8 @@ class Job:
         key_shown: public key that its first rank has shown; "" without keys.
         keys: public key that each rank came with.
         processes: what each rank has called its process, of the ranks that are here or gone.
+        host_names: of the machine of each of these ranks; "" of one that did not say.
+        patience_s: how long a rank may be silent before it is given up.
         barred: why ranks that the job lacks were refused, if their settings are others.
     """
 
@@ -75,6 +78,8 @@ class Job:
         rounds.most = 0
         self.keys: dict[int, str] = {}
         self.processes: dict[int, str] = {}
+        self.host_names: dict[int, str] = {}
+        self.patience_s = hello.patience_ms / 1000
         self.barred: dict[int, MismatchError] = {}
 
     def bar(self, rank: int, error: MismatchError) -> bool:
@@ -236,6 +241,7 @@ class Membership:
         job.processes[member.rank] = hello.process
         job.keys[member.rank] = key
         self._of_key[key] += 1
+        job.host_names[member.rank] = hello.host_name
         self._by_peer[peer] = (job, member)
         return job, member, earlier
 

@@ -14,7 +14,14 @@ import zmq
 from reducer.admission import LOCAL
 from reducer.errors import ConfigError
 from reducer.keyfiles import KeyPair
-from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, TYPE_AT, MessageType
+from reducer.wire.constants import (
+    HEADER_BYTES,
+    LONGEST_PATIENCE_MS,
+    MAX_CHUNK_BYTES,
+    REDUCER_HEARTBEAT_MS,
+    TYPE_AT,
+    MessageType,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
@@ -24,8 +31,6 @@ if TYPE_CHECKING:
     from reducer.slots import Member
     from reducer.wire.header import Buffer
 
-HEARTBEAT_INTERVAL_MS = 200
-HEARTBEAT_TIMEOUT_MS = 1000  # a peer that is stopped or cut off shows within this time
 LINGER_MS = 1000  # for the last results and farewells
 _RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
@@ -49,10 +54,13 @@ _REASONS = {
 
 
 def heartbeats(socket: zmq.Socket[bytes]) -> None:
-    """Let libzmq's I/O threads notice a peer that is stopped, or a network that is cut."""
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    """Let peers notice when this reducer is stopped, or the network is cut.
+
+    The guard notices silent members, as each job has a patience of its own, and a socket one for
+    all; libzmq ends only what nobody may be patient with.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, REDUCER_HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LONGEST_PATIENCE_MS)
 
 
 def make_context(

@@ -118,6 +118,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_a_rank_that_stops_for_seconds_is_fenced": (
             "test_a_rank_that_stops_does_not_disturb",
         ),
+        "test_a_rank_that_stops_is_waited_for_if_the_job_is_patient[2.0]": (
+            "test_a_rank_that_stops_is_waited_for_if_the_job_is_patient[5.0]",
+        ),
     },
     # -- whole trainings
     "tests/integration/test_demo.py": {

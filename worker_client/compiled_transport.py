@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer import libzmq
 from worker_client._flight import Loop
+from worker_client.settings import HEARTBEATS
 from worker_client.transport import Completed, Message, Transport
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from worker_client._flight import CompiledFlight
     from worker_client.keys import Keys
     from worker_client.operation import Operation
+    from worker_client.settings import Heartbeats
     from worker_client.transport import Event
 
 
@@ -36,9 +38,14 @@ class CompiledTransport(Transport):
         libzmq.addresses()
 
     def __init__(
-        self, flight: CompiledFlight, io_threads: int, context: Any = None, keys: Keys | None = None
+        self,
+        flight: CompiledFlight,
+        io_threads: int,
+        context: Any = None,
+        keys: Keys | None = None,
+        heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
-        super().__init__(io_threads, context, keys)
+        super().__init__(io_threads, context, keys, heartbeats)
         self._flight = flight
         self._loop = Loop(flight, libzmq.addresses())
 

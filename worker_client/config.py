@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -22,7 +23,14 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from reducer import units
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
-from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT
+from reducer.wire.constants import (
+    LONGEST_PATIENCE_MS,
+    MAX_CHUNK_BYTES,
+    MAX_JOB_NAME_BYTES,
+    PATIENCE_MS,
+    SHARD_ALIGNMENT,
+    SHORTEST_PATIENCE_MS,
+)
 from worker_client.launch import resolve
 
 if TYPE_CHECKING:
@@ -112,6 +120,18 @@ class WorkerConfig(BaseSettings):
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
 
+    heartbeat: Annotated[Seconds, Field(ge=0.1)] = 0.2
+    """How often this rank sends a sign of life to each reducer: 0.1 s at least. Each rank decides
+    for itself."""
+
+    patience: Annotated[
+        Seconds,
+        Field(ge=SHORTEST_PATIENCE_MS / 1000, le=LONGEST_PATIENCE_MS / 1000, validate_default=True),
+    ] = PATIENCE_MS / 1000
+    """How long a reducer or a rank may be silent before it is called lost, the same at every rank:
+    0.5 s to 60 s, and two heartbeats at least. More for networks with long pauses, or for processes
+    that a debugger stops; what is lost without a word is then noticed later."""
+
     fusion_threshold: ByteSize = Field(default=ByteSize(64 << 20), ge=0, le=1 << 40)
     """Most bytes of a fusion buffer, in which tensors that have names are reduced together; 0:
     each by itself. HOROVOD_FUSION_THRESHOLD is honoured."""
@@ -184,6 +204,17 @@ class WorkerConfig(BaseSettings):
     def _check_chunk(cls, value: ByteSize) -> ByteSize:
         if value % SHARD_ALIGNMENT:
             raise ValueError(f"must be a multiple of {SHARD_ALIGNMENT}")
+        return value
+
+    @field_validator("patience")
+    @classmethod
+    def _check_patience(cls, value: float, info: ValidationInfo) -> float:
+        heartbeat = info.data.get("heartbeat", 0.0)
+        if value < 2 * heartbeat:
+            raise ValueError(
+                f"write at least two heartbeats, {2 * heartbeat:g}s: with REDUCTION_HEARTBEAT="
+                f"{heartbeat:g}s a single one that is late would be a loss"
+            )
         return value
 
     @field_validator("failpoints")

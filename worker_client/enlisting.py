@@ -20,8 +20,8 @@ from worker_client.fusion import Fusion
 from worker_client.keys import load as load_keys
 from worker_client.launch.resolved import Launcher
 from worker_client.membership import PATIENCE_S
-from worker_client.nodes import host_identity
-from worker_client.settings import Settings
+from worker_client.nodes import host_identity, host_name
+from worker_client.settings import Heartbeats, Settings
 from worker_client.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def enlist(
             },
             run=_run(group, world_size),
             process=secrets.token_hex(8),
+            heartbeats=Heartbeats(settings.heartbeat, settings.patience),
+            host_name=host_name(),
         )
         common: dict[str, Any] = {
             "timeout_s": settings.timeout,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from worker_client.flight import Flight
     from worker_client.keys import Keys
     from worker_client.request import MakeSubmissions
+    from worker_client.settings import Heartbeats
     from worker_client.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,12 @@ class MakeTransport(Protocol):
     """The constructor of the two transports."""
 
     def __call__(
-        self, flight: Any, io_threads: int, context: Any = None, keys: Keys | None = None
+        self,
+        flight: Any,
+        io_threads: int,
+        context: Any = None,
+        keys: Keys | None = None,
+        heartbeats: Heartbeats = ...,
     ) -> Transport:
         """Make a transport for a flight of the same implementation."""
 

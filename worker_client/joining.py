@@ -97,6 +97,8 @@ class Joining:
             settings=dict(s.agreed),
             run=s.run,
             process=s.process,
+            patience_ms=round(1000 * s.heartbeats.patience_s),
+            host_name=s.host_name,
         )
         header = header._replace(window=s.window_per_reducer())
         return Send(link.index, header.pack(), encode(body))

@@ -81,6 +81,7 @@ class Losses:
         asking = self._calls.question is not None  # if all can use it, and we have answered
         used = asking or self._map.uses(link.reducer) or self._flight.needs(link.index)
         link.disconnect()
+        link.absent = reason
         if link.reducer in self._settings.hosts:
             return self._lose_host(link, reason)
         self._flight.shut(link.index)
@@ -267,7 +268,7 @@ class Losses:
         """Say why a reducer cannot be used right now."""
         if link.refusal is not None and not isinstance(link.refusal, DuplicateRankError):
             return link.refusal  # a later generation, perhaps
-        why = "is shutting down" if link.state is LinkState.DRAINING else "is not connected"
+        why = "is shutting down" if link.state is LinkState.DRAINING else link.absent
         if link.reducer in self._settings.hosts:
             return self._host_lost(link, why)
         return self._lost(link, why)

@@ -6,6 +6,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.wire.messages import MAX_SETTING_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -54,6 +56,11 @@ def arrange(keys: Sequence[str], rank: int) -> Place | None:
         return None
     node = list(found).index(keys[rank])
     return Place(nodes, node, nodes[node].index(rank))
+
+
+def host_name() -> str:
+    """Return what people call this host, cut to what a HELLO takes."""
+    return socket.gethostname().encode()[:MAX_SETTING_BYTES].decode(errors="ignore")
 
 
 def host_identity() -> str:

@@ -51,7 +51,9 @@ class Part:
         self.session = Session(settings, implementation.flight)
         for address in settings.reducers:
             _resolve(address)
-        transport = implementation.transport(self.session.flight, io_threads, context, keys)
+        transport = implementation.transport(
+            self.session.flight, io_threads, context, keys, settings.heartbeats
+        )
         for link in self.session.links:
             transport.connect(self.session.endpoint(link))
         self.driver = Driver(self.session, transport, ended, left, hand_over)

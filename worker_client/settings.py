@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.wire.constants import PATIENCE_MS
 from worker_client.flow import most_per_link
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+class Heartbeats(NamedTuple):
+    """How a rank and a reducer notice that the other one is gone.
+
+    Attributes:
+        every_s: time between two of this rank's.
+        patience_s: how long either of them may be silent before the other one gives it up.
+    """
+
+    every_s: float = 0.2
+    patience_s: float = PATIENCE_MS / 1000
+
+
+HEARTBEATS = Heartbeats()
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,8 @@ class Settings:
         agreed: what else ranks must have in common, by the names of variables.
         run: what tells this run of the job from another; "" if there is nothing like that.
         process: what tells this process from any other.
+        heartbeats: the job's.
+        host_name: of this machine, for other ranks' errors.
     """
 
     job: str
@@ -55,6 +73,8 @@ class Settings:
     agreed: Mapping[str, str] = field(default_factory=dict)
     run: str = ""
     process: str = ""
+    heartbeats: Heartbeats = HEARTBEATS
+    host_name: str = ""
 
     def window_per_reducer(self) -> int:
         """Return the most bytes that will be in flight at one reducer."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Ended = Callable[[Operation, ReductionError | None], None]
     Left = Callable[[list[tuple[Operation, ReductionError]], ReductionError], None]
 
-KNOWN_S = 3.0  # by then every reducer has said who is gone
+KNOWN_S = 2.0  # after the job's patience: by then every reducer has said who is gone
 LOOK_S = 0.1  # how often to look, while the survivors meet, whether they are still all there
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class Survivors:
 
     def _await_loss(self, known: frozenset[int]) -> bool:
         """Wait until somebody is lost besides those that are known; false: nobody, it seems."""
-        end = time.monotonic() + KNOWN_S
+        end = time.monotonic() + self._membership.all.heartbeats.patience_s + KNOWN_S
         while not self.closing:
             with self._gate:
                 for part, present in self._places():

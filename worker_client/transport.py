@@ -12,16 +12,19 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from reducer import connections
 from reducer.keyfiles import KeyPair
-from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES
+from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, REDUCER_HEARTBEAT_MS
 from worker_client import keys as reasons
 from worker_client.greeting import mechanism
 from worker_client.keys import Keys
+from worker_client.settings import HEARTBEATS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,9 +33,10 @@ if TYPE_CHECKING:
     from reducer.wire.header import Buffer
     from worker_client.flight import Flight
     from worker_client.operation import Operation
+    from worker_client.settings import Heartbeats
 
-HEARTBEAT_INTERVAL_MS = 200
-HEARTBEAT_TIMEOUT_MS = 1000  # a reducer that is stopped or cut off shows within this time
+TTL_SPARE_MS = 500  # the reducer judges by itself before; this is for one that could not
+LOOK_S = 0.2  # how often to look when reducers were heard last, to tell it if they fall silent
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 LINGER_MS = 500  # for the farewell
 _RECEIVES_PER_POLL = 64  # per reducer, so that none starves the others
@@ -41,7 +45,8 @@ _SLAMMED = 3  # handshakes in a row that were ended without a word: not by chanc
 
 _INPROC = "inproc://"
 _WATCHED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -89,6 +94,22 @@ class Completed(NamedTuple):
     sequences: list[int]
 
 
+@dataclass(slots=True)
+class Line:
+    """The connection below a link.
+
+    Attributes:
+        descriptor, name: as of `reducer.connections`.
+        heard: when something had come from the reducer at the latest look, in monotonic seconds.
+        silent: whether it had missed a heartbeat by then.
+    """
+
+    descriptor: int
+    name: tuple[object, ...]
+    heard: float
+    silent: bool = False
+
+
 Event = Connected | Disconnected | Refused | Released | Message | Completed
 
 
@@ -107,6 +128,7 @@ class Transport(ABC):
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of a reducer in this process, to reach it at ``inproc://``.
         keys: what to show to reducers, and which to expect.
+        heartbeats: how often to send some, and how long to be patient without any.
 
     Attributes:
         any_thread: whether any thread may use it in turn, even one that Ctrl-C interrupts.
@@ -114,8 +136,17 @@ class Transport(ABC):
 
     any_thread = False  # pyzmq may be interrupted between the two frames of a message
 
-    def __init__(self, io_threads: int, context: Any = None, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        io_threads: int,
+        context: Any = None,
+        keys: Keys | None = None,
+        heartbeats: Heartbeats = HEARTBEATS,
+    ) -> None:
         self._keys = keys or Keys()
+        self._heartbeats = heartbeats
+        self._lines: dict[int, Line] = {}  # by link
+        self._looked = 0.0  # when `_listen` looked last
         self._slammed: dict[int, int] = {}  # links: handshakes that have failed in a row
         self._refused: set[int] = set()  # links whose sockets have given up
         self._shared = context is not None
@@ -186,6 +217,8 @@ class Transport(ABC):
 
     def _socket(self, link: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         endpoint = self._endpoints[link]
+        self._lines.pop(link, None)
+        every_ms, patience_ms = (round(1000 * seconds) for seconds in self._heartbeats)
         if endpoint.startswith(_INPROC):
             self._reached.append(link)
         socket = self._context.socket(zmq.DEALER)
@@ -200,9 +233,9 @@ class Transport(ABC):
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             (zmq.CONNECT_TIMEOUT, 2000),
             (zmq.HANDSHAKE_IVL, 5000),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_IVL, every_ms),
+            (zmq.HEARTBEAT_TIMEOUT, patience_ms),
+            (zmq.HEARTBEAT_TTL, patience_ms + TTL_SPARE_MS),
             (zmq.IPV6, 1),
         ):
             socket.setsockopt(option, value)
@@ -220,7 +253,29 @@ class Transport(ABC):
         with contextlib.suppress(zmq.Again):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
+    def _listen(self) -> None:
+        """Find out when reducers were heard last."""
+        now = time.monotonic()
+        if now < self._looked + LOOK_S:
+            return
+        self._looked = now
+        for line in self._lines.values():
+            passed = connections.traffic(line.descriptor, line.name)
+            if passed is not None:
+                line.heard = now - passed.silent_s
+                line.silent = passed.silent_s > REDUCER_HEARTBEAT_MS / 1000
+
+    def _why_gone(self, link: int) -> str:
+        """Say how a connection has ended, as far as that can be told."""
+        line = self._lines.pop(link, None)
+        if line is not None and line.silent:
+            seconds = time.monotonic() - line.heard
+            if seconds >= self._heartbeats.patience_s:
+                return f"died or cannot be reached: no heartbeat for {seconds:.1f} s"
+        return "closed the connection, died or cannot be reached"
+
     def _news(self) -> list[Event]:
+        self._listen()
         if not self._reached and not self._leaving:
             return []
         reached, self._reached = self._reached, []
@@ -245,7 +300,10 @@ class Transport(ABC):
         while self._links[link][1] is monitor and monitor.poll(0):
             message = recv_monitor_message(monitor)
             event = message["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                if (name := connections.name(message["value"])) is not None:
+                    self._lines[link] = Line(message["value"], name, time.monotonic())
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._slammed.pop(link, None)
                 yield Connected(link)
             elif link in self._refused:
@@ -258,7 +316,7 @@ class Transport(ABC):
                 yield from self._messages(link)
                 if self._links[link][1] is not monitor:
                     return
-                yield Disconnected(link, "closed the connection, died or cannot be reached")
+                yield Disconnected(link, self._why_gone(link))
             else:
                 yield Disconnected(link, "is not a reducer")
 
@@ -295,9 +353,14 @@ class PlainTransport(Transport):
     """A transport that needs nothing compiled."""
 
     def __init__(
-        self, flight: Flight, io_threads: int, context: Any = None, keys: Keys | None = None
+        self,
+        flight: Flight,
+        io_threads: int,
+        context: Any = None,
+        keys: Keys | None = None,
+        heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
-        super().__init__(io_threads, context, keys)
+        super().__init__(io_threads, context, keys, heartbeats)
         self._flight = flight
         # Per link, what libzmq sends out of the caller's memory: in the order of sending.
         self._unsent: list[deque[tuple[zmq.MessageTracker, object]]] = []

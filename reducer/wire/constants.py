@@ -23,6 +23,9 @@ PLACES = 128  # all-reduces of one call: its numbers are this many times its own
 MAX_ROUNDS_AHEAD = PLACES << 14  # a worker's sequence numbers stay this close to its watermark
 MIN_CHARGE = 1024  # bytes that even the smallest contribution takes of a window
 SPARE_CHUNKS = 4  # in flight beyond a window: each preceded all others in flight when it was sent
+PATIENCE_MS = 1000  # that a peer may be silent before it is given up, if its job does not say
+SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS = 500, 60_000
+REDUCER_HEARTBEAT_MS = 200  # between two of a reducer's
 NO_SEQUENCE = (1 << 64) - 1  # the message concerns the connection, not one all-reduce
 
 

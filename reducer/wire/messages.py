@@ -12,13 +12,16 @@ from typing import Any, TypeVar
 from reducer import errors
 from reducer.errors import ReductionError, RemoteProtocolError
 from reducer.wire.constants import (
+    LONGEST_PATIENCE_MS,
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
     MAX_JOB_NAME_BYTES,
     MAX_LANES,
     MAX_WORLD_SIZE,
     NO_SEQUENCE,
+    PATIENCE_MS,
     SHARD_ALIGNMENT,
+    SHORTEST_PATIENCE_MS,
     VERSION_MAJOR,
     ErrorCode,
 )
@@ -63,6 +66,8 @@ class Hello:
         settings: what else ranks must have in common, by the names of variables.
         run: what tells one run of the job from another; "" if its ranks have nothing like that.
         process: what tells one process from another; "" if it does not say.
+        patience_ms: how long either end may be silent before the other one gives it up.
+        host_name: of the rank's machine, for errors; "" if it does not say.
         version, features: what the sender speaks.
     """
 
@@ -75,6 +80,8 @@ class Hello:
     settings: dict[str, str] = field(default_factory=dict)
     run: str = ""
     process: str = ""
+    patience_ms: int = PATIENCE_MS
+    host_name: str = ""
     version: str = VERSION
     features: int = 0
 
@@ -94,6 +101,9 @@ class Hello:
             _check(value, str, 0, MAX_SETTING_BYTES, "a setting")
         _check(self.run, str, 0, MAX_SETTING_BYTES, "run")
         _check(self.process, str, 0, MAX_SETTING_BYTES, "process")
+        bounds = SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS
+        _check(self.patience_ms, int, *bounds, "patience_ms")
+        _check(self.host_name, str, 0, MAX_SETTING_BYTES, "host_name")
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
 

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from reducer.engine import AWAY_S, CLAIM_PATIENCE_S, PING_INTERVAL_S
+from reducer.engine import AWAY_S, CLAIM_SPARE_S, PING_INTERVAL_S
 from reducer.errors import (
     CapacityError,
     DuplicateRankError,
@@ -199,7 +199,7 @@ def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> 
     reducer.engine.tick(0.0)  # pings again, and the holder has been reached
     sends = reducer.engine.tick(PING_INTERVAL_S)
     assert M.ERROR not in kinds(sends)
-    refusals = told(reducer.engine.tick(CLAIM_PATIENCE_S))
+    refusals = told(reducer.engine.tick(1.0 + CLAIM_SPARE_S))
     assert isinstance(refusals[b"new"], DuplicateRankError)
 
     reducer.hello(1, peer=b"newest")
@@ -209,11 +209,13 @@ def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> 
 
 def test_settings_must_agree(reducer: Reducer) -> None:
     reducer.lose(b"1")
-    for change in ({"reducers": 2}, {"chunk_bytes": 64}, {"world_size": 3}):
+    for change in ({"reducers": 2}, {"chunk_bytes": 64}, {"patience_ms": 2000}):
         error = told(reducer.hello(1, peer=b"x", **change))[b"x"]
         assert isinstance(error, MismatchError)
         assert error.field == next(iter(change))
         assert (error.rank, error.other_rank) == (0, 1)
+    assert "REDUCTION_PATIENCE" in str(error)
+    assert isinstance(told(reducer.hello(1, peer=b"x", world_size=3))[b"x"], MismatchError)
 
 
 def test_a_later_generation_ends_the_earlier(reducer: Reducer) -> None:
@@ -314,3 +316,17 @@ def test_the_life_of_a_job_is_in_the_log(
     assert caplog.messages[-1] == "job 'another': rank 1 died or cannot be reached"
     reducer.lose(b"new 0")
     assert caplog.messages[-1] == "job 'another': rank 0 died or cannot be reached, the last one"
+
+
+def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer: Reducer) -> None:
+    for rank in range(2):
+        reducer.hello(rank, peer=b"new %d" % rank, job="another", host_name=f"node-{rank}")
+    reducer.now = 100.0
+    reducer.tick()
+    reducer.engine.silent(b"new 1", 1.25)
+    assert reducer.lose(b"new 1") == [], "it may have told others that it lost this reducer"
+    (job,) = (job for job in reducer.engine.jobs if job.name == "another")
+    _, lost = job.gone[1]
+    assert str(lost) == (
+        f"rank 1 on node-1 died or cannot be reached: no heartbeat for {1.25 + AWAY_S:.1f} s"
+    )

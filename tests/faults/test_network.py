@@ -105,6 +105,31 @@ def test_a_partition_is_noticed_and_gone_when_it_heals(make_net: Callable[[str],
         works_again(net.clients)
 
 
+def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(
+    make_net: Callable[[str], Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nets = [make_net("as usual")]
+    monkeypatch.setenv("REDUCTION_PATIENCE", "5s")
+    nets.append(make_net("patient"))
+    for proxy in (proxy for net in nets for proxy in net.proxies):
+        proxy.delay("both", 0.1)
+    for net in nets:
+        exact(begin(net.clients, 1))
+    steps = [begin(net.clients, 2) for net in nets]
+    for proxy in (proxy for net in nets for proxy in net.proxies):
+        proxy.blackhole("both")  # packets were lost, and those that TCP sent again as well
+    time.sleep(1.6)
+    for proxy in (proxy for net in nets for proxy in net.proxies):
+        proxy.heal()
+    usual, patient = steps
+    exact(patient)
+    exact(begin(nets[1].clients, 3))
+    assert all(client.counters.losses == 0 for client in nets[1].clients)
+    errors = exact_or_typed(usual, within_s=5)
+    assert errors, "both reducers were silent for longer than a second"
+    assert any("no heartbeat for 1." in str(error) for error in errors), errors
+
+
 # -- a network that cuts --------------------------------------------------------------------------
 
 

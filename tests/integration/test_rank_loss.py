@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -109,6 +111,8 @@ def test_a_rank_that_stops_for_seconds_is_fenced(job: Job) -> None:
         assert job.wait_for_failure(NAMED_S + 1, others), job.told
         for told in (job.told[rank] for rank in others):
             assert (told.failure.error, told.failure.rank) == ("RankLostError", 2)
+            assert f"rank 2 on {socket.gethostname()}" in told.failure.text
+            assert re.search(r"no heartbeat for [12]\.\d s", told.failure.text)
         named = max(job.told[rank].failure.at for rank in others) - start
         assert named <= NAMED_S
     goes_on = time.monotonic()
@@ -148,6 +152,25 @@ def test_a_rank_that_stops_does_not_disturb_the_next_generation(job: Job) -> Non
         assert all(step.wrong == 0 for told in job.told for step in told.steps)
     finally:
         late.end()
+
+
+@pytest.mark.parametrize("seconds", [2.0, 5.0])
+def test_a_rank_that_stops_is_waited_for_if_the_job_is_patient(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDUCTION_PATIENCE", f"{2 * seconds:g}s")
+    with Loopback(5) as lab:
+        servers = [reducer.address for reducer in pool.start(lab.hosts[3:])]
+        with Job(lab, lab.hosts[:3], servers) as job:
+            job.begin(rank_loss.ELEMENTS)
+            assert job.wait_for_steps(3, 10)
+            job.ranks[1].signal(signal.SIGSTOP)
+            time.sleep(seconds)  # nobody may notice
+            job.ranks[1].signal(signal.SIGCONT)
+            assert job.wait_for_steps(job.done + 10, 10)
+            assert [told.failure for told in job.told] == [None] * 3
+            assert [told.losses for told in job.told] == [[]] * 3
+            assert all(step.wrong == 0 for told in job.told for step in told.steps)
 
 
 # -- a launcher starts the job again --------------------------------------------------------------

@@ -13,7 +13,7 @@ from reducer.engine import Engine
 from reducer.guard import Guard
 from reducer.limits import Patience
 from reducer.transport import Transport, make_context
-from reducer.wire.constants import MessageType
+from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
 
 if TYPE_CHECKING:
     import socket
@@ -76,6 +76,7 @@ class Post:
     def member(self, job: str, **settings: int) -> Worker:
         """Join a job."""
         here = self.members.get(job, 0)
+        settings.setdefault("patience_ms", LONGEST_PATIENCE_MS)  # it says nothing by itself
         worker = self._stack.enter_context(closing(Worker(self.address, job, **settings)))
         self.until(lambda: self.members.get(job, 0) > here)
         answer(worker, M.WELCOME)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -37,13 +38,40 @@ def traffic(descriptor: int) -> connections.Traffic | None:
     return connections.traffic(descriptor, connections.name(descriptor) or ())
 
 
+def moved(descriptor: int) -> tuple[int, int]:
+    """Bytes read and written."""
+    passed = traffic(descriptor)
+    assert passed is not None
+    return passed.read, passed.written
+
+
+def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair: Pair) -> None:
+    client, accepted = pair
+
+    def silent_s() -> float:
+        passed = traffic(accepted.fileno())
+        assert passed is not None
+        return passed.silent_s
+
+    time.sleep(0.3)
+    assert silent_s() >= 0.25
+    client.sendall(b"x")
+    time.sleep(0.3)
+    assert silent_s() == 0.0, "what is late here is this process"
+    accepted.recv(1)
+    assert silent_s() >= 0.25
+    client.sendall(b"x")
+    accepted.recv(1)
+    assert silent_s() < 0.25
+
+
 def test_traffic_is_what_was_read_and_written(pair: Pair) -> None:
     client, accepted = pair
     client.sendall(b"x" * 1000)
-    assert traffic(accepted.fileno()) == (0, 0), "nothing was read yet"
+    assert moved(accepted.fileno()) == (0, 0), "nothing was read yet"
     assert len(accepted.recv(600, socket.MSG_WAITALL)) == 600
     accepted.sendall(b"y" * 50)
-    assert traffic(accepted.fileno()) == (600, 50)
+    assert moved(accepted.fileno()) == (600, 50)
 
 
 def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
@@ -53,7 +81,7 @@ def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
     with suppress(BlockingIOError):  # when the client's buffer is full, and the server's
         while True:
             written += accepted.send(bytes(1 << 16))
-    assert traffic(accepted.fileno()) == (0, written)
+    assert moved(accepted.fileno()) == (0, written)
 
 
 def test_an_ended_connection_is_at_its_end_for_both(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -219,3 +220,20 @@ def test_heartbeats_count_only_if_they_are_too_many(post: Post, *, at_once: bool
             post.step()
     rounds(post)
     assert post.members == ({} if at_once else {"job": 1})
+
+
+def test_each_job_is_patient_for_as_long_as_it_says(post: Post) -> None:
+    for name, patience_ms in (("short", 500), ("long", 5000)):
+        post.member(name, patience_ms=patience_ms)
+    begun = time.monotonic()
+    post.until(lambda: len(silent(post)) == 1)
+    assert 0.4 < time.monotonic() - begun < 3.0
+    assert silent(post) == ["short"]
+    assert post.closed == 0, "that is no fault of its own"
+    post.until(lambda: post.guard.connections == 1)
+
+
+def silent(post: Post) -> list[str]:
+    """Names of jobs of which a member is given up in a while."""
+    away = post.engine._away
+    return [job.name for job in post.engine.jobs for m in job.members.values() if m.peer in away]

@@ -15,7 +15,8 @@ MESSAGES = frame(b"x") * 2500
 REDUCER = """
 import sys, time
 from reducer import connections
-from reducer.transport import HEARTBEAT_INTERVAL_MS, Transport, make_context
+from reducer.transport import Transport, make_context
+from reducer.wire.constants import REDUCER_HEARTBEAT_MS
 context = make_context(1)
 transport = Transport("tcp://127.0.0.1:0", context)
 print(transport.port, flush=True)
@@ -28,7 +29,7 @@ while connections.traffic(descriptor, name).read < int(sys.argv[1]):
     time.sleep(0.01)
 print("has read it", flush=True)
 sys.stdin.readline()
-time.sleep(5 * HEARTBEAT_INTERVAL_MS / 1000)
+time.sleep(5 * REDUCER_HEARTBEAT_MS / 1000)
 print(sum(len(list(transport.receive(0))) for _ in range(100)), flush=True)
 transport.close()
 context.destroy()
