@@ -109,6 +109,11 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_the_job_goes_on_when_no_reducer_is_left[drained-2-1]",
             "test_one_reducer_after_another_is_lost",
         ),
+        "test_reducers_that_come_back_are_used_again[2-1]": (
+            "test_reducers_that_come_back_are_used_again[3-3]",
+            "test_one_reducer_that_comes_back_is_enough",
+            "test_reducers_that_come_and_go_at_once_cost_nothing",
+        ),
     },
     "tests/integration/test_rank_loss.py": {
         "test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[4-2]": (

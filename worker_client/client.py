@@ -17,6 +17,7 @@ from worker_client.host_buffer import host_buffer
 from worker_client.names import own, refused
 from worker_client.operation import Operation
 from worker_client.part import Part
+from worker_client.returning import Past, Returning
 from worker_client.survivors import Survivors
 from worker_client.wire_cast import WireCast
 from worker_client.work import PlainWork
@@ -46,6 +47,7 @@ class Counters(NamedTuple):
         claimed: chunks whose result was here, of which another reducer was told.
         supplied: results that other ranks needed from here.
         fallbacks: all-reduces that the process group did, as no reducer was left.
+        returns: how often they went back from the process group to reducers.
     """
 
     losses: int
@@ -53,6 +55,7 @@ class Counters(NamedTuple):
     claimed: int
     supplied: int
     fallbacks: int
+    returns: int
 
 
 class Client:
@@ -115,7 +118,9 @@ class Client:
         self._staging = DeviceStaging(self._drive)
         self._forks = forks()
 
-        def enter(settings: Settings, ended: Ended, left: Left) -> Part:
+        def enter(
+            settings: Settings, ended: Ended, left: Left, back: Returning | None = None
+        ) -> Part:
             return Part(
                 settings,
                 chosen,
@@ -124,10 +129,11 @@ class Client:
                 keys=keys,
                 ended=ended,
                 left=left,
-                hand_over=lambda calls: self._hand_over(calls, ended),
+                hand_over=_keep if fallback is None else fallback.stay(ended, back).take,
             )
 
         self._survivors: Survivors | None = None
+        self._returning: Returning | None = None
         if settings.outlive:
             self._survivors = Survivors(
                 settings,
@@ -137,9 +143,13 @@ class Client:
                 timeout_s=timeout_s,
                 connect_timeout_s=connect_timeout_s,
             )
+        elif fallback is not None:
+            self._returning = Returning(
+                settings, enter, self._end, self._leave, announced=fallback.announced
+            )
         else:
             self._whole = enter(settings, self._end, self._leave)
-        self._driver = self._survivors or self._whole.driver
+        self._driver = self._survivors or self._returning or self._whole.driver
         try:
             self._part.join(connect_timeout_s)
         except BaseException:
@@ -185,13 +195,11 @@ class Client:
     @property
     def counters(self) -> Counters:
         """What has happened to this client's reducers so far."""
-        failover = self._part.session.failover
+        past = Past() if self._returning is None else self._returning.past
         mine = Counters(
-            losses=failover.losses,
-            moved=failover.moved,
-            claimed=failover.claimed,
-            supplied=failover.supplied,
+            *past.plus(self._part),
             fallbacks=0 if self._fallback is None else self._fallback.count,
+            returns=0 if self._returning is None else self._returning.returns,
         )
         if (named := self._named) is None:
             return mine
@@ -209,7 +217,9 @@ class Client:
 
     @property
     def _part(self) -> Part:
-        return self._whole if self._survivors is None else self._survivors.part
+        if self._survivors is not None:
+            return self._survivors.part
+        return self._whole if self._returning is None else self._returning.part
 
     @property
     def in_callback(self) -> bool:
@@ -520,11 +530,6 @@ class Client:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
         self._driver.wait(done, until)
 
-    def _hand_over(self, calls: list[Unfinished], ended: Ended) -> None:
-        if self._fallback is None:
-            raise RuntimeError("calls were handed over, and nobody is there to take them")
-        self._fallback.take(calls, ended)
-
     def _leave(self, failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
         # The reducer in this process first: it still sums what it has for others, out of buffers.
         try:
@@ -547,3 +552,7 @@ class Client:
             )
         if self._driver.closing:
             raise LocalProtocolError("this client was shut down: call worker_client.init() again")
+
+
+def _keep(calls: list[Unfinished]) -> None:
+    raise RuntimeError(f"{len(calls)} calls were handed over, and nobody is there to take them")

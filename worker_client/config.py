@@ -145,8 +145,8 @@ class WorkerConfig(BaseSettings):
     some at the start, which takes as long as 600 MB on the links."""
 
     fallback: Literal["error", "process-group"] = "error"
-    """What happens to all-reduces when no reducer is left: they fail until one is back, or from
-    then on go through the process group."""
+    """What happens to all-reduces when no reducer is left: they fail until one is back, or go
+    through the process group until then."""
 
     on_rank_lost: Literal["error", "continue"] = "error"
     """What happens to all-reduces when a rank is lost: they fail, or the others make them without

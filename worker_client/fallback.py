@@ -1,8 +1,11 @@
-"""All-reduces through the process group, when no reducer is left.
+"""All-reduces through the process group, while no reducer is left.
 
 First the calls that some rank may not have finished: what any rank has of their results, the others
 get from it; the rest is all-reduced. All ranks so have the same bits; where the process group
 summed, these may differ from a reducer's in the last place, as it adds in an order of its own.
+
+With every call through it the ranks tell each other what they ask for, and so also, at no further
+cost, whether they could go back to the reducers (`worker_client.returning`).
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ import torch
 import torch.distributed as dist
 
 from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, ReductionError
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import PLACES, DType, ReduceOp
+from worker_client.calls import FIRST_PLACE
 from worker_client.driver import STOP_S
 from worker_client.handover import Held, gaps, held, merge
 from worker_client.names import own, refused
+from worker_client.returning import Offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from worker_client.handover import Unfinished
     from worker_client.operation import Operation
+    from worker_client.returning import Returning
 
 _TYPES = {
     DType.FLOAT32: torch.float32,
@@ -54,6 +60,45 @@ _REFUSAL_SHOWN = 500
 log = logging.getLogger(__name__)
 
 
+class Stay:
+    """What one session hands over, whose reducers are lost.
+
+    Args:
+        fallback: whose thread brings it to its end.
+        ended: called with each call that has ended, and its error or None.
+        back: the way back to the reducers, if there is one.
+
+    Attributes:
+        begun: calls were handed over.
+        first, shares: as of `merge`, once the ranks have met.
+        failure: why no call succeeds any more.
+        over: the ranks have gone back; what is handed over is passed on there.
+    """
+
+    def __init__(
+        self,
+        fallback: Fallback,
+        ended: Callable[[Operation, ReductionError | None], None],
+        back: Returning | None,
+    ) -> None:
+        self.ended = ended
+        self.back = back
+        self.begun = False
+        self.first = 0
+        self.shares: dict[int, list[Held]] | None = None
+        self.failure: ReductionError | None = None
+        self.over = False
+        self._fallback = fallback
+
+    def take(self, calls: list[Unfinished]) -> None:
+        """Bring calls to their end, one after another.
+
+        Args:
+            calls: with numbers that go on from those of the time before; none is fine.
+        """
+        self._fallback.take(self, calls)
+
+
 class Fallback:
     """A thread that all-reduces through a process group, from the first call that it is given.
 
@@ -62,41 +107,41 @@ class Fallback:
         announced: whether another one says, at the same loss, what becomes of all-reduces.
 
     Attributes:
+        announced: as given.
         count: all-reduces that ended well here.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, announced: bool = False) -> None:
         self.count = 0
-        self._announced = announced
+        self.announced = announced
         self._group = group
         self._rank = group.rank()
         self._ranks = group.size()
-        self._queue: queue.SimpleQueue[list[Unfinished]] = queue.SimpleQueue()
-        self._waiting: deque[Unfinished] = deque()
-        self._ended: Callable[[Operation, ReductionError | None], None]
+        self._queue: queue.SimpleQueue[list[tuple[Stay, Unfinished]]] = queue.SimpleQueue()
+        self._waiting: deque[tuple[Stay, Unfinished]] = deque()
         self._thread: threading.Thread | None = None
         self._buffers = threading.Lock()  # taken while one is written to
         self._stopped = False
 
-    def take(
+    def stay(
         self,
-        calls: list[Unfinished],
         ended: Callable[[Operation, ReductionError | None], None],
-    ) -> None:
-        """Bring calls to their end, in this order.
+        back: Returning | None,
+    ) -> Stay:
+        """Return what takes the calls of one session; see `Stay`."""
+        return Stay(self, ended, back)
 
-        Args:
-            calls: with numbers that go on from those of the time before; none is fine.
-            ended: called with each that has ended, and its error or None.
-        """
-        if self._thread is None:
-            level = logging.DEBUG if self._announced else logging.WARNING
+    def take(self, stay: Stay, calls: list[Unfinished]) -> None:
+        """Bring calls to their end, one after another; see `Stay.take`."""
+        if calls and not stay.begun:
+            stay.begun = True
+            level = logging.DEBUG if self.announced else logging.WARNING
             log.log(level, "no reducer is left: all-reduces go through the process group now")
-            self._ended = ended
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fallback", daemon=True)
             self._thread.start()
         if calls:
-            self._queue.put(calls)
+            self._queue.put([(stay, call) for call in calls])
 
     def stop(self) -> None:
         """Write to no buffer and end no call from now on."""
@@ -114,36 +159,38 @@ class Fallback:
     # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        call = self._next()
-        failure: ReductionError | None = None
-        shares: dict[int, list[Held]] | None = None
-        while call is not None:
+        while (taken := self._next()) is not None:
+            stay, call = taken
             try:
-                if shares is None:
-                    first, shares = self._meet([call, *self._waiting])
-                if failure is None and call.number >= first:
-                    self._end(call, self._reduce(call, shares.pop(call.number, None)))
+                if stay.shares is None:
+                    others = [one for its, one in self._waiting if its is stay]
+                    stay.first, stay.shares = self._meet([call, *others])
+                if stay.failure is None and not stay.over and call.number >= stay.first:
+                    error = self._reduce(stay, call, stay.shares.pop(call.number, None))
+                    if not stay.over:
+                        self._end(stay, call, error)
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
                 if not self._stopped:
                     log.warning("the process group's all-reduce failed: %s", error)
                 why = f"no reducer is left, and the process group failed as well: {error}"
-                failure = ReducerLostError(why, reducer="")
-                shares = {}
-            if failure is not None:
-                self._end(call, failure)
-            call = self._next()
+                stay.failure = ReducerLostError(why, reducer="")
+                stay.shares = {}
+            if stay.over and stay.back is not None and not self._stopped:
+                stay.back.forward(_asked_for(call))
+            elif stay.failure is not None:
+                self._end(stay, call, stay.failure)
 
-    def _next(self) -> Unfinished | None:
+    def _next(self) -> tuple[Stay, Unfinished] | None:
         """Wait for the next call; None when there will be none."""
         while not (self._waiting or self._stopped):
             self._waiting.extend(self._queue.get())
         return None if self._stopped else self._waiting.popleft()
 
-    def _end(self, call: Unfinished, error: ReductionError | None) -> None:
+    def _end(self, stay: Stay, call: Unfinished, error: ReductionError | None) -> None:
         if call.operation is None or self._stopped:
             return
         self.count += error is None
-        self._ended(call.operation, own(error, call.operation))
+        stay.ended(call.operation, own(error, call.operation))
 
     def _meet(self, mine: list[Unfinished]) -> tuple[int, dict[int, list[Held]]]:
         """Find out what ranks have of the calls that any of them has begun.
@@ -155,10 +202,15 @@ class Fallback:
         everywhere = self._exchange([held(call) for call in mine])
         return merge([[Held(*one) for one in theirs] for theirs in everywhere])
 
-    def _reduce(self, call: Unfinished, shares: list[Held] | None) -> ReductionError | None:
+    def _reduce(
+        self, stay: Stay, call: Unfinished, shares: list[Held] | None
+    ) -> ReductionError | None:
         """Do what this rank must for a call, whether it needs the result or not.
 
+        If the ranks go back with it, the stay is over, and the call is as it was.
+
         Args:
+            stay: which the call is of.
             call: what was asked for here.
             shares: what each rank has of it; None for a call that none had begun.
 
@@ -171,8 +223,10 @@ class Fallback:
             why = f"no reducer is left, and the call had failed at rank {rank}"
             return ReducerLostError(why, reducer="")
         complete = any(share.done for share in shares)
-        if not complete and (error := self._disagreement(call)) is not None:
-            return error
+        if not complete:
+            error = self._disagreement(stay, call, shares)
+            if error is not None or stay.over:
+                return error
         known: dict[int, int] = {}  # where chunks begin, and end
         for rank, share in enumerate(shares):
             news = [chunk for chunk in share.chunks if chunk[0] not in known]
@@ -183,8 +237,13 @@ class Fallback:
             self._add(operation, gaps(known, operation.view.nbytes))
         return None
 
-    def _disagreement(self, call: Unfinished) -> ReductionError | None:
-        """Find out whether all ranks ask for the same, and none has refused it."""
+    def _disagreement(
+        self, stay: Stay, call: Unfinished, shares: list[Held]
+    ) -> ReductionError | None:
+        """Find out whether all ranks ask for the same, and none has refused it.
+
+        Unless they can all go back to the reducers with this call, which then find that out.
+        """
         operation = _asked_for(call)
         refusal = "" if operation.refusal is None else str(operation.refusal)
         asked = {
@@ -195,19 +254,32 @@ class Fallback:
             "name": operation.name or "",
         }
         while True:
-            numbers, everywhere = zip(*self._exchange([call.number, asked]), strict=True)
+            offer = None if stay.back is None else stay.back.offer()
+            said = self._exchange([call.number, asked, offer])
+            numbers, everywhere, offers = zip(*said, strict=True)
             if call.number > min(numbers):
                 continue  # some ranks have asked for more in a call before, which fails there
             if call.number < max(numbers):
                 other = numbers.index(max(numbers))
                 return _mismatch("call", self._rank, call.number, other, max(numbers))
+            begun = any(share.chunks for share in shares)
+            if stay.back is not None and not begun and self._may_leave(stay, call.number):
+                stay.over = stay.back.settle([Offer(*one) for one in offers])
+                if stay.over:
+                    stay.back.go()
+                    return None
             for field in asked:
-                for rank, said in enumerate(everywhere):
-                    if field == "refusal" and said[field]:
-                        return operation.refusal or refused(rank, said[field])
-                    if said[field] != everywhere[0][field]:
-                        return _mismatch(field, 0, everywhere[0][field], rank, said[field])
+                for rank, theirs in enumerate(everywhere):
+                    if field == "refusal" and theirs[field]:
+                        return operation.refusal or refused(rank, theirs[field])
+                    if theirs[field] != everywhere[0][field]:
+                        return _mismatch(field, 0, everywhere[0][field], rank, theirs[field])
             return None
+
+    def _may_leave(self, stay: Stay, number: int) -> bool:
+        """Whether it begins a call, and no rank had begun a later one; all ranks agree."""
+        assert stay.shares is not None, "the ranks have met"
+        return number % PLACES == FIRST_PLACE and max(stay.shares, default=-1) < number
 
     def _share(self, call: Unfinished, rank: int, chunks: Sequence[Sequence[int]]) -> None:
         """Give all ranks the results that one of them has."""

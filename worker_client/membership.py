@@ -66,10 +66,9 @@ class Membership:
                 lanes[self.settings.reducers[link.reducer]].append(link.address)
         hosts = {len(pool) + at: present.index(s.hosts[one]) for at, one in enumerate(hosted)}
         weights = mixed_weights(len(present), len(pool)) if hosted else (1,) * len(pool)
-        mark = f"{fingerprint(repr((s.job, present, reducers))):016x}"
         settings = replace(
             s,
-            job=f"{_shortened(s.job, MAX_JOB_NAME_BYTES - _MARK_BYTES)}~{mark}",
+            job=marked(s.job, (present, reducers)),
             rank=present.index(s.rank),
             world_size=len(present),
             reducers=reducers,
@@ -103,6 +102,12 @@ class Membership:
 
     def _known(self, rank: int) -> int:
         return self.present[rank] if 0 <= rank < len(self.present) else rank
+
+
+def marked(job: str, what: object) -> str:
+    """Return the name of another job of the same owner, which differs for any other `what`."""
+    mark = f"{fingerprint(repr((job, what))):016x}"
+    return f"{_shortened(job, MAX_JOB_NAME_BYTES - _MARK_BYTES)}~{mark}"
 
 
 def _shortened(name: str, nbytes: int) -> str:

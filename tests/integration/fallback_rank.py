@@ -43,10 +43,11 @@ class Said(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.count = 0
+        self.count = self.back = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         self.count += "go through the process group" in record.getMessage()
+        self.back += "go through them again" in record.getMessage()
 
 
 def contribution(number: int, rank: int) -> torch.Tensor:
@@ -106,15 +107,17 @@ def main() -> None:
     number, stop, error = 0, torch.zeros(1), ""
     while not (stop.item() or error):
         error = step(client, number * IN_FLIGHT)
-        report("step", step=number, error=error, fallbacks=client.counters.fallbacks)
+        counters = client.counters
+        gone = counters.fallbacks, counters.returns
+        report("step", step=number, error=error, fallbacks=gone[0], returns=gone[1])
         number += 1
         if number % STOP_EVERY == 0 and not error:
             stop.fill_(told.is_set())
             dist.broadcast(stop, 0)
     differ = "" if error else disagree(client)
     after = error or step(client, number * IN_FLIGHT)
-    counters = client.counters._asdict()
-    report("end", said=said.count, differ=differ, after=after, **counters)
+    went = {"said": said.count, "back": said.back, "in_use": client.in_use}
+    report("end", differ=differ, after=after, **went, **client.counters._asdict())
     if error:
         return
     client.all_reduce(torch.ones(300_000))  # nobody waits for it

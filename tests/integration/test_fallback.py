@@ -36,6 +36,7 @@ class Job:
         self.pool = pool
         self.steps = [0] * workers
         self.fallbacks = [0] * workers
+        self.returns = [0] * workers
         self.errors: dict[int, list[str]] = defaultdict(list)
         self.ends: dict[int, dict[str, Any]] = {}
 
@@ -55,6 +56,7 @@ class Job:
         else:
             self.steps[said["rank"]] = said["step"] + 1
             self.fallbacks[said["rank"]] = said["fallbacks"]
+            self.returns[said["rank"]] = said["returns"]
             if said["error"]:
                 self.errors[said["rank"]].append(said["error"])
         return True
@@ -64,6 +66,14 @@ class Job:
         goal = max(self.steps) + steps
         self.until(lambda: min(self.steps) >= goal or bool(self.errors))
         assert self.errors == {}
+
+    def back(self, returns: int) -> None:
+        """Wait until all ranks have gone back to reducers so often, and go on there."""
+        self.until(lambda: min(self.returns) >= returns or bool(self.errors))
+        self.progress(2)  # what was under way
+        fallbacks = list(self.fallbacks)
+        self.progress(5)
+        assert self.fallbacks == fallbacks
 
     def finish(self) -> None:
         self.ranks.tell("stop")
@@ -86,11 +96,12 @@ def run(workers: int, reducers: int, action: Callable[[Job], None], **others: st
     return job
 
 
-def assert_went_on(job: Job) -> None:
+def assert_went_on(job: Job, times: int = 1, back: int = 0) -> None:
     assert job.errors == {}
     assert len(job.ends) == len(job.steps)
     for end in job.ends.values():
-        assert end["said"] == 1
+        assert end["said"] == times
+        assert end["back"] == end["returns"] == back
         assert end["fallbacks"] > 0
         assert end["differ"].startswith("MismatchError: ")
         assert "total_bytes" in end["differ"]
@@ -110,16 +121,49 @@ def test_the_job_goes_on_when_no_reducer_is_left(
     assert_went_on(run(workers, reducers, lose_all))
 
 
-def test_reducers_that_come_back_are_not_used_any_more() -> None:
+@pytest.mark.parametrize(("workers", "times"), [(2, 1), (3, 3)])
+def test_reducers_that_come_back_are_used_again(workers: int, times: int) -> None:
+    def come_and_go(job: Job) -> None:
+        for time_ in range(times):
+            for reducer in range(2):
+                job.pool.end(reducer, signal.SIGKILL)
+            job.progress(2)
+            for reducer in range(2):
+                job.pool.start(reducer)
+            job.back(time_ + 1)
+
+    job = run(workers, 2, come_and_go)
+    assert_went_on(job, times, times)
+    assert all(end["in_use"] == [True, True] for end in job.ends.values())
+
+
+def test_one_reducer_that_comes_back_is_enough() -> None:
     def come_back(job: Job) -> None:
         for reducer in range(2):
             job.pool.end(reducer, signal.SIGKILL)
         job.progress(2)
-        for reducer in range(2):
-            job.pool.start(reducer)
-        job.progress(10)
+        job.pool.start(1)
+        job.back(1)
 
-    assert_went_on(run(2, 2, come_back))
+    job = run(2, 2, come_back)
+    assert_went_on(job, back=1)
+    assert all(end["in_use"] == [False, True] for end in job.ends.values())
+
+
+def test_reducers_that_come_and_go_at_once_cost_nothing() -> None:
+    def flicker(job: Job) -> None:
+        for _ in range(3):
+            job.pool.end(0, signal.SIGKILL)
+            job.progress(2)
+            job.pool.start(0)
+            time.sleep(0.3)  # some ranks may have joined it, or gone back, and others not
+        job.back(1)
+
+    job = run(3, 1, flicker)
+    for end in job.ends.values():
+        assert end["differ"].startswith("MismatchError: ")
+        assert end["after"] == ""
+    assert job.errors == {}
 
 
 def test_it_serves_a_job_that_would_go_on_without_lost_ranks() -> None:
