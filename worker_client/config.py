@@ -120,6 +120,12 @@ class WorkerConfig(BaseSettings):
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
 
+    wait_for_reducers: Annotated[
+        float, BeforeValidator(units.duration), Field(ge=0, le=1e9, allow_inf_nan=False)
+    ] = 0.0
+    """How long to wait at the start, if no reducer answers, until one does; `connect_timeout` if
+    that is longer. Names of reducers that are not known yet are asked for again meanwhile."""
+
     heartbeat: Annotated[Seconds, Field(ge=0.1)] = 0.2
     """How often this rank sends a sign of life to each reducer: 0.1 s at least. Each rank decides
     for itself."""

@@ -78,6 +78,7 @@ def enlist(
             fallback=fallback is not None,
             outlive=settings.on_rank_lost == "continue",
             begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
+            wait_s=settings.wait_for_reducers,
             weights=weights,
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from worker_client.keys import Keys
     from worker_client.operation import Operation
     from worker_client.settings import Settings
+
+LOOK_S = 0.2  # between two looks for a pool that is gone
+SETTLE_S = 1.0  # several times what an idle driver takes to see that some do not answer
+
+log = logging.getLogger(__name__)
 
 
 class Part:
@@ -49,8 +56,9 @@ class Part:
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
         self.session = Session(settings, implementation.flight)
+        self._wait_until = time.monotonic() + settings.wait_s
         for address in settings.reducers:
-            _resolve(address)
+            _resolve(address, self._wait_until)
         transport = implementation.transport(
             self.session.flight, io_threads, context, keys, settings.heartbeats
         )
@@ -61,12 +69,23 @@ class Part:
     def join(self, timeout_s: float) -> None:
         """Wait until every reducer has welcomed us that is in use.
 
+        If none has, wait for longer, as the settings say.
+
         Raises:
             ReducerLostError: a reducer did not answer in time; the message names it and says why.
             LocalProtocolError: it was stopped meanwhile.
             ReductionError: a reducer refused this worker; the class says why.
         """
-        self.driver.settled.wait(timeout_s)
+        since = time.monotonic()
+        settled = self.driver.settled
+        settled.wait(timeout_s)
+        if time.monotonic() < self._wait_until and not settled.is_set() and not self._is_known:
+            left_s = self._wait_until - time.monotonic()
+            log.warning("no reducer answers yet: waiting for one for up to %.0f s more", left_s)
+            while time.monotonic() < self._wait_until and not (settled.is_set() or self._is_known):
+                settled.wait(LOOK_S)
+            settled.wait(timeout_s + SETTLE_S)  # for the others, or to begin without them
+        waited_s = time.monotonic() - since
         if self.driver.closing:
             raise LocalProtocolError("this client was shut down")
         refusal = self.session.refusal
@@ -78,10 +97,16 @@ class Part:
             if not link.member and self.in_use[link.reducer]:
                 why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
                 raise ReducerLostError(
-                    f"reducer {link.address} {why} (waited {timeout_s:g} s): check the address in "
-                    "REDUCTION_SERVERS, and that `reducer serve` runs there",
+                    f"reducer {link.address} {why} (waited {waited_s:.3g} s): check the address in "
+                    "REDUCTION_SERVERS, and that `reducer serve` runs there, or set "
+                    "REDUCTION_WAIT_FOR_REDUCERS",
                     reducer=link.address,
                 )
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether some reducer has welcomed us."""
+        return any(link.member for link in self.session.links)
 
     @property
     def in_use(self) -> list[bool]:
@@ -90,15 +115,21 @@ class Part:
         return [shard_map.uses(at) for at in range(len(self.session.settings.reducers))]
 
 
-def _resolve(address: str) -> None:
+def _resolve(address: str, until: float) -> None:
+    """Find out where a reducer is; clusters know no names of replicas that do not run."""
     host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): check "
-            "REDUCTION_SERVERS"
-        ) from None
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() < until:
+                time.sleep(LOOK_S)
+                continue
+            raise ConfigError(
+                f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): "
+                "check REDUCTION_SERVERS"
+            ) from None
     for *_, place in found:
         leave_in_child(str(place[0]), int(place[1]))
 

@@ -46,6 +46,7 @@ class Settings:
             that have not answered.
         begin_without_s: how long to wait for the others, when some reducers have answered at the
             start, if none of them refuses this worker.
+        wait_s: how long to wait, at the start, for a reducer, if none answers.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
         agreed: what else ranks must have in common, by the names of variables.
@@ -67,6 +68,7 @@ class Settings:
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     patience_s: float = math.inf
     begin_without_s: float = math.inf
+    wait_s: float = 0.0
     weights: tuple[int, ...] = ()
     hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)

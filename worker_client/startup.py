@@ -137,6 +137,7 @@ def connect_alone(address: str, *, connect_timeout: float) -> Client:
         on_rank_lost="error",
         hierarchy="off",
         autotune=False,
+        wait_for_reducers=0.0,
     )
     # Below the name of the job that it is for, which a key may be bound to.
     name = job_name(settings, None, load_keys(settings.keys), alone=True)

@@ -6,13 +6,16 @@ import contextlib
 import http.server
 import os
 import signal
+import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from reducer import config as reducer_config
 from reducer import local_pool
 from reducer.errors import (
     CapacityError,
@@ -24,6 +27,7 @@ from reducer.errors import (
     ReductionTimeout,
     StaleGenerationError,
 )
+from reducer.server import Server
 from reducer.wire.constants import ReduceOp
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
@@ -270,6 +274,48 @@ def test_a_job_begins_with_the_reducers_that_answer(
         assert client.in_use == [True, False]
         all_reduce([client])
     assert f"{address} died, or a rank cannot reach it: going on without it" in caplog.text
+
+
+def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "20s")
+    ports = [free_port(), free_port()]
+    common = {"servers": [f"127.0.0.1:{port}" for port in ports], "job": "early", "world_size": 2}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        joining = [
+            pool.submit(connect, rank=rank, connect_timeout="1s", **common) for rank in range(2)
+        ]
+        time.sleep(1.5)
+        assert not any(one.done() for one in joining)
+        reducer = Server(reducer_config.load(bind=f"tcp://127.0.0.1:{ports[1]}"))
+        stack.callback(reducer.stop)
+        reducer.start()
+        clients = [stack.enter_context(one.result(10)) for one in joining]
+        assert [client.in_use for client in clients] == [[False, True]] * 2
+        all_reduce(clients)
+    assert "no reducer answers yet: waiting for one for up to" in caplog.text
+
+
+def test_names_that_a_cluster_does_not_know_yet_are_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "1s")
+    known = time.monotonic() + 0.5
+    look_up = socket.getaddrinfo
+
+    def late(host: str, *arguments: Any, **others: Any) -> Any:
+        if host == "reducer-0.pool":
+            if time.monotonic() < known:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            host = "127.0.0.1"
+        return look_up(host, *arguments, **others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    servers = f"reducer-0.pool:{free_port()}"
+    with pytest.raises(ReducerLostError, match=r"reducer-0\.pool:\d+ cannot be reached"):
+        connect(rank=0, world_size=1, servers=servers, connect_timeout="100ms")
+    assert time.monotonic() >= known
 
 
 def test_nobody_listens() -> None:
