@@ -175,7 +175,9 @@ class Model:
     def _look_at(self, job: Job) -> None:
         held = dict.fromkeys(range(job.world_size), 0)
         open_ = self._open.get(job, {})
-        for sequence, round_ in job.rounds.items():
+        for sequence in job.rounds:
+            round_ = job.rounds.get(sequence)
+            assert round_ is not None
             for offset, slot in round_._slots.items():
                 chunk = open_.get((sequence, offset))
                 check(chunk is not None, f"slot {sequence, offset} has a contribution")
@@ -186,7 +188,7 @@ class Model:
                 check(slot.missing == absent, "a slot knows how many are missing")
                 check(absent > 0 or slot.asked is not None, "a complete slot is summed at once")
                 for rank in slot.ranks():
-                    if rank not in round_.departed:
+                    if round_.departed(rank) is None:
                         held[rank] += charge(slot.nbytes)
         used = sum(held[rank] for rank in job.members) + job.rounds.taken()
         check(used <= job.reserved, f"{used} bytes are used, {job.reserved} reserved")

@@ -73,9 +73,10 @@ MUTATIONS = {
         (
             (
                 "reducer/slots.c",
-                "    map_remove(&round->slots, slot->offset);\n    free(slot);\n",
+                "    map_remove(&round->slots, slot->offset);\n",
                 "    free(slot);\n    map_remove(&round->slots, slot->offset);\n",
             ),
+            ("reducer/slots.c", "    rounds->done--;\n    free(slot);\n", "    rounds->done--;\n"),
         ),
     ),
     "round-freed-under-its-view": Mutation(
@@ -84,7 +85,7 @@ MUTATIONS = {
         (
             (
                 "reducer/_slots.pyx",
-                "        if found.viewed:\n            self._release(self._views.pop(sequence))\n",
+                "        if sequence in self._views:\n            self._release(sequence)\n",
                 "",
             ),
         ),

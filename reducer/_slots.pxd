@@ -72,8 +72,12 @@ cdef extern from "slots.h" nogil:
         bint has_first
         bint viewed
         uint32_t open
+        bint live
         map slots
         uint8_t *spoke
+        round *before
+        uint64_t touched
+        uint64_t born
 
     struct rounds:
         const libzmq *zmq
@@ -81,6 +85,9 @@ cdef extern from "slots.h" nogil:
         map by_sequence
         heap order
         uint64_t most
+        round *latest
+        uint64_t touches
+        uint64_t departures
         uint64_t reached
         uint32_t viewed
         uint64_t reserved
@@ -94,6 +101,8 @@ cdef extern from "slots.h" nogil:
     uint64_t rounds_taken(const rounds *self) noexcept
     void round_finish(rounds *self, round *at, slot *finished) noexcept
     void round_drop(rounds *self, round *at, slot *dropped) noexcept
+    void round_touch(rounds *self, round *at) noexcept
+    void round_settle(rounds *self, round *at) noexcept
     void rounds_discard_oldest(rounds *self) noexcept
     void rounds_free(rounds *self) noexcept
     uint64_t peer_key(const void *id, size_t nbytes) noexcept
@@ -113,6 +122,8 @@ cdef class Rounds:
     cdef rounds its
     cdef dict _views
     cdef dict _latest
+    cdef dict _left
+    cdef dict _swept
 
     cdef admit(self, list members, job)
     cdef dismiss(self)

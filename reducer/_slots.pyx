@@ -171,8 +171,8 @@ cdef class Round:
     cdef Rounds _of  # keeps the structs alive
     cdef round *its
     cdef readonly object error
-    cdef readonly dict departed
-    cdef set _told
+    cdef dict _again  # ranks that have said something since they came back: when, in departures
+    cdef dict _told  # ranks that were sent the error: when
 
     cdef round *it(self) except NULL:
         if self.its == NULL:
@@ -233,6 +233,7 @@ cdef class Round:
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         at.is_asked = True
         at.asked = rank
+        round_touch(&self._of.its, self.it())
 
     def asked(self, offset):
         """Return the slot at `offset` if its result was asked for."""
@@ -247,6 +248,7 @@ cdef class Round:
         """Mark the round as failed and drop its slots; return what they took of the windows."""
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
+        round_settle(&self._of.its, self.it())
         return self.drop()
 
     def drop(self):
@@ -270,24 +272,34 @@ cdef class Round:
         """Whether an open slot waits for this rank."""
         return lacks(self._open_slots(), rank)
 
+    def departed(self, rank):
+        """Return why a rank has gone, if it has since the round began."""
+        at, reason = self._of.departure(rank)
+        return reason if at > self.it().born else None
+
     def hear(self, uint32_t rank):
         """Take note that a rank has said something about this round."""
-        self.it().spoke[rank] = 1
+        if self.departed(rank) is None:
+            self.it().spoke[rank] = 1
+        else:
+            self._again[rank] = self._of.its.departures
 
     def untold(self):
-        """Ranks that know of this round, but not of its error."""
-        spoke = {rank for rank in range(self._of.its.world_size) if self.it().spoke[rank]}
-        return spoke - self._told
+        """Ranks that know of this round, but not of its error; who came back knows of neither."""
+        found = set()
+        for rank in range(self._of.its.world_size):
+            left, _ = self._of.departure(rank)
+            if left <= self.it().born:
+                spoke = self.it().spoke[rank]
+            else:
+                spoke = self._again.get(rank, -1) >= left
+            if spoke and self._told.get(rank, -1) < left:
+                found.add(rank)
+        return found
 
     def tell(self, rank):
         """Take note that a rank was sent the error."""
-        self._told.add(rank)
-
-    def depart(self, uint32_t rank, reason):
-        """Take note that a rank has gone; should it come back, it is told the error anew."""
-        self.departed[rank] = reason
-        self.it().spoke[rank] = 0
-        self._told.discard(rank)
+        self._told[rank] = self._of.its.departures
 
     cdef Slot _slot(self, slot *at):
         cdef Slot found = Slot.__new__(Slot)
@@ -326,6 +338,8 @@ cdef class Rounds:
         self.its.most = NO_SEQUENCE
         self._views = {}
         self._latest = {}  # of the views, those that were made since `rest`
+        self._left = {}  # by rank, when it left last, and why
+        self._swept = {}  # by rank, the latest touch that `lacking` has seen
 
     def __dealloc__(self):
         rounds_free(&self.its)
@@ -374,9 +388,54 @@ cdef class Rounds:
         cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
         return None if found == NULL else self._view(found)
 
-    def items(self):
-        """Return all rounds with their sequence numbers."""
-        return [(sequence, self.get(sequence)) for sequence in self]
+    def live(self):
+        """Return the rounds that have not failed, by their sequence numbers."""
+        found = []
+        cdef round *at = self.its.latest
+        while at != NULL:
+            found.append((at.sequence, self._view(at)))
+            at = at.before
+        return sorted(found)
+
+    def between(self, low, high):
+        """Return those of them that have these numbers, or one in between."""
+        found = []
+        cdef uint64_t first = low, last = high, number
+        cdef round *at
+        if high - low < self.its.by_sequence.count:
+            for number in range(first, last + 1):
+                at = <round *>map_get(&self.its.by_sequence, number)
+                if at != NULL and at.live:
+                    found.append((number, self._view(at)))
+            return found
+        at = self.its.latest
+        while at != NULL:
+            if first <= at.sequence <= last:
+                found.append((at.sequence, self._view(at)))
+            at = at.before
+        return sorted(found)
+
+    def lacking(self, rank):
+        """Return those that lack a rank and have not failed, though it has left."""
+        cdef uint64_t since = self._swept.get(rank, 0)
+        self._swept[rank] = self.its.touches
+        found = []
+        cdef round *at = self.its.latest
+        while at != NULL and at.touched > since:
+            view = self._view(at)
+            if view.lacks(rank):
+                found.append((at.sequence, view))
+            at = at.before
+        return sorted(found)
+
+    def leave(self, rank, reason):
+        """Take note that a rank has left."""
+        self.its.departures += 1
+        self._left[rank] = self.its.departures, reason
+
+    def departure(self, rank):
+        """Return when a rank has left last, in departures, and why; 0 if it never has."""
+        return self._left.get(rank, (0, None))
 
     def open(self, sequence, first):
         """Begin a round, with the contribution that opens it if one does."""
@@ -402,8 +461,8 @@ cdef class Rounds:
             view = Round.__new__(Round)
             view._of = self
             view.its = found
-            view.departed = {}
-            view._told = set()
+            view._again = {}
+            view._told = {}
             self._views[found.sequence] = self._latest[found.sequence] = view
             found.viewed = True
             self.its.viewed += 1
@@ -420,7 +479,7 @@ cdef class Rounds:
         """Let go of the views of healthy rounds, so that the loop may have those rounds again."""
         cdef Round view
         for sequence, view in tuple(self._latest.items()):
-            if view.error is None and not view.departed:
+            if view.error is None and not view._again:
                 self._release(sequence)
         self._latest.clear()
 

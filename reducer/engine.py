@@ -398,9 +398,8 @@ class Engine:
         sends: list[Send] = []
         if not job.bar(rank, error):
             return sends
-        for sequence, round_ in job.rounds.items():
-            if round_.error is None:
-                sends += self._reductions.fail(job, sequence, round_, copy.copy(error))
+        for sequence, round_ in job.rounds.live():
+            sends += self._reductions.fail(job, sequence, round_, copy.copy(error))
         return sends + _to_all(job, error)
 
     def _make_way(self, header: Header, hello: Hello) -> list[Send]:
@@ -488,9 +487,8 @@ class Engine:
         job, member = found
         self._say("job %r: %s%s", job.name, reason, "" if job.members else ", the last one")
         sends: list[Send] = []
-        for sequence, round_ in job.rounds.items():
-            if round_.error is None and round_.lacks(member.rank):
-                sends += self._reductions.fail(job, sequence, round_, reason)
+        for sequence, round_ in job.rounds.lacking(member.rank):
+            sends += self._reductions.fail(job, sequence, round_, reason)
         return sends
 
     def _depart(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
@@ -499,8 +497,7 @@ class Engine:
         found = self._members.leave(peer, reason)
         if found is not None:
             job, member = found
-            for _, round_ in job.rounds.items():  # noqa: PERF102 (no dict)
-                round_.depart(member.rank, reason)
+            job.rounds.leave(member.rank, reason)
         return found
 
 

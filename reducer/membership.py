@@ -113,8 +113,11 @@ class Job:
             NO_SEQUENCE,
         )
 
-    def give_up(self, first: int, last: int, error: ReductionError) -> None:
+    def give_up(self, first: int, last: int, error: ReductionError) -> list[tuple[int, int]]:
         """Remember that a rank has given up these all-reduces.
+
+        Returns:
+            Those of them that no range had before, as first and last, as far as there can be some.
 
         Raises:
             RemoteProtocolError: there is no end to such ranges.
@@ -122,10 +125,24 @@ class Job:
         for at, (low, high, why) in enumerate(self.given_up):
             if first <= high + 1 and low <= last + 1:  # mostly all ranks give up the same
                 self.given_up[at] = min(low, first), max(high, last), why
-                return
+                return self._within((first, low - 1), (high + 1, last))
         if len(self.given_up) >= MAX_GIVEN_UP:
             raise RemoteProtocolError(f"more than {MAX_GIVEN_UP} ranges were given up")
         self.given_up.append((first, last, error))
+        return self._within((first, last))
+
+    def _within(self, *ranges: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return what of these ranges has numbers that a round can have."""
+        oldest = self.rounds.oldest
+        if oldest is None:
+            return []
+        reached = (
+            *(member.watermark for member in self.members.values()),
+            *(watermark for watermark, _ in self.gone.values()),
+        )
+        latest = min(max(reached) + MAX_ROUNDS_AHEAD, NO_SEQUENCE - 1)
+        clipped = [(max(low, oldest), min(high, latest)) for low, high in ranges]
+        return [(low, high) for low, high in clipped if low <= high]
 
     def forget(self) -> None:
         """Forget what no rank will ask about any more."""
@@ -141,7 +158,7 @@ class Job:
     def release(self, round_: Round, taken: Iterable[tuple[int, int]]) -> None:
         """Give back what dropped contributions, as rank and bytes, took of windows."""
         for rank, nbytes in taken:
-            if rank in self.members and rank not in round_.departed:
+            if rank in self.members and round_.departed(rank) is None:
                 self.members[rank].held -= nbytes
 
     def _passed(self) -> int:

@@ -171,8 +171,8 @@ class Reductions:
         if round_.error is not None:
             self.counters.late += 1
             return self._tell(job, header.sequence, round_, [member])
-        if member.rank in round_.departed:
-            return self.fail(job, header.sequence, round_, round_.departed[member.rank])
+        if (gone := round_.departed(member.rank)) is not None:
+            return self.fail(job, header.sequence, round_, gone)
         if round_.holds(header.offset, member.rank):
             self.counters.duplicates += 1
             return []
@@ -225,7 +225,7 @@ class Reductions:
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
     ) -> Slot:
         if not round_.is_open(header.offset):
-            _check_presence(job, round_)
+            _check_presence(job)
             self._make_room(job, SLOT_BYTES + job.world_size * PLACE_BYTES + charge(header.nbytes))
         if payload is None:
             self.counters.claims += 1
@@ -247,7 +247,7 @@ class Reductions:
         if len(slot.holders) == job.world_size or header.nbytes == 0:
             return self._deliver(job, round_, slot, header, np.empty(0, np.uint8))
         holders = (rank for rank in slot.holders if rank in job.members)
-        holder = next((rank for rank in holders if rank not in round_.departed), None)
+        holder = next((rank for rank in holders if round_.departed(rank) is None), None)
         if holder is None:
             rank = slot.holders[0]
             lost = RankLostError(f"rank {rank} left with the result of a chunk", rank=rank)
@@ -270,7 +270,7 @@ class Reductions:
         nbytes = slot.nbytes
         round_.finish(header.offset)
         for member in members:
-            if member.rank not in round_.departed:
+            if round_.departed(member.rank) is None:
                 member.held -= charge(nbytes)
         self.counters.results += len(members)
         self.counters.bytes_out += len(members) * nbytes
@@ -296,9 +296,8 @@ class Reductions:
         last = header.sequence + header.nbytes
         sends: list[Send] = []
         if header.nbytes:
-            job.give_up(header.sequence, last, error)
-            for sequence, round_ in job.rounds.items():
-                if header.sequence <= sequence <= last and round_.error is None:
+            for low, high in job.give_up(header.sequence, last, error):
+                for sequence, round_ in job.rounds.between(low, high):
                     sends += self.fail(job, sequence, round_, copy.copy(error))
         elif header.sequence >= job.reached():
             if header.sequence % PLACES == 1:
@@ -413,14 +412,14 @@ def _check_sequence(header: Header, member: Member) -> None:
         )
 
 
-def _check_presence(job: Job, round_: Round) -> None:
+def _check_presence(job: Job) -> None:
     """Refuse to open a slot that could never be completed.
 
+    A rank that came back contributes to no round from before; but it lives, and the others will
+    leave this reducer as well.
+
     Raises:
-        RankLostError: a rank is gone, or will not contribute to this round any more.
+        RankLostError: a rank is gone.
     """
-    for rank, reason in round_.departed.items():
-        if rank not in job.members:  # else it lives, and the others will leave this reducer as well
-            raise reason
     for _, reason in job.gone.values():
         raise reason

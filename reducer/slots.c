@@ -40,6 +40,31 @@ static void payloads_release(struct rounds *rounds, struct payloads *payloads)
 
 /* -- rounds ------------------------------------------------------------------------------------ */
 
+void round_settle(struct rounds *rounds, struct round *round)
+{
+    if (!round->live)
+        return;
+    if (round->before != NULL)
+        round->before->after = round->after;
+    if (round->after != NULL)
+        round->after->before = round->before;
+    else
+        rounds->latest = round->before;
+    round->before = round->after = NULL;
+    round->live = false;
+}
+
+void round_touch(struct rounds *rounds, struct round *round)
+{
+    round_settle(rounds, round);
+    round->before = rounds->latest;
+    if (rounds->latest != NULL)
+        rounds->latest->after = round;
+    rounds->latest = round;
+    round->live = true;
+    round->touched = ++rounds->touches;
+}
+
 struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct header *first)
 {
     struct round *round = calloc(1, sizeof *round + rounds->world_size);
@@ -59,6 +84,8 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
         free(round);
         return NULL;
     }
+    round->born = rounds->departures;
+    round_touch(rounds, round);
     return round;
 }
 
@@ -87,6 +114,7 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
         round->open++;
         rounds->open++;
         rounds->missing += slot->missing;
+        round_touch(rounds, round);
     }
     slot->missing--;
     rounds->missing--;
@@ -126,6 +154,7 @@ void rounds_discard_oldest(struct rounds *rounds)
 {
     struct round *round = map_get(&rounds->by_sequence, heap_least(&rounds->order));
     heap_take(&rounds->order);
+    round_settle(rounds, round);
     if (round->waits) /* there: no round is older */
         heap_take(&rounds->waiting);
     for (size_t place = 0; round->slots.count > 0 && place <= round->slots.mask; place++) {
@@ -240,7 +269,8 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
     struct round *in = map_get(&rounds->by_sequence, header->sequence);
     struct slot *at = NULL;
     if (in != NULL) {
-        if (in->viewed || !in->has_first || !agrees(&in->first, header))
+        if (in->viewed || in->born != rounds->departures || !in->has_first ||
+            !agrees(&in->first, header))
             return IRREGULAR;
         at = map_get(&in->slots, header->offset);
     }

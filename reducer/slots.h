@@ -55,10 +55,14 @@ struct round {
     struct header first; /* what its first contribution settled, if has_first */
     bool has_first;
     bool waits;    /* its number is in `waiting` of the rounds */
+    bool live;     /* it has not failed, and is in the rounds' list of such */
     bool viewed;   /* the engine holds a view of it: it may have failed, or lack a rank for good */
     uint32_t open; /* slots that wait for contributions */
     struct map slots;
-    uint8_t *spoke; /* per rank: whether it has said something about it */
+    uint8_t *spoke; /* per rank: whether it has said something about it, before it left if it has */
+    struct round *before, *after; /* in that list */
+    uint64_t touched; /* which change of a round was the latest that could make this one lack a rank */
+    uint64_t born;    /* departures when it began */
 };
 
 /* The all-reduces in flight of one generation of a job. */
@@ -69,6 +73,9 @@ struct rounds {
     struct heap order;   /* sequence numbers of all rounds */
     struct heap waiting; /* of those with open slots, and of some that have none any more */
     uint64_t most;       /* rounds that there may be */
+    struct round *latest; /* of those that have not failed, the one that was touched last */
+    uint64_t touches;
+    uint64_t departures; /* how often a rank has left the job */
     uint64_t reached; /* every all-reduce below is finished at every rank, while `members` is set */
     uint32_t viewed;
     /* What the records take, see rounds_taken. */
@@ -108,6 +115,10 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
 void round_finish(struct rounds *rounds, struct round *round, struct slot *slot);
 /* Forgets an open slot. */
 void round_drop(struct rounds *rounds, struct round *round, struct slot *slot);
+/* Takes note that a round may lack a rank from now on. */
+void round_touch(struct rounds *rounds, struct round *round);
+/* Takes note that a round has failed. */
+void round_settle(struct rounds *rounds, struct round *round);
 /* Forgets the round with the least sequence number; there must be one. */
 void rounds_discard_oldest(struct rounds *rounds);
 void rounds_free(struct rounds *rounds);

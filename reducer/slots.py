@@ -112,25 +112,28 @@ class Round:
     Attributes:
         first: header of the contribution that opened the round, None if an ABORT did.
         error: why the round failed, or None.
-        departed: ranks that went while it was in progress, and why; what they gave stays, but
-            nothing more is taken from them, not even when they come back.
+        touched: which change of a round was the latest that could make this one lack a rank.
     """
 
     __slots__ = (
-        *("_done", "_slots", "_spoke", "_tally", "_told", "_world_size"),
-        *("departed", "error", "first"),
+        *("_born", "_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
+        *("_world_size", "error", "first", "touched"),
     )
 
-    def __init__(self, first: Header | None, world_size: int, tally: Tally) -> None:
+    def __init__(self, sequence: int, first: Header | None, of: Rounds) -> None:
         self.first = first
-        self._tally = tally
         self.error: ReductionError | None = None
-        self.departed: dict[int, RankLostError] = {}
-        self._world_size = world_size
+        self.touched = 0
+        self._sequence = sequence
+        self._of = of
+        self._tally = of.tally
+        self._born = of.departures
+        self._world_size = of.world_size
         self._slots: dict[int, Slot] = {}
         self._done: set[int] = set()  # offsets whose result was sent
-        self._spoke: set[int] = set()
-        self._told: set[int] = set()
+        # Ranks that have said something, and that were sent the error: when, in departures.
+        self._spoke: dict[int, int] = {}
+        self._told: dict[int, int] = {}
 
     @property
     def open(self) -> int:
@@ -157,6 +160,7 @@ class Round:
             slot = self._slots[header.offset] = Slot(header, self._world_size)
             self._tally.open += 1
             self._tally.missing += self._world_size
+            self._of.touch(self._sequence)
         check_size(header, slot.first_rank, slot.nbytes)
         if payload is None:
             slot.holders.append(header.rank)
@@ -169,6 +173,7 @@ class Round:
     def ask(self, offset: int, rank: int) -> None:
         """Take note that a holder was asked for the result of the chunk at `offset`."""
         self._slots[offset].asked = rank
+        self._of.touch(self._sequence)
 
     def asked(self, offset: int) -> Slot | None:
         """Return the slot at `offset` if its result was asked for."""
@@ -194,6 +199,7 @@ class Round:
         """
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
+        self._of.settle(self._sequence)
         return self.drop()
 
     def drop(self) -> Iterator[tuple[int, int]]:
@@ -222,23 +228,30 @@ class Round:
         slots = self._slots.values()
         return any(_waits(slot, rank) or slot.asked == rank for slot in slots)
 
+    def departed(self, rank: int) -> RankLostError | None:
+        """Return why a rank has gone, if it has since the round began.
+
+        What it gave stays, but nothing more is taken from it, not even when it comes back.
+        """
+        at, reason = self._of.departure(rank)
+        return reason if at > self._born else None
+
     def hear(self, rank: int) -> None:
         """Take note that a rank has said something about this round."""
-        self._spoke.add(rank)
+        self._spoke[rank] = self._of.departures
 
     def untold(self) -> set[int]:
-        """Ranks that know of this round, but not of its error."""
-        return self._spoke - self._told
+        """Ranks that know of this round, but not of its error; who came back knows of neither."""
+        left = {rank: self._of.departure(rank)[0] for rank in self._spoke}
+        return {
+            rank
+            for rank, at in self._spoke.items()
+            if at >= left[rank] and self._told.get(rank, -1) < left[rank]
+        }
 
     def tell(self, rank: int) -> None:
         """Take note that a rank was sent the error."""
-        self._told.add(rank)
-
-    def depart(self, rank: int, reason: RankLostError) -> None:
-        """Take note that a rank has gone; should it come back, it is told the error anew."""
-        self.departed[rank] = reason
-        self._spoke.discard(rank)
-        self._told.discard(rank)
+        self._told[rank] = self._of.departures
 
 
 class Rounds:
@@ -250,21 +263,27 @@ class Rounds:
     Attributes:
         reserved: bytes that contributions and records of the job may take.
         most: rounds that there may be.
+        departures: how often a rank has left the job.
     """
 
     def __init__(self, world_size: int) -> None:
         self.reserved = 0
         self.most = NO_SEQUENCE
-        self._world_size = world_size
+        self.departures = 0
+        self.world_size = world_size
+        self.tally = Tally()
         self._rounds: dict[int, Round] = {}
         self._order: list[int] = []  # a heap of their sequence numbers
-        self._tally = Tally()
+        self._live: dict[int, Round] = {}  # those that have not failed, the latest touched last
+        self._touches = 0
+        self._left: dict[int, tuple[int, RankLostError]] = {}  # by rank, when it left last, and why
+        self._swept: dict[int, int] = {}  # by rank, the latest touch that `lacking` has seen
 
     def taken(self) -> int:
         """Return the bytes that the records of all rounds take."""
-        rounds = len(self._rounds) * (ROUND_BYTES + self._world_size)
-        waiting = self._tally.open * SLOT_BYTES + self._tally.missing * PLACE_BYTES
-        return rounds + waiting + self._tally.done * DONE_BYTES
+        rounds = len(self._rounds) * (ROUND_BYTES + self.world_size)
+        waiting = self.tally.open * SLOT_BYTES + self.tally.missing * PLACE_BYTES
+        return rounds + waiting + self.tally.done * DONE_BYTES
 
     @property
     def oldest(self) -> int | None:
@@ -281,19 +300,64 @@ class Rounds:
         """Return the round of an all-reduce, if there is one."""
         return self._rounds.get(sequence)
 
-    def items(self) -> list[tuple[int, Round]]:
-        """Return all rounds with their sequence numbers, in the order in which they opened."""
-        return list(self._rounds.items())
+    def live(self) -> list[tuple[int, Round]]:
+        """Return the rounds that have not failed, by their sequence numbers."""
+        return sorted(self._live.items())
+
+    def between(self, low: int, high: int) -> list[tuple[int, Round]]:
+        """Return those of them that have these numbers, or one in between."""
+        if high - low < len(self._live):
+            numbers = range(low, high + 1)
+            return [(at, found) for at in numbers if (found := self._live.get(at)) is not None]
+        return [(at, found) for at, found in self.live() if low <= at <= high]
+
+    def lacking(self, rank: int) -> list[tuple[int, Round]]:
+        """Return those that lack a rank and have not failed, though it has left.
+
+        Each is looked at once for each thing that could have made it so: what a rank's leaving
+        costs does not grow with what it leaves alone.
+        """
+        since, self._swept[rank] = self._swept.get(rank, 0), self._touches
+        found = []
+        for sequence, round_ in reversed(self._live.items()):
+            if round_.touched <= since:
+                break
+            if round_.lacks(rank):
+                found.append((sequence, round_))
+        return sorted(found)
+
+    def leave(self, rank: int, reason: RankLostError) -> None:
+        """Take note that a rank has left."""
+        self.departures += 1
+        self._left[rank] = self.departures, reason
+
+    def departure(self, rank: int) -> tuple[int, RankLostError | None]:
+        """Return when a rank has left last, in departures, and why; 0 if it never has."""
+        return self._left.get(rank, (0, None))
+
+    def touch(self, sequence: int) -> None:
+        """Take note that a round may lack a rank from now on."""
+        self._touches += 1
+        round_ = self._live.pop(sequence)
+        round_.touched = self._touches
+        self._live[sequence] = round_
+
+    def settle(self, sequence: int) -> None:
+        """Take note that a round has failed."""
+        self._live.pop(sequence, None)
 
     def open(self, sequence: int, first: Header | None) -> Round:
         """Begin a round, with the contribution that opens it if one does."""
-        round_ = self._rounds[sequence] = Round(first, self._world_size, self._tally)
+        round_ = self._rounds[sequence] = self._live[sequence] = Round(sequence, first, self)
+        self.touch(sequence)
         heappush(self._order, sequence)
         return round_
 
     def discard_oldest(self) -> None:
         """Forget the round with the least sequence number."""
-        self._rounds.pop(heappop(self._order)).forget()
+        sequence = heappop(self._order)
+        self.settle(sequence)
+        self._rounds.pop(sequence).forget()
 
 
 def _waits(slot: Slot, rank: int) -> bool:

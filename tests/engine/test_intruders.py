@@ -66,7 +66,7 @@ def test_errors_that_are_kept_hold_no_payload(reducer: Reducer) -> None:
     for sequence in range(3):
         assert told(reducer.contribute(0, sequence))[b"0"].rank == 1
     (job,) = reducer.engine.jobs
-    assert all(round_.error.__traceback__ is None for _, round_ in job.rounds.items())
+    assert all(job.rounds.get(sequence).error.__traceback__ is None for sequence in job.rounds)
     assert all(reason.__traceback__ is None for _, reason in job.gone.values())
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from reducer.errors import CapacityError, ReducerLostError
 from reducer.limits import Limits
+from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import encode_error
 from tests.engine.test_keys import AllowList, hello
 from tests.engine.words import M, Reducer, kinds, number, told
@@ -172,3 +173,73 @@ def test_a_key_has_so_many_connections_and_no_more(implementation: str) -> None:
     reducer.lose(b"key-1/b/0")
     assert kinds(join(1, "key-1", "b")) == [M.WELCOME]
     assert {job.name: len(job.members) for job in reducer.engine.jobs} == {"a": 1, "c": 2, "b": 1}
+
+
+# -- what comes and goes --------------------------------------------------------------------------
+
+
+def go(reducer: Reducer, rank: int) -> None:
+    reducer.say(rank, M.GOODBYE, NO_SEQUENCE)
+
+
+def come_and_go(reducer: Reducer, rank: int) -> None:
+    assert M.WELCOME in kinds(reducer.hello(rank, world_size=3, window=1 << 20))
+    go(reducer, rank)
+
+
+def refuse(reducer: Reducer) -> None:
+    """The rank that is missing comes with other settings: all that is in progress ends."""
+    sends = reducer.hello(2, world_size=3, chunk_bytes=4096, peer=b"other")
+    assert {M.ERROR} == set(kinds(sends))
+
+
+def bar_anew(reducer: Reducer) -> None:
+    """It comes as it should, goes, and comes with other settings again."""
+    come_and_go(reducer, 2)
+    refuse(reducer)
+
+
+@pytest.mark.parametrize(("rank", "failed"), [(1, False), (1, True), (2, True)])
+def test_who_leaves_costs_no_more_the_more_rounds_it_leaves_alone(
+    implementation: str, rank: int, *, failed: bool
+) -> None:
+    """Rank 1 has contributed to all rounds, which wait for rank 2, or have failed without it."""
+    costs = []
+    for rounds in (FEW, MANY):
+        reducer = with_open(implementation, rounds)
+        for call in range(rounds):
+            reducer.contribute(1, number(call))
+        if failed:
+            come_and_go(reducer, 2)
+        go(reducer, 1)
+        assert reducer.engine.counters.rounds_failed == (rounds if failed else 0)
+        costs.append(work(lambda reducer=reducer: come_and_go(reducer, rank)))
+    assert costs[1] < costs[0] + (MANY - FEW) / 2
+
+
+def test_a_range_that_is_given_up_again_costs_no_more(implementation: str) -> None:
+    costs = []
+    for rounds in (FEW, MANY):
+        reducer = with_open(implementation, rounds)
+        far = number(2 * rounds)
+        reducer.say(0, M.ABORT, far, CALLED_OFF, nbytes=1)
+
+        def extend(reducer: Reducer = reducer, far: int = far) -> None:
+            for more in range(1, 10):
+                reducer.say(0, M.ABORT, far + more, CALLED_OFF, nbytes=1)
+
+        costs.append(work(extend))
+        assert reducer.engine.counters.rounds_failed == 0
+        reducer.say(0, M.ABORT, number(0), CALLED_OFF, nbytes=far)
+        assert reducer.engine.counters.rounds_failed == rounds
+    assert costs[1] < costs[0] + (MANY - FEW) / 2
+
+
+def test_ranks_of_other_settings_cost_no_more_the_more_has_failed(implementation: str) -> None:
+    costs = []
+    for rounds in (FEW, MANY):
+        reducer = with_open(implementation, rounds)
+        refuse(reducer)
+        assert reducer.engine.counters.rounds_failed == rounds
+        costs.append(work(lambda reducer=reducer: bar_anew(reducer)))
+    assert costs[1] < costs[0] + (MANY - FEW) / 2

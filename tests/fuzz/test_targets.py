@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fuzz import drivers
+from fuzz.mutations import MUTATIONS
 from fuzz.source import Source, ViolationError, check
 from fuzz.targets import TARGETS, corpus
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+TREE = Path(__file__).parents[2]
 EXAMPLES = {"header": 300, "body": 200, "handshake": 60, "engine": 60, "session": 60}
 
 
@@ -84,3 +83,10 @@ def test_after_its_end_a_source_gives_zeros() -> None:
     assert (source.byte(), source.left) == (5, 0)
     assert (source.byte(), source.number(64), source.take(3)) == (0, 0, b"")
     assert not source.chance(2)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_bugs_can_be_planted(name: str) -> None:
+    for file, text, planted in MUTATIONS[name].edits:
+        assert (TREE / file).read_text().count(text) == 1
+        assert planted != text

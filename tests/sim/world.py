@@ -445,8 +445,8 @@ class World:
             for job in reducer.served.engine.jobs:
                 rounds = {
                     at: (one.open, one.missing_ranks(), one.error)
-                    for at, one in job.rounds.items()
-                    if one.open or one.error
+                    for at in job.rounds
+                    if (one := job.rounds.get(at)) and (one.open or one.error)
                 }
                 ranks = {rank: member.watermark for rank, member in job.members.items()}
                 lines.append(
