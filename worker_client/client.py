@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,7 +79,7 @@ class Client:
         wire_dtype: what float32 buffers travel as, FLOAT16 or BFLOAT16; None for what they are.
 
     Attributes:
-        bytes_reduced: of callers' buffers, in calls that have ended well.
+        on_end: called once, with this client, when it begins to shut down.
 
     Raises:
         ConfigError: an address cannot be resolved, or `impl` cannot be had.
@@ -104,7 +105,11 @@ class Client:
     ) -> None:
         self.settings = settings
         self.timeout_s = timeout_s
+        self.on_end: Callable[[Client], None] | None = None
         self._bytes_reduced = 0
+        self._calls = 0
+        self._begun_at = 0.0  # the latest operation, in seconds of the monotonic clock
+        self._waited_s = 0.0
         self._fusion = fusion
         self._fallback = fallback
         self._on_shutdown = on_shutdown
@@ -212,6 +217,20 @@ class Client:
         return self._bytes_reduced + named
 
     @property
+    def calls(self) -> int:
+        """Number of all-reduces that callers have started; of those with names, that were made."""
+        return self._calls + (0 if self._fusion is None else self._fusion.calls)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds during which all was under way that callers had started so far.
+
+        They are counted from the latest call until none is in progress, so what a backward pass
+        hides before its last bucket is not among them.
+        """
+        return self._waited_s + (0.0 if self._fusion is None else self._fusion.waited_s)
+
+    @property
     def _named(self) -> Client | None:
         return None if self._fusion is None else self._fusion.channel
 
@@ -291,6 +310,7 @@ class Client:
         with self._order:
             try:
                 self._check_usable()
+                self._calls += 1
                 if self._is_staged(data):
                     refuse_extras(weight, residual, "tensors on a device")
                     return self._stage(call, data, op, name, timeout)
@@ -369,6 +389,7 @@ class Client:
         with self._order:
             try:
                 self._check_usable()
+                self._calls += 1
                 asked = Arguments(buffer, op, name, timeout_s, data, weight, residual, rounded)
                 return self._submit_buffer(call, asked)
             except BaseException as error:
@@ -395,6 +416,9 @@ class Client:
         """Leave the job and free everything; what is in progress fails. May be called again."""
         if forks() != self._forks:
             return  # the sockets and the thread belong to the parent process
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end(self)
         if self._fusion is not None:
             self._fusion.stop()
         self._driver.stop()
@@ -500,6 +524,7 @@ class Client:
 
     def _drive(self, operation: Operation, ended: Callable[[Exception | None], None]) -> None:
         self._works[operation] = ended
+        self._begun_at = time.monotonic()
         try:
             self._driver.submit(operation)
         except LocalProtocolError:
@@ -513,6 +538,8 @@ class Client:
             self._bytes_reduced += operation.data_bytes
         ended(error)
         self._works.pop(operation, None)  # last: what an interrupt leaves here ends with the client
+        if not self._works:
+            self._waited_s += time.monotonic() - self._begun_at
 
     def _wait_for_device(self, done: Callable[[], bool], until: float) -> None:
         del done, until  # the driver's own thread leads, and staging's bring the end

@@ -31,7 +31,7 @@ from reducer.wire.constants import (
     SHARD_ALIGNMENT,
     SHORTEST_PATIENCE_MS,
 )
-from worker_client.launch import resolve
+from worker_client.launch import Launcher, resolve
 
 if TYPE_CHECKING:
     from worker_client.launch import Resolved
@@ -295,6 +295,19 @@ def launch() -> Resolved:
         ConfigError: a variable such as RANK is malformed; the message quotes it.
     """
     return resolve(os.environ)
+
+
+def torchrun_ends_survivors() -> bool:
+    """Whether torchrun has started this process such that it ends others when a rank is lost.
+
+    It leaves them alone only where each node has one rank, ranks find each other by a fixed address
+    (which goes without a run id), and none is to be restarted.
+    """
+    told = launch()
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    dynamic = os.environ.get("TORCHELASTIC_RUN_ID") != "none"
+    ends_others = told.local_world_size != 1 or dynamic or restarts != "0"
+    return told.launcher is Launcher.TORCHRUN and ends_others
 
 
 def bind_is_set() -> bool:

@@ -107,7 +107,9 @@ class Fusion(Generic[C]):
         submissions: the implementation's.
 
     Attributes:
+        calls: tensors that all ranks have had so far.
         bytes_reduced: of all tensors so far.
+        waited_s: seconds from the latest submission until nothing was in progress, so far.
     """
 
     def __init__(
@@ -143,7 +145,9 @@ class Fusion(Generic[C]):
         # Calls that another rank does not make, by name and number, which this one may still make.
         self._refused: dict[tuple[str, int], MismatchError] = {}
         self._joined: tuple[Work, StandIn] | None = None
+        self.calls = 0
         self.bytes_reduced = 0
+        self.waited_s = 0.0
         self._thread: threading.Thread | None = None
 
     @property
@@ -341,6 +345,7 @@ class Fusion(Generic[C]):
             for tensors in group(decision.ready, self._threshold, partial(_rounded, self._channel))
         ]
         self._flying.update(*groups)
+        self.calls += sum(map(len, groups))
         for requests in groups:
             self._reduce(self._channel, requests)
         self._rebase(decision.bases)
@@ -472,6 +477,7 @@ class Fusion(Generic[C]):
                 for request in requests:
                     request.end(error)
             self._flying.difference_update(requests)  # last, as in `_finish`
+            self._note_end()
             self._buffers.give_back(memory)
 
         self._start(channel, packed, requests, unpack)
@@ -505,6 +511,11 @@ class Fusion(Generic[C]):
     def _finish(self, request: Request, error: BaseException | None) -> None:
         request.end(error)
         self._flying.discard(request)  # last: what an interrupt leaves here ends with the channel
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if not (self._flying or self._waiting):
+            self.waited_s += time.monotonic() - self._submissions.news_until
 
     def _fail(self, requests: Iterable[Request], error: ReductionError) -> None:
         for request in list(requests):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
-from worker_client import config, process_group
+from worker_client import config, process_group, summary
 from worker_client.client import Client
 from worker_client.enlisting import enlist, job_name
 from worker_client.hierarchy import HierarchicalClient
@@ -53,6 +53,8 @@ def connect(
 
     `group` is who takes part and how they meet, instead of torch's default process group.
     """
+    # Which of its ranks take part, if not all, need not be said for each of many groups.
+    part = group is not None and bool(group.name)
     settings = config.load(
         servers=servers,
         embedded=embedded,
@@ -76,10 +78,21 @@ def connect(
     who = rank, world_size
     place = _place(settings, group)
     if group is None or place is None:
-        return enlist(settings, group, who, who, lambda _: Client)
-    between = group.part([group.ranks[at] for at in place.across])
-    create = partial(_through_node, group, place)
-    return enlist(settings, between, who, (between.rank, between.world_size), create)
+        client = enlist(settings, group, who, who, lambda _: Client)
+    else:
+        between = group.part([group.ranks[at] for at in place.across])
+        create = partial(_through_node, group, place)
+        client = enlist(settings, between, who, (between.rank, between.world_size), create)
+    if not part:
+        if settings.on_rank_lost == "continue" and config.torchrun_ends_survivors():
+            log.warning(
+                "REDUCTION_ON_RANK_LOST=continue cannot work like this: when a rank is lost, "
+                "torchrun ends the others of its node, and with --max-restarts or a c10d "
+                "rendezvous those of all nodes. Start one rank on each node with --node-rank, "
+                "--master-addr and --max-restarts 0, or use a launcher that leaves the others alone"
+            )
+        summary.begin(client)
+    return client
 
 
 def _through_node(group: ProcessGroup, place: Place, topic: str) -> Callable[..., Client]:
@@ -113,7 +126,9 @@ def connect_part(ranks: Sequence[int]) -> Client:
         )
     part = group.part(ranks)
     who = part.rank, part.world_size
-    return enlist(config.load(), part, who, who, lambda _: Client)
+    client = enlist(config.load(), part, who, who, lambda _: Client)
+    summary.begin(client)
+    return client
 
 
 def connect_alone(address: str, *, connect_timeout: float) -> Client:

@@ -340,3 +340,27 @@ def test_horovods_names_are_honoured_and_ours_win(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5ms")
     with pytest.raises(ConfigError, match=r"^HOROVOD_CYCLE_TIME: write .* of milliseconds, got"):
         config.load()
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "run", "restarts", "ends"),
+    [
+        ("2", "none", "0", True),
+        ("1", "a-c10d-rendezvous", "0", True),
+        ("1", "none", "3", True),
+        ("1", "none", "0", False),
+        ("2", None, "0", False),
+    ],
+)
+def test_when_torchrun_ends_survivors(
+    monkeypatch: pytest.MonkeyPatch,
+    local_world_size: str,
+    run: str | None,
+    restarts: str,
+    ends: bool,
+) -> None:
+    if run is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    assert config.torchrun_ends_survivors() == ends

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -135,6 +136,7 @@ def train(*, through_reducers: bool, epochs: int, batch: int, weights_to: str) -
 def main(spec: str) -> None:
     """Run one rank as `spec`, a JSON object of `train`'s arguments, says."""
     end_with_parent()
+    logging.basicConfig()  # warnings and no more: what is said last tells why a rank failed
     torch.set_num_threads(1)  # several ranks share the machine, and sums must not depend on it
     dist.init_process_group("gloo")
     try:

@@ -1,0 +1,61 @@
+"""What a worker says at its start and its end, unless logging is set up to be silent."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from reducer import local_pool
+from tests.ranks import environments, ranks
+
+SCRIPT = """
+import logging, sys
+import numpy as np
+import worker_client
+if sys.argv[1:]:
+    logging.basicConfig(level=sys.argv[1])
+client = worker_client.init()
+worker_client.init()
+client.all_reduce(np.zeros(1 << 18, np.float32)).wait()
+works = [client.all_reduce(np.ones(2), name=f"n{at}") for at in range(4)]
+for work in works:
+    work.wait()
+client.all_reduce(np.zeros(1 << 18, np.float32)).wait()
+assert client.calls == 6
+assert 0 < client.waited_s < 60
+client.shutdown()
+client.shutdown()
+"""
+
+
+def run(*arguments: str, **settings: str) -> list[str]:
+    """Run the script at two ranks with one reducer; return what they write to standard error."""
+    with local_pool(1) as servers:
+        given = environments(2, servers, REDUCTION_JOB="vision", **settings)
+        with ranks(given, "-c", SCRIPT, *arguments) as job:
+            job.finish()
+            return [rank.err.replace(servers[0], "SERVER") for rank in job]
+
+
+def test_one_line_at_the_start_and_one_at_the_end() -> None:
+    for rank, said in enumerate(run()):
+        begins, ends = said.splitlines()
+        who = f"reduction: rank {rank} of 2, job vision"
+        assert re.fullmatch(rf"{who}: 1 reducer \(SERVER\), \w+ implementation", begins)
+        ended = r"6 all-reduces, 2.1 MB, waited \d+\.\d s, 0 reducers lost"
+        assert re.fullmatch(f"{who}, ends: {ended}", ends)
+
+
+@pytest.mark.parametrize(("level", "lines"), [("WARNING", 0), ("INFO", 2)])
+def test_logging_decides_where_it_is_set_up(level: str, lines: int) -> None:
+    for said in run(level):
+        assert "reduction: " not in said
+        assert said.count("INFO:worker_client.summary:rank ") == lines
+
+
+def test_that_torchrun_ends_survivors_is_said_once() -> None:
+    elastic = {"REDUCTION_ON_RANK_LOST": "continue", "TORCHELASTIC_RUN_ID": "none"}
+    for said in run("WARNING", LOCAL_WORLD_SIZE="2", **elastic):
+        assert "torchrun ends the others of its node" in said
+        assert said.count("\n") == 1
