@@ -192,6 +192,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_pool_with_keys_is_a_contender",
         ),
     },
+    "tests/bench/test_guarantee.py": {
+        "test_every_result_is_right_or_an_error_in_time": ("test_every_topology",),
+    },
     "tests/bench/test_ddp.py": {
         "test_a_tiny_run[mlp-pool1]": (
             "test_a_tiny_run[digits-pool2]",
