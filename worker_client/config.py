@@ -123,8 +123,9 @@ class WorkerConfig(BaseSettings):
     wait_for_reducers: Annotated[
         float, BeforeValidator(units.duration), Field(ge=0, le=1e9, allow_inf_nan=False)
     ] = 0.0
-    """How long to wait at the start, if no reducer answers, until one does; `connect_timeout` if
-    that is longer. Names of reducers that are not known yet are asked for again meanwhile."""
+    """How long to wait until a reducer answers, if none does: at the start (`connect_timeout` if
+    that is longer; names of reducers that are not known yet are asked for again meanwhile), and
+    later, with the calls that are in progress."""
 
     heartbeat: Annotated[Seconds, Field(ge=0.1)] = 0.2
     """How often this rank sends a sign of life to each reducer: 0.1 s at least. Each rank decides

@@ -54,7 +54,9 @@ class Failover:
         self._fallback = settings.fallback
         self._reducers = len(settings.reducers)
         self._hosts = settings.hosts
-        adopts = self.replaceable and not self._fallback
+        alone = self._reducers == 1 and not self._hosts
+        waits = alone and settings.wait_s > 0  # for another process in its place
+        adopts = (self.replaceable or waits) and not self._fallback
         self.map = ShardMap(self._reducers, settings.hosts, adopts=adopts)
         self.losses = self.moved = self.claimed = self.supplied = 0
         self._links = links
@@ -65,7 +67,9 @@ class Failover:
 
     def keeps(self, reducer: int) -> bool:
         """Whether results of a reducer are kept: it may be lost, and there is another way then."""
-        return reducer not in self._hosts and (self._fallback or self._reducers > 1)
+        if reducer in self._hosts:
+            return False
+        return self._fallback or self.map.adopts or self._reducers > 1
 
     @property
     def replaceable(self) -> bool:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
     from worker_client.settings import Settings
 
-ADOPT_S = 2.0  # how long to wait for any reducer that answers, when all in use are lost
+ADOPT_S = 2.0  # how long to wait at least for any reducer, when all in use are lost
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,8 @@ class Losses:
         stage, used = self._map.stage(), self._map.used()
         away = {link.reducer for link in self._links if not link.member}
         first = next((reducer for reducer in used if reducer not in away), None)
-        waited = now is not None and self._since is not None and now >= self._since + ADOPT_S
+        patience_s = max(ADOPT_S, self._settings.wait_s)
+        waited = now is not None and self._since is not None and now >= self._since + patience_s
         self._since = (now if self._since is None else self._since) if first is None else None
         if not adopts or stage is None:
             self._why = self._named = None

@@ -46,7 +46,7 @@ class Settings:
             that have not answered.
         begin_without_s: how long to wait for the others, when some reducers have answered at the
             start, if none of them refuses this worker.
-        wait_s: how long to wait, at the start, for a reducer, if none answers.
+        wait_s: how long to wait for a reducer, if none answers.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
         agreed: what else ranks must have in common, by the names of variables.

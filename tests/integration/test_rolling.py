@@ -16,6 +16,8 @@ import pytest
 from bench import options
 from bench.chaos_run import Pool
 from bench.rolling import roll
+from reducer.errors import ReductionTimeout
+from worker_client.losses import ADOPT_S
 from worker_client.startup import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
@@ -40,6 +42,29 @@ def test_every_reducer_is_killed_and_replaced_while_a_call_waits() -> None:
             second = clients[1].all_reduce(data[1], "sum")
             assert (first.wait(20) == 1 + 2 * call).all()
             assert (second.wait(20) == 1 + 2 * call).all()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "60s")
+    with options.lab(count, None) as lab, ExitStack() as stack:
+        pool = Pool(lab.hosts)
+        stack.callback(pool.stop)
+        common = {"servers": ",".join(pool.addresses), "world_size": 2, "job": "waits"}
+        clients = [stack.enter_context(connect(rank=rank, **common)) for rank in range(2)]
+        for call in range(2):
+            data = [np.full(100_000, rank + call, np.float32) for rank in range(2)]
+            first = clients[0].all_reduce(data[0], "sum")
+            for reducer in range(count):
+                pool.end(reducer, signal.SIGKILL)
+            with pytest.raises(ReductionTimeout, match="still in progress"):
+                first.wait(3 * ADOPT_S / 2)
+            second = clients[1].all_reduce(data[1], "sum")
+            pool.start(count - 1)
+            assert (first.wait(20) == 1 + 2 * call).all()
+            assert (second.wait(20) == 1 + 2 * call).all()
+            for reducer in range(count - 1):
+                pool.start(reducer)
 
 
 @pytest.mark.parametrize("pace", [1.0, 50.0, 500.0])
