@@ -320,6 +320,7 @@ class Job:
         self.calm &= not any(counts[f"trouble {kind}"] for kind in COSTLY_TROUBLES)
         if self.settled and self.calm and counts["untroubled error"]:
             self.find(member, "needless error", "; ".join(said["errors"]))
+            self.calm = False  # one says it
         member.right += counts["right"]
         member.failed += counts["error"]
         member.steps = said["steps"]

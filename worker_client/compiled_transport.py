@@ -55,9 +55,9 @@ class CompiledTransport(Transport):
         socket, monitor = self._links[-1]
         self._loop.add(socket.underlying, socket.fileno(), monitor.fileno())
 
-    def reset(self, link: int) -> None:
-        """Close a link's connection, drop what it has not sent, and connect anew."""
-        super().reset(link)
+    def _renew(self, link: int) -> None:
+        """Give a link another socket."""
+        super()._renew(link)
         socket, monitor = self._links[link]
         self._loop.replace(link, socket.underlying, socket.fileno(), monitor.fileno())
 

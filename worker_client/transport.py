@@ -155,6 +155,7 @@ class Transport(ABC):
         self._endpoints: list[str] = []
         self._leaving: set[int] = set()  # links that were reset and not released
         self._reached: list[int] = []  # links whose sockets tell no story of their own
+        self._renewed: set[int] = set()  # links with a socket that has not been connected yet
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -175,10 +176,15 @@ class Transport(ABC):
 
     def reset(self, link: int) -> None:
         """Close a link's connection, drop what it has not sent, and connect anew."""
-        _close(*self._links[link], linger_ms=0)
-        self._links[link] = self._socket(link)
+        if link not in self._renewed:
+            self._renew(link)
         self._refused.discard(link)
         self._leaving.add(link)
+
+    def _renew(self, link: int) -> None:
+        """Give a link another socket."""
+        _close(*self._links[link], linger_ms=0)
+        self._links[link] = self._socket(link)
 
     @property
     def leaving(self) -> bool:
@@ -193,7 +199,7 @@ class Transport(ABC):
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
         """Hand a message to libzmq.
 
-        A message to a reducer that is not connected is dropped: a `Disconnected` is on its way.
+        A message to a reducer that is not connected is lost: a `Disconnected` is on its way.
         """
 
     @abstractmethod
@@ -223,7 +229,9 @@ class Transport(ABC):
             self._reached.append(link)
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.IMMEDIATE, 1),  # nothing is queued to a reducer that is not there
+            # With IMMEDIATE libzmq would drop what was received when a connection ends: between two
+            # frames of a message, it aborts the process. So `_changes` drops what was not sent.
+            (zmq.IMMEDIATE, 0),
             # The window bounds what waits here, in bytes. A full queue of results would stop libzmq
             # from reading, and so from seeing heartbeats, while the thread is busy elsewhere.
             (zmq.SNDHWM, 0),
@@ -305,18 +313,23 @@ class Transport(ABC):
                     self._lines[link] = Line(message["value"], name, time.monotonic())
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._slammed.pop(link, None)
+                self._renewed.discard(link)
                 yield Connected(link)
             elif link in self._refused:
                 continue
             elif (error := self._refusal(link, event, message["value"])) is not None:
                 self._refused.add(link)
+                self._renewed.discard(link)
                 yield Refused(link, error)
             elif event == zmq.EVENT_DISCONNECTED:
                 # What was said before the connection ended still counts: the last results.
                 yield from self._messages(link)
                 if self._links[link][1] is not monitor:
                     return
-                yield Disconnected(link, self._why_gone(link))
+                why = self._why_gone(link)
+                self._renew(link)  # what was not sent is for nobody
+                self._renewed.add(link)
+                yield Disconnected(link, why)
             else:
                 yield Disconnected(link, "is not a reducer")
 
@@ -382,11 +395,11 @@ class PlainTransport(Transport):
         for socket in self._links[-1]:
             self._poller.register(socket, zmq.POLLIN)
 
-    def reset(self, link: int) -> None:
-        """Close a link's connection, drop what it has not sent, and connect anew."""
+    def _renew(self, link: int) -> None:
+        """Give a link another socket."""
         for socket in self._links[link]:
             self._poller.unregister(socket)
-        super().reset(link)
+        super()._renew(link)
         for socket in self._links[link]:
             self._poller.register(socket, zmq.POLLIN)
         self._left[link] += self._unsent[link]

@@ -19,10 +19,14 @@ from reducer.errors import (
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, MIB, M, ramp
+from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
+from worker_client.plain_flight import PlainFlight
+from worker_client.transport import Connected, Disconnected, Message, PlainTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from worker_client.transport import Event
 
 
 # -- what is healthy ------------------------------------------------------------------------------
@@ -112,6 +116,62 @@ def test_calls_of_many_threads_all_wake_it(joined: Callable) -> None:
 
 
 # -- what is not ----------------------------------------------------------------------------------
+
+
+def test_a_connection_that_ends_between_two_frames(context: zmq.Context) -> None:
+    """What was received still counts, wherever the reading is: libzmq looks at each 100th frame."""
+    reducer = Reducer(context)
+    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+
+    def read() -> list[Event]:
+        transport.wait(0.1)
+        return list(transport.events())
+
+    try:
+        transport.connect(f"127.0.0.1:{reducer.port}")
+        while read() != [Connected(0)]:
+            pass
+        transport.send(0, Header(M.HELLO).pack(), None)
+        reducer.hear(M.HELLO)
+        for message in range(60):
+            reducer.say(Header(M.RESULT, sequence=message).pack(), b"payload")
+        time.sleep(0.2)  # all have come
+        transport.wait(0.0)
+        reading = iter(transport.events())
+        events = [next(reading) for _ in range(10)]
+        reducer.socket.close()
+        time.sleep(0.2)  # libzmq's thread has noticed, and this one has not
+        events += reading
+        while not isinstance(events[-1], Disconnected):
+            events += read()
+        messages = [event for event in events if isinstance(event, Message)]
+        assert [Header.unpack(message.header).sequence for message in messages] == list(range(60))
+        assert len(events) == 61
+    finally:
+        transport.close()
+
+
+def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(context: zmq.Context) -> None:
+    reducer = Reducer(context)
+    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+    try:
+        transport.connect(f"127.0.0.1:{reducer.port}")
+        while not list(transport.events()):
+            transport.wait(0.1)
+        port = reducer.socket.last_endpoint
+        reducer.socket.close()
+        time.sleep(0.2)
+        transport.send(0, Header(M.GOODBYE).pack(), np.zeros(MIB, np.uint8).data)
+        while not list(transport.events()):
+            transport.wait(0.1)
+        again = context.socket(zmq.ROUTER)
+        again.bind(port)
+        while list(transport.events()) != [Connected(0)]:
+            transport.wait(0.1)
+        assert not again.poll(200)
+        again.close()
+    finally:
+        transport.close()
 
 
 def test_what_is_no_result_is_dealt_with_in_order(joined: Callable) -> None:
