@@ -148,6 +148,7 @@ class Fusion(Generic[C]):
         self.calls = 0
         self.bytes_reduced = 0
         self.waited_s = 0.0
+        self._waited_from = 0.0  # the submission from which it was counted last
         self._thread: threading.Thread | None = None
 
     @property
@@ -514,8 +515,10 @@ class Fusion(Generic[C]):
         self._note_end()
 
     def _note_end(self) -> None:
-        if not (self._flying or self._waiting):
-            self.waited_s += time.monotonic() - self._submissions.news_until
+        begun = self._submissions.news_until
+        if begun != self._waited_from and not (self._flying or self._waiting):
+            self._waited_from = begun
+            self.waited_s += time.monotonic() - begun
 
     def _fail(self, requests: Iterable[Request], error: ReductionError) -> None:
         for request in list(requests):
