@@ -62,6 +62,7 @@ class Failover:
         self._links = links
         self._flight = flight
         self._header = header
+        self._processes: dict[int, str] = {}  # which of each reducer was lost last
         self._renewed = 0  # the epoch in which everything began anew, if it did
         self._renewed_after = NEVER  # the latest all-reduce whose failure made a rank begin anew
 
@@ -83,13 +84,16 @@ class Failover:
             for link in self._links
         )
 
-    def lose(self, reducer: int, stage: Stage, present: Stage) -> list[Reset | Send]:
+    def lose(
+        self, reducer: int, stage: Stage, present: Stage, process: str
+    ) -> list[Reset | Send]:
         """Take a reducer out of use, and tell the other ranks; nothing if that was done before.
 
         Args:
             reducer: its index.
             stage: for which it is lost, and for all before.
             present: for which it is out of use here from now on, if it matters.
+            process: which was lost, as it called itself; "" if that is not known.
         """
         if self.map.knows(reducer, stage):
             return []
@@ -97,18 +101,24 @@ class Failover:
         self.map.lose(reducer, stage)
         if self.map.is_past(reducer, stage) and not self._matters(reducer, stage.epoch):
             return []
-        self.map.lose(reducer, present)
+        links = [link for link in self._links if link.reducer == reducer]
+        # What took its place since, as another process, is there still.
+        stays = process and all(link.member and link.incarnation != process for link in links)
+        if not stays or self.map.adopted is None:
+            self.map.lose(reducer, present)
+        self._processes[reducer] = process
         # Another rank may have lost it while the ranks agreed, and say so for the next epoch.
         self.losses += used
-        actions: list[Reset | Send] = []
-        for link in self._links:
-            if link.reducer == reducer:
-                link.spend(chunk.sequence for chunk in self._flight.carried(link.index))
-                link.close()
-                self._flight.shut(link.index)
-                actions.append(Reset(link.index))
-        said = self._said(_loss(reducer, self.map.lost()[reducer]))
+        actions: list[Reset | Send] = [] if stays else [self.leave(link) for link in links]
+        said = self._said(self._loss(reducer, self.map.lost()[reducer]))
         return actions + [Send(link.index, *said) for link in self._links if link.member]
+
+    def leave(self, link: Link) -> Reset:
+        """Give up a connection; what it carries is moved when nobody reads it any more."""
+        link.spend(chunk.sequence for chunk in self._flight.carried(link.index))
+        link.close()
+        self._flight.shut(link.index)
+        return Reset(link.index)
 
     def rehome(self, link: Link, sequence: int | None = None) -> tuple[list[Send], list[int]]:
         """Move what a link carried to the heirs of its reducer.
@@ -179,7 +189,7 @@ class Failover:
 
     def news(self, link: Link) -> list[Send]:
         """Return what a reducer is to be told, and the other ranks by it, when it is reached."""
-        losses = [_loss(*loss) for loss in self.map.lost().items()]
+        losses = [self._loss(*loss) for loss in self.map.lost().items()]
         if self._renewed:
             losses.append(Loss(ALL_REDUCERS, self._renewed, self._renewed_after))
         return [Send(link.index, *self._said(loss)) for loss in losses]
@@ -225,6 +235,6 @@ class Failover:
     def _said(self, loss: Loss) -> tuple[bytes, bytes]:
         return self._header(MessageType.SHARD_MAP).pack(), encode(loss)
 
-
-def _loss(reducer: int, stage: Stage) -> Loss:
-    return Loss(reducer, stage.epoch, stage=stage.number)
+    def _loss(self, reducer: int, stage: Stage) -> Loss:
+        process = self._processes.get(reducer, "")
+        return Loss(reducer, stage.epoch, stage=stage.number, incarnation=process)

@@ -111,11 +111,12 @@ class Losses:
             self._flight.shut(link.index)
         return [Reset(link.index) for link in drained]
 
-    def told(self, reducer: int, stage: Stage) -> list[Action]:
-        """Go on without a reducer that another rank has lost."""
+    def told(self, reducer: int, stage: Stage, process: str) -> list[Action]:
+        """Go on without a reducer that another rank has lost, a `process` if that is known."""
         if reducer in self._settings.hosts or reducer >= len(self._settings.reducers):
             return []
-        return self.missed(reducer, stage)
+        actions = self._lose_reducer(reducer, stage, self._missed(reducer), process)
+        return actions + self.adopt()
 
     def missed(self, reducer: int, stage: Stage) -> list[Action]:
         """Go on without a reducer that some rank cannot reach."""
@@ -137,10 +138,18 @@ class Losses:
         actions: list[Action] = []
         for link in self._links if adopts else ():
             if link.member and link.knows(self._flight.reached):  # it takes nothing more of that
-                actions += self.missed(link.reducer, final)
-        stage, used = self._map.stage(), self._map.used()
+                actions += self._lose_reducer(
+                    link.reducer, final, self._missed(link.reducer), link.incarnation
+                )
         away = {link.reducer for link in self._links if not link.member}
-        first = next((reducer for reducer in used if reducer not in away), None)
+        there = [r for r in range(len(self._settings.reducers)) if r not in away]
+        if adopts and not set(there).intersection(self._map.used()):
+            # One that is there was lost, but not for good: go on to the stage after that.
+            lost = min((self._map.lost_for(r) for r in there), default=final)
+            for reducer in self._map.used() if lost < final else ():
+                actions += self.missed(reducer, lost)
+        stage, used = self._map.stage(), self._map.used()
+        first = next((reducer for reducer in used if reducer in there), None)
         patience_s = max(ADOPT_S, self._settings.wait_s)
         waited = now is not None and self._since is not None and now >= self._since + patience_s
         self._since = (now if self._since is None else self._since) if first is None else None
@@ -149,13 +158,23 @@ class Losses:
         elif first is not None:
             for reducer in used[: used.index(first)]:  # those would be waited for
                 actions += self.missed(reducer, stage)
-            if self._map.adopted == first != self._named:
-                self._named = first
-                log.warning("going on with reducer %s alone", self._settings.reducers[first])
+            if self._map.adopted == first:
+                actions += self._move_to(first)
         elif waited:
             for reducer in used:
                 actions += self.missed(reducer, final)
         return actions
+
+    def _move_to(self, adopted: int) -> list[Action]:
+        """Have everything go to the reducer that has taken the place of all."""
+        if adopted != self._named:
+            self._named = adopted
+            log.warning("going on with reducer %s alone", self._settings.reducers[adopted])
+        return [
+            self._failover.leave(link)
+            for link in self._links
+            if link.member and link.reducer != adopted and self._flight.needs(link.index)
+        ]
 
     def agreed(self, missed: Iterable[int]) -> list[Action]:
         """Take note of an agreement, and of reducers in it that this rank cannot use."""
@@ -168,7 +187,7 @@ class Losses:
         """Go on without the reducer at the other end of a link."""
         if link.reducer in self._settings.hosts:
             return self._calls.fail_all(error)
-        return self._lose_reducer(link.reducer, self._present, error)
+        return self._lose_reducer(link.reducer, self._present, error, link.incarnation)
 
     def route(self, operation: Operation, link: Link) -> list[Action]:
         """Find who takes what a link cannot, of an all-reduce that begins."""
@@ -210,9 +229,11 @@ class Losses:
         """Tell a reducer, and by it the others, what has changed while it could not be told."""
         return [*self._failover.news(link), *self._aborts.pay(link)]
 
-    def _lose_reducer(self, reducer: int, stage: Stage, error: ReductionError) -> list[Action]:
+    def _lose_reducer(
+        self, reducer: int, stage: Stage, error: ReductionError, process: str = ""
+    ) -> list[Action]:
         used = self._map.uses(reducer) and self._map.adopted is None
-        actions: list[Action] = list(self._failover.lose(reducer, stage, self._present))
+        actions: list[Action] = list(self._failover.lose(reducer, stage, self._present, process))
         if not actions:
             return []
         for action in actions:

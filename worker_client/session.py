@@ -440,7 +440,7 @@ class Session:
         loss.check_epoch()
         if loss.reducer == ALL_REDUCERS:
             return self.losses.renew(loss.epoch, loss.sequence)
-        return self.losses.told(loss.reducer, Stage(loss.epoch, loss.stage))
+        return self.losses.told(loss.reducer, Stage(loss.epoch, loss.stage), loss.incarnation)
 
     def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del payload

@@ -114,6 +114,10 @@ class ShardMap:
         """Whether it is known that a reducer is lost in a stage."""
         return stage <= self._lost[reducer]
 
+    def lost_for(self, reducer: int) -> Stage:
+        """Return the latest stage in which a reducer was lost."""
+        return self._lost[reducer]
+
     def is_past(self, reducer: int, stage: Stage) -> bool:
         """Whether ranks have agreed on a reducer since it was lost in a stage."""
         return stage.epoch < self._admitted[reducer]

@@ -148,12 +148,14 @@ class Loss:
         sequence: with `ALL_REDUCERS`, the all-reduce whose failure had the rank begin anew; -1 for
             none.
         stage: of that epoch, the latest that it is lost for.
+        incarnation: of the process that was lost, as it called itself; "" if it is not known.
     """
 
     reducer: int
     epoch: int
     sequence: int = -1
     stage: int = 0
+    incarnation: str = ""
 
     def __post_init__(self) -> None:
         _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
@@ -161,6 +163,7 @@ class Loss:
         most = NO_SEQUENCE - 1 if self.reducer == ALL_REDUCERS else -1
         _check(self.sequence, int, -1, most, "sequence")
         _check(self.stage, int, 0, LAST_STAGE, "stage")
+        _check(self.incarnation, str, 0, 32, "incarnation")
 
     def check_epoch(self) -> None:
         """Refuse an epoch after which there would soon be no later one.
