@@ -317,7 +317,9 @@ class Job:
     def _take(self, member: Member, said: dict[str, Any]) -> None:
         counts = Counter(said["counts"])
         self._tally.counts.update(counts)
-        self.calm &= not any(counts[f"trouble {kind}"] for kind in COSTLY_TROUBLES)
+        # Who is too late within a node ends the node's clients.
+        costly = COSTLY_TROUBLES + ("late",) * (self.part.nodes is not None)
+        self.calm &= not any(counts[f"trouble {kind}"] for kind in costly)
         if self.settled and self.calm and counts["untroubled error"]:
             self.find(member, "needless error", "; ".join(said["errors"]))
             self.calm = False  # one says it
