@@ -299,13 +299,9 @@ class Client:
             DeviceError: a device failed, now or in an earlier call.
         """
         if name is not None and self._fusion is not None:
-            self._check_usable()
-            try:
-                refuse_extras(weight, residual, "calls that have names")
-            except ConfigError as error:
-                self._fusion.decline(name, error)
-                raise
-            return self._fusion.submit(data, op, name, timeout)
+            # All is done in there: what interrupts it, or refuses the call, uses up its number.
+            check = partial(self._check_named, weight, residual)
+            return self._fusion.submit(data, op, name, timeout, check)
         call = object()
         with self._order:
             try:
@@ -570,6 +566,10 @@ class Client:
             self._end(*one)
         for operation in list(self._works):
             self._end(operation, own(error, operation))
+
+    def _check_named(self, weight: float | None, residual: Any) -> None:
+        self._check_usable()
+        refuse_extras(weight, residual, "calls that have names")
 
     def _check_usable(self) -> None:
         if forks() != self._forks:

@@ -162,7 +162,14 @@ class Fusion(Generic[C]):
         """Make the channel now, and not with the first call."""
         self._channel = self._make_channel()
 
-    def submit(self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None) -> Work:
+    def submit(
+        self,
+        data: Any,
+        op: str | ReduceOp,
+        name: str,
+        timeout: float | str | None,
+        check: Callable[[], None] | None = None,
+    ) -> Work:
         """Start the all-reduce of a tensor, as soon as all ranks have submitted it.
 
         Args:
@@ -170,15 +177,20 @@ class Fusion(Generic[C]):
             op: reduction.
             name: the same at every rank, and not that of another one in progress.
             timeout: until it fails.
+            check: called first; raises a ReductionError if the call may not be made.
 
         Raises:
             ConfigError: an argument is not supported, or another one of this name is in progress.
             ReductionError: the client was shut down, or its channel has ended.
         """
-        if self._thread is None:
-            self._begin()
         try:
+            if check is not None:
+                check()
+            if self._thread is None:
+                self._begin()
             return self._submissions.submit(data, op, name, timeout)
+        except LocalProtocolError:
+            raise  # there are no calls any more
         except BaseException as error:
             mine = self._submissions.requests.get(name) if isinstance(name, str) else None
             # An interrupt may have come when it was accepted already: then it is made.

@@ -161,6 +161,51 @@ def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
         pytest.fail("the call has more lines than were tried")
 
 
+def test_an_exception_at_any_line_of_a_call_with_a_name(three: list[Client]) -> None:
+    """It is made, or the others hear that it is not; the next call of the name matches."""
+    folder = str(Path(worker_client.__file__).parent)
+    lines = -1
+
+    def trace_until(line: int) -> Any:
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal lines
+            if not frame.f_code.co_filename.startswith(folder) or frame.f_code.co_name == "decline":
+                return None
+            if frame.f_code.co_name == "_check_named":
+                lines = max(lines, 0)  # what is before cannot be told from no call at all
+            if event == "line" and lines >= 0:
+                lines += 1
+                if lines == line:
+                    sys.settrace(None)
+                    raise BoomError
+            return trace
+
+        return trace
+
+    for line in range(1, 200):
+        lines, interrupted = -1, False
+        array = np.full(8, 1.0)
+        sys.settrace(trace_until(line))
+        try:
+            three[1].all_reduce(array, "sum", name="it")
+        except BoomError:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        others = [three[rank].all_reduce(np.full(8, 1.0), "sum", name="it") for rank in (0, 2)]
+        for other in others:
+            ended = other.future().exception(5)  # or it was accepted already
+            assert ended is None or "BoomError" in str(ended)
+        while (array == 1.0).all() and ended is None:
+            time.sleep(0.001)  # its own handle is lost
+        works = [client.all_reduce(np.full(8, 2.0), "sum", name="it") for client in three]
+        assert [work.wait(5)[0] for work in works] == [6.0] * 3
+        if not interrupted:
+            break
+    else:
+        pytest.fail("the call has more lines than were tried")
+
+
 # -- who is who -------------------------------------------------------------------------------
 
 
