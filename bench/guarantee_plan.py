@@ -15,7 +15,7 @@ ALIKE = (1, 2)  # places of a named thread's steps whose calls look the same in 
 OPS = ("sum", "mean", "min", "max", "product")
 DTYPES = ("float32",) * 6 + ("float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
 TROUBLES = ("refuse", "decline", "disagree", "interrupt", "interrupt-wait", "late", "leave")
-NAMED_TROUBLES = ("disagree", "late")
+NAMED_TROUBLES = ("refuse", "disagree", "late")  # of threads that no signal interrupts
 
 
 class Trouble(NamedTuple):
@@ -106,7 +106,7 @@ class Plan:
                 name = f"{thread}.{place}" if place else f"{thread}.{place} of step {number}"
             elif rng.random() < 0.1:
                 name = f"main.{place}"
-            trouble = self._trouble(rng, name is not None) if place == troubled else None
+            trouble = self._trouble(rng, named) if place == troubled else None
             near = troubled >= 0
             calls.append(self._call(rng, (thread, number, place), name, trouble, near=near))
         return calls
