@@ -53,7 +53,9 @@ class Connection:
         born: when it was accepted.
         ended: it was told to go; libzmq will say when it has.
         looked: when it was looked at last as a member's.
-        silent_s: since something had come from it then, or while the rest of a message had not.
+        heard: when something had come from it, as far as is known. A reducer that did not run could
+            hear nobody, so what the kernel says of that time does not count.
+        silent_s: since then at that look, or while the rest of a message had not come.
         whole: when nothing was known to be missing of a message.
         unread: bytes that libzmq had read from it then, and the reducer had not taken.
         unsent: bytes that the reducer had given to it then, and libzmq had not written.
@@ -72,6 +74,7 @@ class Connection:
     born: float = field(default=0.0)
     ended: bool = False
     looked: float = field(default=0.0)
+    heard: float = field(default=0.0)
     silent_s: float = 0.0
     whole: float = field(default=0.0)
     unread: int = 0
@@ -109,7 +112,8 @@ class Connection:
         self.unsent = given - passed.written - self.least
         if taken != self.taken or self.unread < PARTIAL_BYTES:
             self.whole = now
-        self.silent_s = max(passed.silent_s, now - self.whole)
+        self.heard = max(self.heard, now - passed.silent_s)
+        self.silent_s = now - min(self.heard, self.whole)
         self.looked = now
 
     def is_stuck(self, taken: int, patience: int, now: float, *, much: bool) -> bool:
@@ -184,7 +188,7 @@ class Guard:
             if not opened:
                 self._connections.pop(number, None)
             elif (name := connections.name(descriptor)) is not None:
-                made = Connection(descriptor, name, now, born=now, looked=now, whole=now)
+                made = Connection(descriptor, name, now, born=now, looked=now, heard=now, whole=now)
                 self._connections[number] = made
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)

@@ -12,6 +12,7 @@ from bench.zmtp import COMMAND, MORE, frame
 from reducer import guard as guards
 from reducer.connections import Traffic
 from reducer.guard import STUCK_LOOKS
+from reducer.loop import MOST_S
 from tests.transport.guarded import MIB, WAIT_S, M, Post, answer, ended, rounds
 
 
@@ -226,11 +227,30 @@ def test_each_job_is_patient_for_as_long_as_it_says(post: Post) -> None:
     for name, patience_ms in (("short", 500), ("long", 5000)):
         post.member(name, patience_ms=patience_ms)
     begun = time.monotonic()
-    post.until(lambda: len(silent(post)) == 1)
+
+    def found() -> bool:
+        post.now = time.monotonic() - begun
+        return len(silent(post)) == 1
+
+    post.until(found)
     assert 0.4 < time.monotonic() - begun < 3.0
     assert silent(post) == ["short"]
     assert post.closed == 0, "that is no fault of its own"
     post.until(lambda: post.guard.connections == 1)
+
+
+def test_a_reducer_that_did_not_run_has_missed_nobody(post: Post) -> None:
+    post.member("job", patience_ms=500)
+    rounds(post, 2)
+    time.sleep(0.8)  # the kernel knows of it, and the clock of the loop does not
+    post.now += MOST_S
+    rounds(post)
+    assert silent(post) == []
+    post.now += 0.5 - MOST_S
+    rounds(post)
+    assert silent(post) == []
+    post.now += 0.1
+    post.until(lambda: silent(post) == ["job"])
 
 
 def silent(post: Post) -> list[str]:
