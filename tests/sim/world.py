@@ -67,7 +67,7 @@ class Faults:
     every_s: float = 0.1  # one event of those below, on average
     kinds: tuple[str, ...] = ()
     spare: bool = True  # nothing ever happens to the last reducer, nor to any rank
-    rolling: bool = False  # each is restarted in its turn, when the one before is back
+    rolling: bool = False  # each is restarted in its turn, or all, when those before are back
 
 
 @dataclass
@@ -275,17 +275,18 @@ class World:
         return connection
 
     def _restart_next(self, turn: int) -> None:
-        """Restart one reducer after the other; each is reached again before the next one dies."""
+        """Restart one reducer after the other, or all at once, when what died before is back."""
         if self._over():
             return
         self.outcome.events += 1
         self.outcome.kinds["restart"] = self.outcome.kinds.get("restart", 0) + 1
-        reducer = self.reducers[turn % self.pool]
-        reducer.dies_after = self.rng.randrange(2 * self.world_size + 2)
-        self.clock.after(0.05, reducer.die)
-        away = self.rng.uniform(0.1, 1.0)
-        self.clock.after(away, lambda: self._restart(reducer))
-        settled = away + REACHED_S + self.rng.expovariate(1 / self.faults.every_s)
+        all_at_once = self.rng.random() < 0.3
+        for reducer in self.reducers if all_at_once else [self.reducers[turn % self.pool]]:
+            reducer.dies_after = self.rng.randrange(2 * self.world_size + 2)
+            self.clock.after(0.05, reducer.die)
+            away = self.rng.uniform(0.1, 1.0)
+            self.clock.after(away, partial(self._restart, reducer))
+        settled = 1.0 + REACHED_S + self.rng.expovariate(1 / self.faults.every_s)
         self.clock.after(settled, lambda: self._restart_next(turn + 1))
 
     def _something_happens(self) -> None:

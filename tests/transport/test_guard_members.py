@@ -213,7 +213,7 @@ def test_heartbeats_count_only_if_they_are_too_many(post: Post, *, at_once: bool
     number = 2 * guards.SLACK_BYTES // len(ping)
     for _ in range(100):
         if not at_once:
-            post.now += number * len(ping) / guards.HEARTBEATS_PER_S / 100
+            post.now += 2 * number * len(ping) / guards.HEARTBEATS_PER_S / 100
         if post.members:
             worker.line.connection.settimeout(WAIT_S)
             worker.line.connection.sendall(ping * (number // 100))
