@@ -9,7 +9,9 @@ from unittest.mock import patch
 from reducer import engine, reductions
 from reducer.slots import Round
 from tests.sim.processes import Worker
+from worker_client.aborts import Aborts
 from worker_client.calls import Calls
+from worker_client.failover import Failover
 from worker_client.plain_flight import PlainFlight
 from worker_client.shard_map import ShardMap, Stage
 
@@ -17,12 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reducer.wire.header import Header
+    from worker_client.actions import Reset
+    from worker_client.flight import Send
+    from worker_client.link import Link
     from worker_client.operation import Operation
 
 _end_well = PlainFlight.take
 _next = PlainFlight._next
 _number = Calls.number
 _stage = ShardMap.stage
+_lose = Failover.lose
 
 
 def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
@@ -77,6 +83,25 @@ def _only_the_first_stage(self: ShardMap, epoch: int | None = None) -> Stage | N
     return stage if stage is not None and stage.number == 0 else None
 
 
+def _claim_nothing(self: Failover, link: Link) -> list[Send]:
+    """Keep to ourselves the results that others lack, when a reducer takes all."""
+    del self, link
+    return []
+
+
+def _tell_nothing(self: Aborts, link: Link) -> None:
+    """Do not tell a new reducer of what has failed here."""
+    del self, link
+
+
+def _leave_whatever_was_lost(
+    self: Failover, reducer: int, stage: Stage, present: Stage, process: str
+) -> list[Reset | Send]:
+    """Leave a reducer also if another process of it was lost than is there."""
+    del process
+    return _lose(self, reducer, stage, present, "")
+
+
 def _number_by_place(self: Calls, operation: Operation) -> None:
     """Number all-reduces one by one, however many a call has."""
     operation.call = None
@@ -114,8 +139,11 @@ MUTATIONS = {
     "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=19),
     "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
-    "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=12),
-    "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=122),
+    "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=14),
+    "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
+    "adopted-unclaimed": Mutation(Failover, "claim", _claim_nothing, seed=60),
+    "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=245),
+    "another-process-lost": Mutation(Failover, "lose", _leave_whatever_was_lost, seed=10),
     "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
 }
 
