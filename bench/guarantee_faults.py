@@ -230,8 +230,11 @@ class Arena:
         return True
 
     def _replace_rank(self) -> bool:
-        """Kill a rank, and start another process in its place, whose values are others."""
-        if (chosen := self._a_member()) is None or self._intruders:
+        """Kill a rank, and start another process in its place, whose values are others.
+
+        Before all have had results it may take that place: then nobody knew the first one.
+        """
+        if (chosen := self._a_member()) is None or self._intruders or not chosen[0].settled:
             return False
         job, member = chosen
         member.signal(signal.SIGKILL)

@@ -84,9 +84,7 @@ class Failover:
             for link in self._links
         )
 
-    def lose(
-        self, reducer: int, stage: Stage, present: Stage, process: str
-    ) -> list[Reset | Send]:
+    def lose(self, reducer: int, stage: Stage, present: Stage, process: str) -> list[Reset | Send]:
         """Take a reducer out of use, and tell the other ranks; nothing if that was done before.
 
         Args:

@@ -30,7 +30,7 @@ from worker_client.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation
 from worker_client.waiting import Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     import numpy as np
@@ -290,7 +290,7 @@ class Fusion(Generic[C]):
         """Wait until a round is due; return whether there will be one."""
         while not (self._closing or self._has_ended):
             now = time.monotonic()
-            self._waiting.look(now)
+            self._look(now)
             with self._changed:
                 self._fail_refused()
                 if not self._waiting:  # what has failed before any round is no news
@@ -303,6 +303,14 @@ class Fusion(Generic[C]):
                     idle = not (self._waiting or self._untold)
                     self._changed.wait(None if idle else min(wait_s, LOOK_S))
         return False
+
+    def _look(self, now: float, besides: Collection[Request] = ()) -> None:
+        """See to deadlines; the others hear of the calls that this rank gives up."""
+        for request, error in self._waiting.look(now, besides):
+            with self._changed:
+                reason = f"{type(error).__name__}: {error}"[:WHY_MOST]
+                self._untold.append(GivenUp(request.tensor.name, request.call, reason))
+            request.end(error)
 
     def _fail_refused(self) -> None:
         """Fail the calls that another rank does not make."""
@@ -464,7 +472,7 @@ class Fusion(Generic[C]):
                 return
             for request in mine:
                 request.lacked_by(work.missing)
-            self._waiting.look(time.monotonic(), besides=mine)
+            self._look(time.monotonic(), besides=mine)
 
     def _rest(self, productive: bool) -> None:
         self._again_s = AGAIN_S if productive else min(2 * self._again_s, AGAIN_MOST_S)

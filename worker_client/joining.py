@@ -60,6 +60,7 @@ class Joining:
         self._failover = failover
         self._since: float | None = None  # when some reducers had welcomed us, and others had not
         self._retries: dict[int, float] = {}  # links that were refused: when to try again
+        self._refused: set[int] = set()  # links that were refused last
         for reducer, address in enumerate(settings.reducers):
             for lane, known in enumerate([address, *settings.lanes.get(reducer, ())]):
                 self._add(reducer, lane, known)
@@ -76,7 +77,9 @@ class Joining:
             return []
         if self._since is None:
             self._since = now
-        if now < self._since + min(self._settings.patience_s, self._settings.begin_without_s):
+        # Who refuses us knows more than who has been restarted: of another process, perhaps.
+        begin_s = math.inf if self._refused else self._settings.begin_without_s
+        if now < self._since + min(self._settings.patience_s, begin_s):
             return []
         self.complete = True
         return [link.reducer for link in self._links if not link.member]
@@ -107,6 +110,7 @@ class Joining:
         """Take note that a reducer admits us; at the start it tells where its other lanes are."""
         welcome = decode(Welcome, payload)
         link.incarnation = welcome.incarnation
+        self._refused.discard(link.index)
         self._flow.admit(link.index, header.window, self._plan.share(link))
         self._flight.open(link.index)
         connects = []
@@ -121,6 +125,7 @@ class Joining:
     def refuse(self, link: Link, error: ReductionError, now: float) -> None:
         """Take note that a reducer does not admit us; later it may."""
         link.refusal = error
+        self._refused.add(link.index)
         if self.complete or self._settings.patience_s < math.inf or may_pass(error):
             self._retries[link.index] = now + RETRY_S
 

@@ -67,25 +67,33 @@ class Waiting:
         """Return when the first has no time left, in seconds of the monotonic clock."""
         return min((request.deadline for request in self._requests.values()), default=float("inf"))
 
-    def look(self, now: float, besides: Collection[Request] = ()) -> None:
-        """Fail those that have no time left, and warn of those that have waited for long.
+    def look(
+        self, now: float, besides: Collection[Request] = ()
+    ) -> list[tuple[Request, ReductionTimeout]]:
+        """Take out those that have no time left, and warn of those that have waited for long.
 
         Args:
             now: in seconds of the monotonic clock.
-            besides: those that may not be failed now, as other ranks were told that they are here.
+            besides: those that may not be taken out now, as other ranks were told that they are
+                here.
+
+        Returns:
+            Those that are to fail, and how.
         """
         mine = self.all()
         overdue = [one for one in mine if one.deadline <= now and one not in besides]
+        failed = []
         for request in self.withdraw(one.tensor.name for one in overdue):
             waited_s = now - request.begun
             why = f"{request}: not submitted by {_ranks(request.missing)} within {waited_s:.3g} s"
-            request.end(ReductionTimeout(why, missing=request.missing))
+            failed.append((request, ReductionTimeout(why, missing=request.missing)))
         old = [one for one in mine if one.begun <= now - STRAGGLER_S and one.deadline > now]
         late = [one for one in old if _warn_at(one) <= now]
         for missing in dict.fromkeys(one.missing for one in late):
             _warn([one for one in late if one.missing == missing], now)
         for request in late:
             request.warnings += 1
+        return failed
 
 
 def _warn_at(request: Request) -> float:

@@ -10,6 +10,7 @@ from reducer.errors import (
     ReducerLostError,
     ReductionTimeout,
     RemoteProtocolError,
+    StaleGenerationError,
     VersionError,
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, ReduceOp
@@ -200,6 +201,25 @@ def test_a_refusal_is_kept(newcomer: Driven) -> None:
     error(session, 0, MembershipError("no"))
     assert isinstance(session.refusal, MembershipError)
     assert not session.joined
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(
+    implementation: str, refused: bool
+) -> None:
+    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, begin_without_s=3.0)
+    join(session, 0)
+    session.connected(1)
+    if refused:  # it knows another process of this rank, and the other reducer was restarted
+        error(session, 1, StaleGenerationError("another run", generation=0, current=0))
+    for now in (1.0, 3.9):
+        session.tick(now)
+        assert not session.joined
+    session.tick(4.1)
+    assert session.joined == (not refused)
+    if refused:
+        join(session, 1)
+        assert session.joined
 
 
 def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:

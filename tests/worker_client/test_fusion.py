@@ -19,6 +19,7 @@ from reducer.errors import (
     LocalProtocolError,
     MismatchError,
     RankLostError,
+    ReductionError,
     ReductionTimeout,
 )
 from reducer.wire.constants import PLACES
@@ -238,10 +239,31 @@ def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
         if client.rank == 1:  # it makes the call that it owes: too late
             with pytest.raises(MismatchError) as caught:
                 client.all_reduce(np.ones(8), "sum", name="x").wait(20)
-            assert (caught.value.field, caught.value.got) == ("call", 0)
+            assert caught.value.field == "call"
+            assert caught.value.rank in {0, 2}, "which have given it up"
         return client.all_reduce(np.ones(8), "sum", name="x").wait(20)[0]
 
     assert at_all(clients, go_on) == [3.0] * 3
+
+
+def test_names_that_never_recur_are_right_again_after_pauses(job: Job) -> None:
+    def go(client: Client) -> list[float | None]:
+        found: list[float | None] = []
+        for call in range(12):
+            if call == 3:
+                time.sleep((0.0, 1.5, 2.6)[client.rank])  # longer than the calls may take
+            try:
+                data = np.full(8, call, np.float32)
+                work = client.all_reduce(data, "sum", name=f"x{call}", timeout=1.0)
+                found.append(float(work.wait()[0]))
+            except ReductionError:
+                found.append(None)
+        return found
+
+    for found in at_all(job(3), go):
+        assert found[:3] == [0.0, 3.0, 6.0]
+        assert all(one in {None, 3.0 * call} for call, one in enumerate(found))
+        assert found[-5:] == [3.0 * call for call in range(7, 12)]
 
 
 def test_a_late_rank_costs_nothing_but_time(job: Job) -> None:
