@@ -330,6 +330,7 @@ class Life:
         """Wait for the end of a call, and look at what came of it; return whether that is good."""
         part = self.part
         patience_s = (call.timeout_s or part.timeout_s) + part.slack_s + part.margin_s
+        before = self._client.present
         kind, amount = self._trouble(call)
         if kind == "interrupt-wait":
             self._interrupter.arm(kind, amount)
@@ -341,9 +342,11 @@ class Life:
         except ReductionError as error:
             self._note(call, error)
             return False
+        # Who was lost for the others may be back since: the fewest are those of the result.
+        present = min(before, self._client.present, key=len)
         got = np.ascontiguousarray(array)
         got = got.view(np.uint16) if call.dtype == "bfloat16" else got
-        if wrong := self._judge.judge(call, got, residual, self._client.present):
+        if wrong := self._judge.judge(call, got, residual, present):
             self.find("wrong", call, wrong)
         else:
             self._count("right")
