@@ -1,4 +1,4 @@
-"""A worker's end of its connection to one reducer: who is there, and what it is owed."""
+"""A worker's end of its connection to one reducer: who is there, and what it is yet to be told."""
 
 from __future__ import annotations
 
