@@ -143,7 +143,7 @@ class Fusion(Generic[C]):
         self._untold: list[GivenUp] = []
         self._told: list[GivenUp] = []
         # Calls that another rank does not make, by name and number, which this one may still make.
-        self._refused: dict[tuple[str, int], MismatchError] = {}
+        self._refused: dict[tuple[str, int], ReductionError] = {}
         self._joined: tuple[Work, StandIn] | None = None
         self.calls = 0
         self.bytes_reduced = 0
@@ -308,8 +308,9 @@ class Fusion(Generic[C]):
         """See to deadlines; the others hear of the calls that this rank gives up."""
         for request, error in self._waiting.look(now, besides):
             with self._changed:
-                reason = f"{type(error).__name__}: {error}"[:WHY_MOST]
-                self._untold.append(GivenUp(request.tensor.name, request.call, reason))
+                reason = f"{error}"[:WHY_MOST]
+                given_up = GivenUp(request.tensor.name, request.call, reason, error.missing)
+                self._untold.append(given_up)
             request.end(error)
 
     def _fail_refused(self) -> None:

@@ -15,7 +15,8 @@ A round is one sum of bytes, in which every rank has a section of its own, and z
     T/8 bytes which of the T known tensors it has, a bit each
 
 and, if anybody announces something, a second sum with all announcements, JSON, in rank order: a
-list for each tensor ([name, dtype, op, bytes, call]) and each call given up ([name, call, reason]).
+list for each tensor ([name, dtype, op, bytes, call]) and each call given up
+([name, call, reason, ranks that it was for in vain or null]).
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from reducer.errors import MismatchError
+from reducer.errors import MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.names import refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from reducer.errors import ReductionError
 
 JOIN = "worker_client.join"  # the tensor that is complete only when no rank has anything else
 MOST_KNOWN = 8192  # tensors; beyond that all ranks forget them, and announce again what they have
@@ -68,11 +71,19 @@ class GivenUp(NamedTuple):
     Attributes:
         call: how many calls of this name there were before.
         why: the reason, for the other ranks.
+        missing: if it has waited for the call in vain, the ranks that it has waited for.
     """
 
     name: str
     call: int
     why: str
+    missing: tuple[int, ...] | None = None
+
+    def error_of(self, rank: int) -> ReductionError:
+        """Return what the call ends with where others make it, if `rank` gives it up."""
+        if self.missing is None:
+            return refused(rank, self.why)
+        return ReductionTimeout(f"rank {rank} waits no longer: {self.why}", missing=self.missing)
 
 
 class Asked(Protocol):
@@ -100,7 +111,7 @@ class Decision(NamedTuple):
 
     ready: list[Tensor]
     mismatched: dict[Key, MismatchError]
-    given_up: dict[tuple[str, int], MismatchError]
+    given_up: dict[tuple[str, int], ReductionError]
     bases: dict[str, int]
 
 
@@ -175,12 +186,12 @@ class Negotiation:
         # Who was lost between the two sums has announced nothing in the second one.
         self._present = [rank for rank in self._present if self._has_announced(rank)]
         announced: dict[int, list[Key]] = {}
-        given_up: dict[tuple[str, int], MismatchError] = {}
+        given_up: dict[tuple[str, int], ReductionError] = {}
         for rank in self._present:
             announced[rank], gone = self._announcements(rank)
-            for name, call, why in gone:
-                given_up.setdefault((name, call), refused(rank, why))
-                self._note(f"without {name} {call}")
+            for one in gone:
+                given_up.setdefault((one.name, one.call), one.error_of(rank))
+                self._note(f"without {one.name} {one.call}")
         bits = self._sections[:, _HEAD.size :]
         known = np.unpackbits(bits, axis=1, count=len(self._known))[self._present].astype(bool)
         for key in chain.from_iterable(announced.values()):
@@ -236,7 +247,11 @@ class Negotiation:
             Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
             for name, dtype, op, nbytes, call in (one for one in said if len(one) == len(_TENSOR))
         ]
-        return keys, [GivenUp(*one) for one in said if len(one) == len(GivenUp._fields)]
+        gone = (one for one in said if len(one) == len(GivenUp._fields))
+        return keys, [
+            GivenUp(name, call, why, None if missing is None else tuple(missing))
+            for name, call, why, missing in gone
+        ]
 
     def _learn(self, key: Key) -> None:
         (name, dtype, op, nbytes), call = key

@@ -155,7 +155,6 @@ class Transport(ABC):
         self._endpoints: list[str] = []
         self._leaving: set[int] = set()  # links that were reset and not released
         self._reached: list[int] = []  # links whose sockets tell no story of their own
-        self._renewed: set[int] = set()  # links with a socket that has not been connected yet
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -176,8 +175,7 @@ class Transport(ABC):
 
     def reset(self, link: int) -> None:
         """Close a link's connection, drop what it has not sent, and connect anew."""
-        if link not in self._renewed:
-            self._renew(link)
+        self._renew(link)
         self._refused.discard(link)
         self._leaving.add(link)
 
@@ -313,13 +311,11 @@ class Transport(ABC):
                     self._lines[link] = Line(message["value"], name, time.monotonic())
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._slammed.pop(link, None)
-                self._renewed.discard(link)
                 yield Connected(link)
             elif link in self._refused:
                 continue
             elif (error := self._refusal(link, event, message["value"])) is not None:
                 self._refused.add(link)
-                self._renewed.discard(link)
                 yield Refused(link, error)
             elif event == zmq.EVENT_DISCONNECTED:
                 # What was said before the connection ended still counts: the last results.
@@ -328,7 +324,6 @@ class Transport(ABC):
                     return
                 why = self._why_gone(link)
                 self._renew(link)  # what was not sent is for nobody
-                self._renewed.add(link)
                 yield Disconnected(link, why)
             else:
                 yield Disconnected(link, "is not a reducer")
