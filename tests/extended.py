@@ -122,6 +122,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[4-2]": (
             "test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[20-4]",
             "test_a_killed_rank_that_hosts_a_reducer",
+            "test_torchrun_starts_a_job_again_on_the_same_pool",
         ),
         "test_a_rank_that_stops_for_seconds_is_fenced": (
             "test_a_rank_that_stops_does_not_disturb",
@@ -136,6 +137,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_it_can_be_stopped[terminate]": (
             "test_it_can_be_stopped[ctrl-c]",
             "test_nobody_outlives_a_killed_demo",
+            "test_a_worker_that_dies_is_named_and_the_others_are_stopped",
         ),
     },
     "tests/integration/test_hierarchy_ddp.py": {
@@ -184,6 +186,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_srun",
             "test_the_batch_script",
             "test_azure_ml_calls_mpirun",
+            "test_mpirun",
         ),
     },
     # -- benchmarks
