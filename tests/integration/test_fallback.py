@@ -75,6 +75,15 @@ class Job:
         self.progress(5)
         assert self.fallbacks == fallbacks
 
+    def settle(self) -> None:
+        """Wait until all ranks go on at reducers, however often they have gone back before."""
+        end = time.monotonic() + PATIENCE_S
+        fallbacks: list[int] = []
+        while self.fallbacks != fallbacks:
+            assert time.monotonic() < end
+            fallbacks = list(self.fallbacks)
+            self.progress(5)
+
     def finish(self) -> None:
         self.ranks.tell("stop")
         self.until(lambda: not self.ranks.running)
@@ -157,7 +166,7 @@ def test_reducers_that_come_and_go_at_once_cost_nothing() -> None:
             job.progress(2)
             job.pool.start(0)
             time.sleep(0.3)  # some ranks may have joined it, or gone back, and others not
-        job.back(1)
+        job.settle()
 
     job = run(3, 1, flicker)
     for end in job.ends.values():
