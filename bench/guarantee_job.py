@@ -34,7 +34,7 @@ PRELOAD = ["bench.guarantee_rank", "torch", "torch.distributed"]  # what is miss
 
 @dataclass
 class Tally:
-    """What has come of all calls of a topology, and what was done to it.
+    """The results, errors and faults of all calls of a topology.
 
     Attributes:
         counts: of calls, by what became of them, and of errors by their classes.
