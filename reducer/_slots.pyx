@@ -171,7 +171,7 @@ cdef class Round:
     cdef Rounds _of  # keeps the structs alive
     cdef round *its
     cdef readonly object error
-    cdef dict _again  # ranks that have said something since they came back: when, in departures
+    cdef dict _again  # when ranks have said something since they left: first, last, in departures
     cdef dict _told  # ranks that were sent the error: when
 
     cdef round *it(self) except NULL:
@@ -273,16 +273,20 @@ cdef class Round:
         return lacks(self._open_slots(), rank)
 
     def departed(self, rank):
-        """Return why a rank has gone, if it has since the round began."""
+        """Return why a rank has gone, if it has since it said something about this round."""
         at, reason = self._of.departure(rank)
-        return reason if at > self.it().born else None
+        if at <= self.it().born:
+            return None
+        return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
 
     def hear(self, uint32_t rank):
         """Take note that a rank has said something about this round."""
-        if self.departed(rank) is None:
+        left, _ = self._of.departure(rank)
+        if left <= self.it().born:
             self.it().spoke[rank] = 1
         else:
-            self._again[rank] = self._of.its.departures
+            now = self._of.its.departures
+            self._again[rank] = self._again.get(rank, (now, now))[0], now
 
     def untold(self):
         """Ranks that know of this round, but not of its error; who came back knows of neither."""
@@ -292,7 +296,7 @@ cdef class Round:
             if left <= self.it().born:
                 spoke = self.it().spoke[rank]
             else:
-                spoke = self._again.get(rank, -1) >= left
+                spoke = self._again.get(rank, (-1, -1))[1] >= left
             if spoke and self._told.get(rank, -1) < left:
                 found.add(rank)
         return found

@@ -116,7 +116,7 @@ class Round:
     """
 
     __slots__ = (
-        *("_born", "_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
+        *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
         *("_world_size", "error", "first", "touched"),
     )
 
@@ -127,12 +127,11 @@ class Round:
         self._sequence = sequence
         self._of = of
         self._tally = of.tally
-        self._born = of.departures
         self._world_size = of.world_size
         self._slots: dict[int, Slot] = {}
         self._done: set[int] = set()  # offsets whose result was sent
-        # Ranks that have said something, and that were sent the error: when, in departures.
-        self._spoke: dict[int, int] = {}
+        # In departures: when ranks have said something, first and last, and were sent the error.
+        self._spoke: dict[int, tuple[int, int]] = {}
         self._told: dict[int, int] = {}
 
     @property
@@ -229,23 +228,24 @@ class Round:
         return any(_waits(slot, rank) or slot.asked == rank for slot in slots)
 
     def departed(self, rank: int) -> RankLostError | None:
-        """Return why a rank has gone, if it has since the round began.
+        """Return why a rank has gone, if it has since it said something about this round.
 
         What it gave stays, but nothing more is taken from it, not even when it comes back.
         """
         at, reason = self._of.departure(rank)
-        return reason if at > self._born else None
+        return reason if self._spoke.get(rank, (at, at))[0] < at else None
 
     def hear(self, rank: int) -> None:
         """Take note that a rank has said something about this round."""
-        self._spoke[rank] = self._of.departures
+        now = self._of.departures
+        self._spoke[rank] = self._spoke.get(rank, (now, now))[0], now
 
     def untold(self) -> set[int]:
         """Ranks that know of this round, but not of its error; who came back knows of neither."""
         left = {rank: self._of.departure(rank)[0] for rank in self._spoke}
         return {
             rank
-            for rank, at in self._spoke.items()
+            for rank, (_, at) in self._spoke.items()
             if at >= left[rank] and self._told.get(rank, -1) < left[rank]
         }
 

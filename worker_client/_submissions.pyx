@@ -127,15 +127,15 @@ cdef class CompiledSubmissions:
                 raise copy.copy(self.refusal)
             if name in self.requests:
                 raise in_progress(name)
-            request.call = self.calls.get(name, 0)
-            self.calls[name] = request.call + 1
-            self.requests[name] = made
             self.news_bytes += known.nbytes
             if self.news_since is None or self.news_bytes >= self._threshold:
                 self._notify()
             if self.news_since is None:
                 self.news_since = now
             self.news_until = now
+            request.call = self.calls.get(name, 0)
+            # Last: an exception out of a signal handler finds it accepted, or not.
+            self.requests[name], self.calls[name] = made, request.call + 1
         return made
 
     cdef Known learn(self, tensor, op):

@@ -167,10 +167,11 @@ class Failover:
         self.supplied += 1
         return [Send(link.index, *kept)]
 
-    def give_up(self) -> None:
+    def give_up(self) -> list[Reset]:
         """Use no reducer any more, nor let any other rank: all of them go another way now."""
         for reducer in range(self._reducers):
             self.map.lose(reducer, Stage(LAST_EPOCH))
+        return [self.leave(link) for link in self._links if link.member]
 
     def renewed_after(self, sequence: int) -> bool:
         """Whether a rank has begun anew since this all-reduce, or a later one, failed there."""

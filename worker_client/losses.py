@@ -9,7 +9,6 @@ import logging
 from typing import TYPE_CHECKING
 
 from reducer.errors import DuplicateRankError, RankLostError, ReducerLostError, ReductionError
-from reducer.wire.messages import LAST_STAGE
 from reducer.wire.states import LinkState
 from worker_client.actions import Action, Reset
 from worker_client.shard_map import NEVER, Stage
@@ -134,7 +133,7 @@ class Losses:
             now: seconds of the caller's clock, if it is time to look at it.
         """
         adopts = self._map.adopted is not None and not self.final
-        final = Stage(self._map.epoch + 1, LAST_STAGE)
+        final = self._map.final
         actions: list[Action] = []
         for link in self._links if adopts else ():
             if link.member and link.knows(self._flight.reached):  # it takes nothing more of that
@@ -254,8 +253,7 @@ class Losses:
             return self.adopt()
         if self._settings.fallback:
             self.final = True
-            self._failover.give_up()
-            return []
+            return list(self._failover.give_up())
         error, self._why = self._why or error, None
         question = self._calls.question  # it fails here as well, and that is no other reason
         failed = NEVER if question is None else question.sequence

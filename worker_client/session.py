@@ -331,6 +331,8 @@ class Session:
             actions += self.losses.missed(reducer, Stage(self._map.epoch))
         actions += self.losses.leave_drained()
         actions += self.losses.adopt(now)
+        if self.losses.final:
+            actions += self._hand_over()
         self._agreement.wanted = self.failover.wanted()
         for link in self.links:
             actions += self._aborts.pay(link)

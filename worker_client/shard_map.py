@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 NEVER = -1
+# A rank that waits for the answer of one question may be so many epochs behind one that has it, and
+# waits for the next one's: what that one loses is for the epoch after that.
+APART = 2
 _KEPT = 256  # epochs; between two of them are up to 96 calls
 
 
@@ -71,6 +74,11 @@ class ShardMap:
         """Reducers between which buffers are cut now."""
         return self._bases[self.epoch]
 
+    @property
+    def final(self) -> Stage:
+        """The last stage that any rank can be in while this one is in its epoch."""
+        return Stage(self.epoch + APART, LAST_STAGE)
+
     def stage(self, epoch: int | None = None) -> Stage | None:
         """Return the stage of what was begun in an epoch, by default now; None if all are lost."""
         epoch = self.epoch if epoch is None else epoch
@@ -81,7 +89,7 @@ class ShardMap:
             return None
         latest = max(first, min(self._lost[r] for r in self._all if r not in self._hosted))
         stage = latest.following
-        return stage if stage.epoch <= self.epoch + 1 else None  # ranks may be one epoch apart
+        return stage if stage <= self.final else None
 
     def used(self, epoch: int | None = None) -> list[int]:
         """Return the reducers that are used, by default now, for what was begun in an epoch."""

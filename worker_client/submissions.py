@@ -106,14 +106,14 @@ class PlainSubmissions:
                 raise in_progress(name)
             call = self.calls.get(name, 0)
             request = PlainRequest(tensor, call, buffer, data, self._lead, now, timeout_s)
-            self.calls[name] = call + 1
-            self.requests[name] = request
             self.news_bytes += tensor.nbytes
             if self.news_since is None or self.news_bytes >= self._threshold:
                 self._changed.notify_all()
             if self.news_since is None:
                 self.news_since = now
             self.news_until = now
+            # Last, and as one: an exception out of a signal handler finds it accepted, or not.
+            self.requests[name], self.calls[name] = request, call + 1
         return request
 
     @staticmethod

@@ -96,3 +96,15 @@ def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -
         reducer.contribute(rank, sequence=1, watermark=1)
     reducer.hello(2, world_size=3)
     assert isinstance(told(reducer.contribute(2))[b"2"], MismatchError)
+
+
+def test_a_round_waits_for_a_rank_that_comes_back_and_had_not_taken_part(reducer: Reducer) -> None:
+    """Its connection broke before it knew that it had been welcomed."""
+    two_chunks(reducer, 0, 0)
+    reducer.engine.unreachable(b"1")
+    reducer.hello(1)
+    assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2
+    reducer.engine.unreachable(b"1")  # and again: now it has
+    reducer.hello(1)
+    assert told(two_chunks(reducer, 0, 64)) == {}
+    assert told(two_chunks(reducer, 1, 64))[b"0"].rank == 1

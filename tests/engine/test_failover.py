@@ -14,7 +14,15 @@ from reducer.errors import (
     RemoteProtocolError,
 )
 from reducer.wire.header import Header
-from reducer.wire.messages import ALL_REDUCERS, LAST_STAGE, Loss, Stragglers, decode, encode
+from reducer.wire.messages import (
+    ALL_REDUCERS,
+    LAST_EPOCH,
+    LAST_STAGE,
+    Loss,
+    Stragglers,
+    decode,
+    encode,
+)
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
 from worker_client.actions import Finish, HandOver, Reset
@@ -52,9 +60,10 @@ def losses(actions: list) -> list[tuple[int, Loss]]:
     return [(link, replace(loss, incarnation="")) for link, loss in told]
 
 
-def hear_of(session: Driven, link: int, reducer: int, epoch: int) -> list:
+def hear_of(session: Driven, link: int, reducer: int, epoch: int, process: str = "") -> list:
     """Another rank says that it has lost a reducer."""
-    return session.receive(link, Header(M.SHARD_MAP).pack(), encode(Loss(reducer, epoch)))
+    loss = Loss(reducer, epoch, incarnation=process)
+    return session.receive(link, Header(M.SHARD_MAP).pack(), encode(loss))
 
 
 def lose(session: Driven, way: str) -> list:
@@ -179,21 +188,21 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) 
     (failure,) = errors(wait_for_any(session, ADOPT_S))
     assert isinstance(failure, ReducerLostError)
     assert "b:2 died as well" in str(failure)
-    assert session.session._map.epoch == 2
+    assert session.session._map.epoch == 3
     assert errors(session.submit(operation(), 10.0)) == []
     (failure,) = errors(wait_for_any(session, 10.0))
     assert isinstance(failure, ReducerLostError), "at once"
     for link in range(2):
         session.released(link)
     told = join(session, 0)
-    assert losses(told) == [(0, Loss(ALL_REDUCERS, 4))]
+    assert losses(told) == [(0, Loss(ALL_REDUCERS, 6))]
     ((_, abort),) = sent(told, M.ABORT)
     assert (abort.sequence, abort.nbytes) == (0, number(1))
     join(session, 1)
     ((link, question),) = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
-    assert question.epoch == 4
+    assert question.epoch == 6
     headers = sent(result(session, link, question), M.CONTRIBUTION)
-    assert {header.epoch for _, header in headers} == {5}
+    assert {header.epoch for _, header in headers} == {7}
     assert {link for link, _ in headers} == {0, 1}
 
 
@@ -250,7 +259,7 @@ def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -
         three.released(link)
     actions = join(three, 1)
     assert resets(actions) == [1]
-    assert (1, Loss(1, 1, stage=LAST_STAGE)) not in losses(actions), "it is closed"
+    assert (1, Loss(1, 2, stage=LAST_STAGE)) not in losses(actions), "it is closed"
     join(three, 0)
     (failure,) = errors(join(three, 2))
     assert isinstance(failure, ReducerLostError)
@@ -264,6 +273,19 @@ def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementatio
     session.released(0)
     session.submit(operation(), 0.0)
     session.disconnected(1, "died")
+    assert any(isinstance(action, HandOver) for action in session.released(1))
+
+
+def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well(
+    implementation: str,
+) -> None:
+    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
+    for index in range(2):
+        join(session, index, "in its place")
+    session.submit(operation(), 0.0)
+    hear_of(session, 0, 0, LAST_EPOCH, "lost")
+    assert resets(hear_of(session, 0, 1, LAST_EPOCH, "lost")) == [0, 1]
+    assert not any(isinstance(action, HandOver) for action in session.released(0))
     assert any(isinstance(action, HandOver) for action in session.released(1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import subprocess
@@ -112,36 +113,49 @@ class BoomError(Exception):
     """What a signal handler raises."""
 
 
+def boom_at(line: int, *, after: str, never_in: str) -> Any:
+    """Return what raises BoomError, as a trace function, at a line of the worker's code.
+
+    Args:
+        line: counts those that are executed, 1 for the first one of a function.
+        after: that function: what is before it cannot be told from no call at all.
+        never_in: a function that is not interrupted.
+    """
+    folder = str(Path(worker_client.__file__).parent)
+    lines = -1
+    entered: set[tuple[Any, int]] = set()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        code = frame.f_code
+        if not code.co_filename.startswith(folder) or code.co_name == never_in:
+            return None
+        if code.co_name == after:
+            lines = max(lines, 0)
+        if event == "line" and lines >= 0:
+            here = frame, frame.f_lineno
+            source = linecache.getline(code.co_filename, frame.f_lineno).lstrip()
+            if source.startswith("with ") and here in entered:
+                return trace  # it is left: no handler runs before its lock is released
+            entered.add(here)
+            lines += 1
+            if lines == line:
+                sys.settrace(None)
+                raise BoomError
+        return trace
+
+    return trace
+
+
 def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
     three: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it comes in `all_reduce`, but for its first line: the others hear of it."""
-    folder = str(Path(worker_client.__file__).parent)
     # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
     monkeypatch.setattr(three[1]._driver, "_take_lead", lambda *_: False)
-    lines = -1  # the first one is before anything is done
-
-    def trace_until(line: int) -> Any:
-        def trace(frame: Any, event: str, _: Any) -> Any:
-            nonlocal lines
-            if not frame.f_code.co_filename.startswith(folder):
-                return None
-            if frame.f_code.co_name == "_give_up":
-                return None
-            if frame.f_code.co_name == "_check_usable":
-                lines = max(lines, 0)  # what is before cannot be told from no call at all
-            if event == "line" and lines >= 0:
-                lines += 1
-                if lines == line:
-                    sys.settrace(None)
-                    raise BoomError
-            return trace
-
-        return trace
-
     for line in range(1, 400):
-        lines, work, interrupted = -1, None, False
-        sys.settrace(trace_until(line))
+        work, interrupted = None, False
+        sys.settrace(boom_at(line, after="_check_usable", never_in="_give_up"))
         try:
             work = three[1].all_reduce(np.full(8, 1.0), "sum")
         except BoomError:
@@ -163,29 +177,10 @@ def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
 
 def test_an_exception_at_any_line_of_a_call_with_a_name(three: list[Client]) -> None:
     """It is made, or the others hear that it is not; the next call of the name matches."""
-    folder = str(Path(worker_client.__file__).parent)
-    lines = -1
-
-    def trace_until(line: int) -> Any:
-        def trace(frame: Any, event: str, _: Any) -> Any:
-            nonlocal lines
-            if not frame.f_code.co_filename.startswith(folder) or frame.f_code.co_name == "decline":
-                return None
-            if frame.f_code.co_name == "_check_named":
-                lines = max(lines, 0)  # what is before cannot be told from no call at all
-            if event == "line" and lines >= 0:
-                lines += 1
-                if lines == line:
-                    sys.settrace(None)
-                    raise BoomError
-            return trace
-
-        return trace
-
     for line in range(1, 200):
-        lines, interrupted = -1, False
+        interrupted = False
         array = np.full(8, 1.0)
-        sys.settrace(trace_until(line))
+        sys.settrace(boom_at(line, after="_check_named", never_in="decline"))
         try:
             three[1].all_reduce(array, "sum", name="it")
         except BoomError:

@@ -203,14 +203,22 @@ def test_what_was_begun_earlier_goes_on_in_a_later_stage() -> None:
     assert made.heir(1, 0, 0) == made.heir(1, 0, 1) == 1
 
 
+def test_a_loss_of_a_rank_that_waits_for_the_answer_after_the_next_is_not_the_end() -> None:
+    made = adopting(0, 1, 2)
+    for reducer in range(3):
+        made.lose(reducer, Stage(2))
+    assert made.stage() == Stage(2, 1)
+    assert made.adopted == 0
+
+
 def test_after_the_last_stage_all_are_lost() -> None:
     made = adopting(0, 1, 2)
     for reducer in range(3):
-        made.lose(reducer, Stage(made.epoch + 1, LAST_STAGE))
+        made.lose(reducer, made.final)
     assert made.stage() is None
     assert made.used() == []
     assert made.heir(0, 0, 0) is None
-    assert made.fresh() == 2
+    assert made.fresh() == 3
 
 
 def test_a_hosted_reducer_takes_no_others_place() -> None:
