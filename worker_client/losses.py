@@ -148,7 +148,9 @@ class Losses:
             for reducer in self._map.used() if lost < final else ():
                 actions += self.missed(reducer, lost)
         stage, used = self._map.stage(), self._map.used()
-        first = next((reducer for reducer in used if reducer in there), None)
+        able = [reducer for reducer in used if reducer in there]
+        # Rather one that has a part of what is in progress: it would not take that again.
+        first = next((r for r in able if adopts and self._carries(r)), next(iter(able), None))
         patience_s = max(ADOPT_S, self._settings.wait_s)
         waited = now is not None and self._since is not None and now >= self._since + patience_s
         self._since = (now if self._since is None else self._since) if first is None else None
@@ -163,6 +165,11 @@ class Losses:
             for reducer in used:
                 actions += self.missed(reducer, final)
         return actions
+
+    def _carries(self, reducer: int) -> bool:
+        """Whether anything is in progress at a reducer."""
+        links = (link for link in self._links if link.reducer == reducer)
+        return any(self._flight.needs(link.index) for link in links)
 
     def _move_to(self, adopted: int) -> list[Action]:
         """Have everything go to the reducer that has taken the place of all."""

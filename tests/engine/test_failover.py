@@ -252,6 +252,20 @@ def test_the_first_that_answers_takes_the_place_of_the_last_one(three: Driven) -
     assert len(moved) == 6
 
 
+def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three: Driven) -> None:
+    three.submit(operation(64 * 6), 0.0)
+    for link in range(3):
+        three.disconnected(link, "died")
+        three.released(link)
+    join(three, 1, "another process")
+    three.released(0)
+    join(three, 0, "another process")
+    told = [action for lost in range(3) for action in hear_of(three, 1, lost, 1, "1")]
+    assert 1 not in resets(told)
+    assert (1, Loss(0, 1, stage=1)) in losses(told)
+    assert three.session._map.adopted == 1
+
+
 def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -> None:
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
