@@ -56,9 +56,9 @@ class Container:
         podman("kill", "--signal=KILL", self.name)
         podman("wait", self.name)
 
-    def stop(self) -> int:
-        """Send it SIGTERM and return its exit code."""
-        podman("stop", "--time=30", self.name)
+    def stop(self, grace_s: int = 30) -> int:
+        """Send it SIGTERM, and SIGKILL after a grace; return its exit code."""
+        podman("stop", f"--time={grace_s}", self.name)
         return int(self.state("ExitCode"))
 
     def wait(self) -> int:

@@ -19,11 +19,12 @@ from reducer.keygen import keygen
 from tests.containers.podman import Container, contained, podman, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 pytestmark = pytest.mark.timeout(1200)  # the first of these tests builds an image
 
 TRAIN = Path(__file__).parent / "train.py"
+DOCKER = Path(__file__).parent.parent.parent / "docker"
 MBIT = 200
 LARGEST_REDUCER = 200_000_000
 LOCKED = ["--read-only", "--read-only-tmpfs=false", "--cap-drop=all"]
@@ -122,13 +123,13 @@ class Job:
         self._reducer_image, self._worker_image = images
         self.pool = [self.start_reducer(host) for host in lab.hosts[:2]]
 
-    def start_reducer(self, host: Host) -> Container:
+    def start_reducer(self, host: Host, argv: Sequence[str] = ("serve",)) -> Container:
         """Start a reducer's container on a host, and wait until it serves."""
         server = contained(
             self._lab,
             host,
             self._reducer_image,
-            ["serve"],
+            argv,
             env=KEYS,
             volumes={self._keys / "pool": "/keys:ro"},
             options=LOCKED,
@@ -214,4 +215,44 @@ def test_a_reducers_container_is_killed_and_replaced_while_others_train(
     print(f"\n{steps} steps, a reducer killed and replaced: weights {weights}")  # noqa: T201
 
     job.pool[0] = job.start_reducer(host)
+    assert outcome(job.start_workers(str(steps))) == (steps, weights, 0)
+
+
+def wait_until_ready(server: Container, pod: dict[str, Any]) -> None:
+    """Probe a reducer as a kubelet does: first whether it has started, then whether it is ready."""
+    ports = {port["name"]: port["containerPort"] for port in pod["ports"]}
+    for name in ("startupProbe", "readinessProbe"):
+        probe = pod[name]
+        url = f"http://127.0.0.1:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
+        ask = f"from urllib.request import urlopen; urlopen({url!r}, timeout=1)"
+        for _ in range(probe.get("failureThreshold", 3)):
+            if not server.execute("python", "-c", ask).returncode:
+                break
+            time.sleep(probe["periodSeconds"])
+        else:
+            pytest.fail(f"{name}: {server.logs()}")
+
+
+def test_a_rolling_update_of_the_statefulset_costs_no_step(
+    job: Job, lab: Lab, tmp_path: Path
+) -> None:
+    """With its arguments, its probes and its grace: from the last one to the first, twice."""
+    yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
+    stateful = yaml.safe_load((DOCKER / "kubernetes/pool/statefulset.yaml").read_text())["spec"]
+    grace_s = stateful["template"]["spec"]["terminationGracePeriodSeconds"]
+    (pod,) = stateful["template"]["spec"]["containers"]
+    replicas = range(stateful["replicas"])
+    tmp_path.chmod(0o755)
+    for ordinal in replicas:
+        assert job.pool[ordinal].stop() == 0
+        job.pool[ordinal] = job.start_reducer(lab.hosts[ordinal], pod["args"])
+        wait_until_ready(job.pool[ordinal], pod)
+    workers = job.start_workers()
+    workers[0].wait_for("trained 20 steps")
+    for ordinal in [*reversed(replicas)] * 2:
+        assert job.pool[ordinal].stop(grace_s) == 0
+        job.pool[ordinal] = job.start_reducer(lab.hosts[ordinal], pod["args"])
+        wait_until_ready(job.pool[ordinal], pod)
+    (tmp_path / "stop").touch()
+    steps, weights = outcome(workers)[:2]
     assert outcome(job.start_workers(str(steps))) == (steps, weights, 0)
