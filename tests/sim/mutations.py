@@ -12,12 +12,14 @@ from tests.sim.processes import Worker
 from worker_client.aborts import Aborts
 from worker_client.calls import Calls
 from worker_client.failover import Failover
+from worker_client.losses import Losses
 from worker_client.plain_flight import PlainFlight
 from worker_client.shard_map import ShardMap, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reducer.errors import RankLostError
     from reducer.wire.header import Header
     from worker_client.actions import Reset
     from worker_client.flight import Send
@@ -108,6 +110,18 @@ def _number_by_place(self: Calls, operation: Operation) -> None:
     _number(self, operation)
 
 
+def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
+    """Take nothing from a rank that has come back since, though it had said nothing before."""
+    at, reason = self._of.departure(rank)
+    return reason if min(first for first, _ in self._spoke.values()) < at else None
+
+
+def _carries_nothing(self: Losses, reducer: int) -> bool:
+    """Let the first reducer that answers take the place of one that has a part already."""
+    del self, reducer
+    return False
+
+
 def _decline_nothing(question: Header, call: Header) -> None:
     """Let a question wait for ranks that have gone on without it."""
     del question, call
@@ -142,16 +156,22 @@ MUTATIONS = {
     "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=14),
     "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
     "adopted-unclaimed": Mutation(Failover, "claim", _claim_nothing, seed=60),
-    "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=245),
+    "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=562),
     "another-process-lost": Mutation(Failover, "lose", _leave_whatever_was_lost, seed=10),
     "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
+}
+
+# What only one world in thousands notices.
+RARE = {
+    "comebacks-refused": Mutation(Round, "departed", _refuse_whoever_left, seed=1968),
+    "adopted-left": Mutation(Losses, "_carries", _carries_nothing, seed=8739),
 }
 
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
     """Break one rule in the plain implementation."""
-    mutation = MUTATIONS[name]
+    mutation = (MUTATIONS | RARE)[name]
     with patch.object(mutation.owner, mutation.name, mutation.instead):
         yield
 

@@ -49,9 +49,9 @@ def test_a_seed_replays_to_the_byte() -> None:
     assert one.trace == other.trace
 
 
-@pytest.mark.parametrize("name", mutations.MUTATIONS)
+@pytest.mark.parametrize("name", mutations.MUTATIONS | mutations.RARE)
 def test_a_broken_rule_is_noticed(name: str) -> None:
-    seed = mutations.MUTATIONS[name].seed
+    seed = (mutations.MUTATIONS | mutations.RARE)[name].seed
     assert not run(seed, "plain")[2]
     with mutations.broken(name):
         assert run(seed, "plain")[2], "find another seed: python -m tests.sim --mutations"
