@@ -146,7 +146,7 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "no-duplicate-check": Mutation(Round, "holds", _no_duplicates, seed=2),
-    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=14),
+    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=12),
     "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=22),
     "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=8),
     "no-wait-for-release": Mutation(Worker, "_release", _release_at_once, seed=6),
