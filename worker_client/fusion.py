@@ -354,6 +354,10 @@ class Fusion(Generic[C]):
         except ReductionError as error:
             self._end_round(mine, error)
             return
+        if decision.void:
+            self._begin_anew()
+            self._rebase(decision.bases)
+            return
         self._learn(given_up, decision)
         early = time.monotonic() - LATE_S
         for request in takewhile(lambda one: one.begun < early, mine):  # the oldest come first
@@ -371,8 +375,7 @@ class Fusion(Generic[C]):
         for requests in groups:
             self._reduce(self._channel, requests)
         self._rebase(decision.bases)
-        if not decision.bases:
-            self._attend()
+        self._attend()
         self._rest(productive=bool(decision.ready or decision.mismatched or decision.given_up))
 
     def _learn(self, given_up: list[GivenUp], decision: Decision) -> None:
@@ -418,10 +421,10 @@ class Fusion(Generic[C]):
             return
         with self._changed:
             self._waiting.rebase(bases)
-            self._untold = [
-                one._replace(call=one.call - bases.get(one.name, 0)) for one in self._untold
-            ]
-            self._told = []
+            self._untold, self._told = (
+                [one._replace(call=one.call - bases.get(one.name, 0)) for one in given_up]
+                for given_up in (self._untold, self._told)
+            )
             self._refused = {
                 (name, call - bases.get(name, 0)): error
                 for (name, call), error in self._refused.items()
@@ -429,11 +432,7 @@ class Fusion(Generic[C]):
 
     def _end_round(self, mine: list[Request], error: ReductionError) -> None:
         """Take note that a round has failed; what it was about may have another one."""
-        # Other ranks may have heard more of this round than this one, or less.
-        self._negotiation.reset()
-        self._rest(productive=False)
-        with self._changed:
-            self._untold[:0], self._told = self._told, []
+        self._begin_anew()
         if self._has_ended:
             self._why = error
         elif isinstance(error, ReductionTimeout):
@@ -444,11 +443,19 @@ class Fusion(Generic[C]):
                 self._untold = []  # the others' calls fail as these do
             self._fail(self._waiting.withdraw(one.tensor.name for one in mine), error)
 
+    def _begin_anew(self) -> None:
+        """Let this rank say everything again: others may have heard more of a round, or less."""
+        self._negotiation.reset()
+        self._rest(productive=False)
+        with self._changed:
+            self._untold[:0], self._told = self._told, []
+
     def _negotiate(
         self, channel: Channel, mine: list[Request], given_up: list[GivenUp]
     ) -> Decision:
         negotiation = self._negotiation
-        self._sum(channel, negotiation.ask(mine, given_up), "tensors", mine)
+        asked = negotiation.ask(mine, given_up, self._submissions.calls)
+        self._sum(channel, asked, "tensors", mine)
         if (announcements := negotiation.hear()) is not None:
             self._sum(channel, announcements, "announcements", mine)
         return negotiation.decide()

@@ -8,15 +8,25 @@ all ranks gave it. Calls of one name are counted, so that nothing is mixed up af
 bit says that a rank has the call that is next. A call that a rank gives up, as it was refused, is
 announced as well, with the reason: it fails at the others.
 
+Names that never recur would fill the memory with their counts, so counts begin anew at times: all
+ranks subtract the same bases. One round alone cannot make them do so, as it may end well at some
+ranks and fail at others. When the first rank counts calls of too many names, it announces its
+counts as bases. A rank that has heard them has another `state`, so the next round ends well only if
+all ranks have. A rank at which it ends well subtracts them, and its age grows by one. A rank at
+which it fails has heard them as well: it subtracts them when a round shows it that another rank is
+older. Such a round is void, as one number does not mean the same call at all ranks, and nothing
+else is agreed on until all are of one age again.
+
 A round is one sum of bytes, in which every rank has a section of its own, and zeros elsewhere:
 
     1 byte    1, unless the rank takes no part
+    1 byte    its age, modulo 256
     4 bytes   length of its announcements, little-endian
     T/8 bytes which of the T known tensors it has, a bit each
 
 and, if anybody announces something, a second sum with all announcements, JSON, in rank order: a
-list for each tensor ([name, dtype, op, bytes, call]) and each call given up
-([name, call, reason, ranks that it was for in vain or null]).
+list for each tensor ([name, dtype, op, bytes, call]), each call given up
+([name, call, reason, ranks that it was for in vain or null]), and bases ([{name: calls}]).
 """
 
 from __future__ import annotations
@@ -25,6 +35,7 @@ import json
 import struct
 import zlib
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -34,14 +45,17 @@ from reducer.wire.constants import DType, ReduceOp
 from worker_client.names import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from reducer.errors import ReductionError
 
 JOIN = "worker_client.join"  # the tensor that is complete only when no rank has anything else
-MOST_KNOWN = 8192  # tensors; beyond that all ranks forget them, and announce again what they have
+# Beyond so many tensors all ranks forget them, and announce again what they have; beyond so many
+# names whose calls are counted, counts begin anew.
+MOST_KNOWN = 8192
 
-_HEAD = struct.Struct("<BI")
+_HEAD = struct.Struct("<BBI")
+_AGES = 256  # that a byte tells apart; those of two ranks differ by one at most
 _TENSOR = ("name", "dtype", "op", "nbytes", "call")  # of an announcement
 
 
@@ -58,7 +72,7 @@ class Key(NamedTuple):
     """One reduction of a tensor.
 
     Attributes:
-        call: how many calls of this name there were before.
+        call: how many calls of this name there were before, beyond the base that all ranks have.
     """
 
     tensor: Tensor
@@ -69,7 +83,7 @@ class GivenUp(NamedTuple):
     """A call of a name that this rank does not make.
 
     Attributes:
-        call: how many calls of this name there were before.
+        call: as of `Key`.
         why: the reason, for the other ranks.
         missing: if it has waited for the call in vain, the ranks that it has waited for.
     """
@@ -99,20 +113,23 @@ class Asked(Protocol):
 
 
 class Decision(NamedTuple):
-    """What a round has shown; the same at every rank.
+    """What a round has shown; the same at every rank, but for the bases.
 
     Attributes:
         ready: tensors that every rank has, in the order in which to reduce them.
         mismatched: what ranks have under one name with different properties, and why; of different
             calls only the earlier one, which has failed or was forgotten elsewhere.
         given_up: calls that a rank does not make, by name and call, and why.
-        bases: calls of names so far that all ranks are to count from 0 again, by name; else empty.
+        bases: what is to be subtracted from this rank's counts, by name; mostly empty. Ranks that
+            do not subtract it with this round have done so before, or will.
+        void: whether ranks count from different bases: what they have said is to be said again.
     """
 
     ready: list[Tensor]
     mismatched: dict[Key, MismatchError]
     given_up: dict[tuple[str, int], ReductionError]
-    bases: dict[str, int]
+    bases: Mapping[str, int]
+    void: bool = False
 
 
 class Negotiation:
@@ -128,6 +145,10 @@ class Negotiation:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
+        self._age = 0
+        self._ages = {0}  # of the ranks in the latest round
+        self._bases: Mapping[str, int] = {}  # announced last, and not subtracted
+        self._present = list(range(world_size))
         self._said = b""
         self._ends: list[int] = []
         self._lengths: list[int] = []
@@ -139,17 +160,22 @@ class Negotiation:
         self._calls: list[int] = []  # which call of each a bit means
         self._indices: dict[Tensor, dict[int, int]] = {}  # by call: mostly one of each tensor
         self._joins: list[int] = []  # indices of JOIN
+        self._based = False  # whether `state` says that this rank has heard `_bases`
         self.state = 0
         """A checksum of what is known: ranks whose sums differ in it cannot go on together."""
 
     def ask(
-        self, mine: Iterable[Asked], given_up: Iterable[GivenUp] = ()
+        self,
+        mine: Iterable[Asked],
+        given_up: Iterable[GivenUp] = (),
+        counts: Mapping[str, int] = MappingProxyType({}),
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Begin a round; return what is to be summed, uint8.
 
         Args:
             mine: the tensors that this rank has, no two of a name.
             given_up: the calls that this rank does not make, and has not announced as such.
+            counts: how many calls of each name this rank has made, or given up.
         """
         has = bytearray(len(self._known))
         indices = self._indices
@@ -159,9 +185,12 @@ class Negotiation:
                 has[indices[asked.tensor][asked.call]] = 1
             except KeyError:  # noqa: PERF203 (rare: at first alone)
                 news.append((*asked.tensor, asked.call))
+        first = self._present[0] == self._rank  # of the latest round: one is enough
+        if first and len(counts) > MOST_KNOWN and not self._based:
+            news.append((dict(counts),))  # a copy, as threads go on to count
         self._said = json.dumps(news, separators=(",", ":")).encode() if news else b""
         bits = np.packbits(np.frombuffer(has, np.uint8))
-        section = _HEAD.pack(1, len(self._said)) + bits.tobytes()
+        section = _HEAD.pack(1, self._age, len(self._said)) + bits.tobytes()
         buffer = np.zeros((self._world_size, len(section)), np.uint8)
         buffer[self._rank] = np.frombuffer(section, np.uint8)
         self._sections = buffer
@@ -170,12 +199,13 @@ class Negotiation:
     def hear(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """Read the sum; return what is to be summed now, uint8, if ranks announce something."""
         heads = [_HEAD.unpack_from(section.tobytes()) for section in self._sections]
-        self._present = [rank for rank, (present, _) in enumerate(heads) if present]
-        self._lengths = [length for _, length in heads]
+        self._present = [rank for rank, (present, *_) in enumerate(heads) if present]
+        self._ages = {heads[rank][1] for rank in self._present}
+        self._lengths = [length for *_, length in heads]
         self._ends = np.cumsum(self._lengths).tolist()
         total = self._ends[-1]
         self._announced = np.zeros(total, np.uint8)
-        if not total:
+        if not total or len(self._ages) > 1:
             return None
         end = self._ends[self._rank]
         self._announced[end - len(self._said) : end] = np.frombuffer(self._said, np.uint8)
@@ -183,15 +213,22 @@ class Negotiation:
 
     def decide(self) -> Decision:
         """End the round with all announcements."""
+        if len(self._ages) > 1:
+            younger = (self._age + 1) % _AGES in self._ages
+            return Decision([], {}, {}, self._grow_older() if younger else {}, void=True)
+        confirmed = self._based
         # Who was lost between the two sums has announced nothing in the second one.
         self._present = [rank for rank in self._present if self._has_announced(rank)]
         announced: dict[int, list[Key]] = {}
         given_up: dict[tuple[str, int], ReductionError] = {}
         for rank in self._present:
-            announced[rank], gone = self._announcements(rank)
+            announced[rank], gone, bases = self._announcements(rank)
             for one in gone:
                 given_up.setdefault((one.name, one.call), one.error_of(rank))
                 self._note(f"without {one.name} {one.call}")
+            if bases:  # who has heard some announces none before they are confirmed
+                self._bases, self._based = bases, True
+                self._note("bases")
         bits = self._sections[:, _HEAD.size :]
         known = np.unpackbits(bits, axis=1, count=len(self._known))[self._present].astype(bool)
         for key in chain.from_iterable(announced.values()):
@@ -212,12 +249,16 @@ class Negotiation:
         ready = self._go_on(np.flatnonzero(complete).tolist())
         for key in mismatched:
             self._forget(key)
-        bases: dict[str, int] = {}
-        if len(self._known) > MOST_KNOWN:
-            for tensor, calls in self._indices.items():
-                bases[tensor.name] = max(*calls, bases.get(tensor.name, 0))
+        if confirmed or len(self._known) > MOST_KNOWN:
             self.reset()
-        return Decision(ready, mismatched, given_up, bases)
+            self._note("anew")  # or a rank at which this round has failed would not be found
+        return Decision(ready, mismatched, given_up, self._grow_older() if confirmed else {})
+
+    def _grow_older(self) -> Mapping[str, int]:
+        """Return the bases, which all ranks have heard."""
+        bases, self._bases = self._bases, {}
+        self._age = (self._age + 1) % _AGES
+        return bases
 
     def lacking(self, key: Key) -> tuple[int, ...]:
         """Return the ranks that did not have a tensor of this rank in the latest round."""
@@ -239,19 +280,20 @@ class Negotiation:
         length = self._lengths[rank]
         return not length or bool(self._announced[self._ends[rank] - length])
 
-    def _announcements(self, rank: int) -> tuple[list[Key], list[GivenUp]]:
-        """Return the tensors that a rank announces, and the calls that it gives up."""
+    def _announcements(self, rank: int) -> tuple[list[Key], list[GivenUp], dict[str, int]]:
+        """Return what a rank announces: tensors, the calls that it gives up, and bases."""
         end, length = self._ends[rank], self._lengths[rank]
         said = json.loads(self._announced[end - length : end].tobytes()) if length else []
         keys = [
             Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
             for name, dtype, op, nbytes, call in (one for one in said if len(one) == len(_TENSOR))
         ]
-        gone = (one for one in said if len(one) == len(GivenUp._fields))
-        return keys, [
+        given_up = (one for one in said if len(one) == len(GivenUp._fields))
+        gone = [
             GivenUp(name, call, why, None if missing is None else tuple(missing))
-            for name, call, why, missing in gone
+            for name, call, why, missing in given_up
         ]
+        return keys, gone, next((one[0] for one in said if len(one) == 1), {})
 
     def _learn(self, key: Key) -> None:
         (name, dtype, op, nbytes), call = key

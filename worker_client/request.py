@@ -23,7 +23,7 @@ class Request(Work):
 
     Attributes:
         tensor: what it is.
-        call: how many calls of its name there were before.
+        call: as of `Key`.
         data: what the caller gave.
         view: its memory, bytes.
         write_back: copies the result to where the caller expects it, if `view` is a copy.
@@ -97,7 +97,7 @@ class Submissions(Protocol):
 
     Attributes:
         requests: those that wait for other ranks.
-        calls: of each name, from when ranks began to count.
+        calls: of each name so far, beyond the base that all ranks have; it may be below that.
         refusal: why nothing is accepted any more, if so.
         news_bytes: of what has come since the latest round began.
         news_since: when the oldest of that came, in seconds of the monotonic clock, ...

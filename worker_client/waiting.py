@@ -43,14 +43,13 @@ class Waiting:
         return len(self._requests)
 
     def rebase(self, bases: Mapping[str, int]) -> None:
-        """Count calls of some names from 0 again: so many of each count as none from now on."""
+        """Subtract bases from the counts of names, and keep those that are not 0 then."""
         with self.changed:
-            for name, base in bases.items():
-                calls = self.submissions.calls.pop(name, 0) - base
-                if calls:
-                    self.submissions.calls[name] = calls
-                if (request := self._requests.get(name)) is not None:
-                    request.call -= base
+            counts = self.submissions.calls
+            left = {name: counts.get(name, 0) - bases.get(name, 0) for name in {**counts, **bases}}
+            self.submissions.calls = {name: count for name, count in left.items() if count}
+            for name, request in self._requests.items():
+                request.call -= bases.get(name, 0)
 
     def all(self) -> list[Request]:
         """Return all of them."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
+from worker_client import negotiation as negotiation_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,3 +101,50 @@ def test_a_fused_all_reduce_that_one_rank_does_not_make(
     assert {*bad[0], *bad[1], *bad[2]} <= {"MismatchError", "ReductionTimeout"}
     assert bad[1], "the others have asked for what rank 0 did not"
     assert reduce_all(clients, 2) == [[], [], []]
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(
+    job: Job, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(negotiation_module, "MOST_KNOWN", 5)
+    clients = job(2)
+    negotiation = clients[1]._fusion._negotiation
+    real, left = negotiation.decide, -1
+
+    def fail_once() -> Any:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise ReductionTimeout("at this rank alone")
+        return real()
+
+    monkeypatch.setattr(negotiation, "decide", fail_once)
+
+    def train(client: Client) -> tuple[list[float], int]:
+        """Return the sums of a name that recurs, by step, and how many names have counts."""
+        nonlocal left
+        found = []
+        for step in range(30):
+            if step in {5, 20}:
+                others = [
+                    client.all_reduce(np.ones(4), "sum", name=f"x{step}-{at}", timeout=1)
+                    for at in range(6)
+                ]
+            if (step, client.rank) == (5, 1):
+                left = which
+            data = np.full(4, 100.0**client.rank * (step + 1))
+            with suppress(ReductionError):
+                data = client.all_reduce(data, "sum", name="grad", timeout=5).wait(20)
+                found += [(step, data[0])]
+            if step in {10, 20}:
+                for other in others:
+                    with suppress(ReductionError):
+                        other.wait(20)
+        return found, len(client._fusion._submissions.calls)
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, names in pool.map(train, clients):
+            assert found == [(step, 101.0 * (step + 1)) for step, _ in found]
+            assert [step for step, _ in found][-9:] == list(range(21, 30))
+            assert names < 7, "of 13"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,6 +12,9 @@ import pytest
 from reducer.wire.constants import DType, ReduceOp
 from worker_client import negotiation
 from worker_client.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def key(
@@ -42,15 +47,19 @@ class Ranks:
         *has: list[Key],
         absent: tuple[int, ...] = (),
         given_up: tuple[int, GivenUp] | None = None,
+        counts: Mapping[str, int] = MappingProxyType({}),
     ) -> list[Decision]:
         """Make a round; every rank is told of the same, and only of what all present ranks have.
 
-        `given_up`: which rank makes which call no more.
+        `given_up`: which rank makes which call no more. `counts`: calls of each name.
         """
         gone = dict([given_up] if given_up else [])
         present = [rank for rank in range(len(self.all)) if rank not in absent]
         assert len({self.all[rank].state for rank in present}) == 1
-        self._sum([self.all[at].ask(has[at], [gone[at]] if at in gone else []) for at in present])
+        asked = [
+            self.all[at].ask(has[at], [gone[at]] if at in gone else [], counts) for at in present
+        ]
+        self._sum(asked)
         announced = [self.all[rank].hear() for rank in present]
         if announced[0] is not None:
             self._sum(announced)
@@ -193,21 +202,74 @@ def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing() -> 
 def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 10)
     ranks = Ranks(2)
-    late, before, forgotten = key("late"), 0, 0
-    for first in range(0, 60, 3):
+    late, forgotten = key("late"), 0
+    for call, first in enumerate(range(0, 60, 3)):
         keys = [key(f"t{at}") for at in range(first, first + 3)]
-        often = key("often", call=before)
-        decision, other = ranks.round([late, often, *keys], [often, *keys])
+        often = key("often", call=call)
+        decision, _ = ranks.round([late, often, *keys], [often, *keys])
         assert set(decision.ready) == set(tensors(often, *keys))
-        assert ranks.all[0].lacking(late) == (() if decision.bases else (1,))
-        assert decision.bases == other.bases
-        before += 1 - decision.bases.get("often", 0)
-        if decision.bases:
-            forgotten += 1
-            assert decision.bases["late"] == 0
-            assert before == 0, "they count from here"
+        assert decision.bases == {}, "they count on"
+        forgotten += ranks.all[0].lacking(late) == ()
     assert forgotten > 3
     assert ranks.round([late], [late])[0].ready == tensors(late)
+
+
+COUNTS = {"a": 3, "b": 1, "c": 7}
+
+
+def test_counts_begin_anew_when_all_ranks_have_heard_from_where(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
+    ranks = Ranks(2)
+    for _ in range(300):  # more than ages are told apart
+        for decision in ranks.round([], [key("a", call=2)], counts=COUNTS):
+            assert decision.bases == {}, "some rank may not have heard of them"
+        for decision in ranks.round([], [], counts={**COUNTS, "a": 4}):
+            assert decision.bases == COUNTS
+    enough = {"a": 5, "b": 5}
+    assert [one.bases for one in ranks.round([], [], counts=enough)] == [{}, {}]
+    assert [one.bases for one in ranks.round([], [], counts=enough)] == [{}, {}]
+
+
+def test_a_rank_that_missed_the_bases_or_their_confirmation_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
+    ranks = Ranks(2)
+    for _ in range(2):
+        ranks.round([], [], counts=COUNTS)
+        assert ranks.all[0].state != Negotiation(1, 2).state
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_round_that_fails_at_one_rank_does_not_part_the_bases(
+    which: int, rank: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is ready while ranks count from different bases, but before and after that."""
+    monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
+    ranks = Ranks(3)
+    first = [0, 0, 0]  # which call of "a" each of them numbers 0
+    for number in range(12):
+        if len({one.state for one in ranks.all}) > 1:  # reducers tell by the names of the sums
+            for one in ranks.all:
+                one.reset()
+        before = set(first)
+        counts = COUNTS if before == {0} else {}
+        ranks._sum([one.ask([key("a")], [], counts) for one in ranks.all])
+        announced = [one.hear() for one in ranks.all]
+        if announced[0] is not None:
+            ranks._sum(announced)
+        for at, one in enumerate(ranks.all):
+            if at == rank and which <= number < which + times:
+                one.reset()
+                continue
+            decision = one.decide()
+            assert bool(decision.ready) == (len(before) == 1)
+            first[at] += decision.bases.get("a", 0)
+    assert first == [COUNTS["a"]] * 3
 
 
 @pytest.mark.parametrize("seed", range(20))

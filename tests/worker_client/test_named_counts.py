@@ -1,0 +1,211 @@
+"""Calls with names while rounds fail at random ranks: what is summed belongs together."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from reducer.errors import MismatchError, ReductionError, ReductionTimeout
+from reducer.implementation import NAMES
+from worker_client import fusion, implementation, negotiation
+from worker_client.fusion import Fusion
+from worker_client.negotiation import GivenUp
+from worker_client.work import PlainWork
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from worker_client.host_buffer import HostBuffer
+    from worker_client.work import Work
+
+WORLD_SIZE = 3
+MOST = 4  # names that are known, or whose calls are counted
+PLACE = 10**6  # of a sum of int64, a rank has its own: so it shows whose calls are in it
+SHORT_S, LONG_S = 0.3, 5.0
+STEPS = 15
+
+
+class Disturbed(NamedTuple):
+    """What is not as usual, as pairs: a rank, and which of its all-reduces or steps.
+
+    Attributes:
+        failing: all-reduces whose sum only the other ranks get.
+        declining: steps in which it declines a call.
+        pausing: steps before which it pauses for longer than calls may take.
+    """
+
+    failing: Collection[tuple[int, int]]
+    declining: Collection[tuple[int, int]]
+    pausing: Collection[tuple[int, int]]
+
+
+CALM = Disturbed((), (), ())
+RANKS = st.integers(0, WORLD_SIZE - 1)
+SOME_STEPS = st.sets(st.tuples(RANKS, st.integers(0, STEPS - 1)), max_size=2)
+DISTURBED = st.builds(
+    Disturbed,
+    st.sets(st.tuples(RANKS, st.integers(0, 4 * STEPS)), min_size=1, max_size=12),
+    SOME_STEPS,
+    SOME_STEPS,
+)
+
+
+class Sums:
+    """All-reduces without reducers: all ranks' n-th ones meet, and fail if their names differ."""
+
+    def __init__(self, failing: Collection[tuple[int, int]]) -> None:
+        self.failing = failing  # which rank does not get which sum
+        self.lock = threading.RLock()
+        self.joined: list[dict[int, tuple[str, np.ndarray, PlainWork]]] = []
+        self.errors: dict[int, ReductionError] = {}
+
+    def join(self, rank: int, number: int, name: str, data: np.ndarray, work: PlainWork) -> None:
+        with self.lock:
+            while len(self.joined) <= number:
+                self.joined.append({})
+            ranks = self.joined[number]
+            ranks[rank] = name, data, work
+            if len({(name, data.size) for name, data, _ in ranks.values()}) > 1:
+                differ = {"rank": 0, "other_rank": 1, "expected": "", "got": ""}
+                self.fail(number, MismatchError("other names", field="name", **differ))
+            elif number in self.errors:
+                self.fail(number, self.errors[number])
+            elif len(ranks) == WORLD_SIZE:
+                total = sum(data for _, data, _ in ranks.values())
+                for at, (_, into, its) in ranks.items():
+                    lost = (at, number) in self.failing
+                    into[:] = 0 if lost else total
+                    its.finish(None, ReductionTimeout("at this rank alone") if lost else None)
+
+    def fail(self, number: int, error: ReductionError) -> None:
+        with self.lock:
+            self.errors[number] = error
+            for _, _, work in self.joined[number].values():
+                work.finish(None, error)
+
+
+class Channel:
+    """One rank's `worker_client.fusion.Channel`."""
+
+    usable = True
+    in_callback = False
+
+    def __init__(self, sums: Sums, rank: int) -> None:
+        self.sums, self.rank, self.number = sums, rank, 0
+
+    def all_reduce(self, data: np.ndarray, *_: Any, name: str, timeout: float) -> PlainWork:
+        number, until = self.number, time.monotonic() + timeout
+        self.number += 1
+
+        def expire(done: Any, _: float) -> None:  # called whenever somebody waits
+            if not done() and time.monotonic() > until:
+                self.sums.fail(number, ReductionTimeout("late"))
+
+        work = PlainWork(name, expire)
+        self.sums.join(self.rank, number, name, data, work)
+        return work
+
+    def submit(
+        self, buffer: HostBuffer, _: Any, name: str, timeout_s: float, **_rounded: Any
+    ) -> PlainWork:
+        data = np.frombuffer(buffer.view, np.int64)
+        return self.all_reduce(data, name=name, timeout=timeout_s)
+
+    def rounds(self, *_: Any) -> bool:
+        return False
+
+    def lead(self, *_: Any) -> None:
+        """Sums come by themselves."""
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+class Rank:
+    """One rank's program.
+
+    Each step has two names that recur, which are waited for, and one that does not.
+    """
+
+    def __init__(self, sums: Sums, rank: int, impl: str, seed: int) -> None:
+        self.rank = rank
+        self.rng = random.Random(1000 * seed + rank)
+        self.fusion = Fusion(
+            lambda: Channel(sums, rank),
+            rank,
+            WORLD_SIZE,
+            2**20,
+            cycle_s=0.0,
+            timeout_s=LONG_S,
+            submissions=implementation.select(impl).submissions,
+        )
+
+    def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> int:
+        """Make the calls of some steps; return how many failed. The others' sums are right."""
+        fresh, failed = [], 0
+        for step in steps:
+            time.sleep(2 * SHORT_S * ((self.rank, step) in disturbed.pausing))
+            works = []
+            for name in self.rng.sample(["a", "b", f"x{step}"], 3):
+                if name == "a" and (self.rank, step) in disturbed.declining:
+                    self.fusion.decline(name, ValueError("none here"))
+                    continue
+                number = 10 * step + "abx".index(name[0]) + 1
+                data = np.full(1, PLACE**self.rank * number)
+                work = self.fusion.submit(data, "sum", name, timeout_s)
+                (fresh if name[0] == "x" else works).append((number, work))
+            failed += sum(self.fails(*one) for one in works)
+        return failed + sum(self.fails(*one) for one in fresh)
+
+    @staticmethod
+    def fails(number: int, work: Work) -> bool:
+        try:
+            (total,) = work.wait()
+        except ReductionError:
+            return True
+        assert total == number * sum(PLACE**rank for rank in range(WORLD_SIZE))
+        return False
+
+
+@pytest.mark.parametrize("impl", NAMES)
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # threads take turns as they like: smaller ones may not fail again
+)
+@given(DISTURBED, st.integers(0, 1000))
+def test_whatever_fails_where_only_calls_of_one_step_are_summed(
+    impl: str, disturbed: Disturbed, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(WORLD_SIZE) as pool:
+        patch.setattr(negotiation, "MOST_KNOWN", MOST)
+        patch.setattr(fusion, "LOOK_S", 0.01)
+        sums = Sums(disturbed.failing)
+        ranks = [Rank(sums, rank, impl, seed) for rank in range(WORLD_SIZE)]
+        try:
+            list(pool.map(lambda one: one.run(range(STEPS), SHORT_S, disturbed), ranks))
+            sums.failing = ()
+            steps = range(STEPS, 2 * STEPS)
+            assert list(pool.map(lambda one: one.run(steps, LONG_S, CALM), ranks)) == [0, 0, 0]
+            for one in ranks:
+                assert len(one.fusion._submissions.calls) <= 4 * MOST, "of 32 names"
+        finally:
+            for one in ranks:
+                one.fusion.stop()
+
+
+def test_what_others_have_to_be_told_again_is_counted_from_the_same_base() -> None:
+    fusion = Rank(Sums(()), 0, "plain", 0).fusion
+    fusion._told, fusion._untold = [GivenUp("a", 5, "told")], [GivenUp("b", 1, "not yet")]
+    fusion._rebase({"a": 3})
+    fusion._begin_anew()
+    assert fusion._untold == [GivenUp("a", 2, "told"), GivenUp("b", 1, "not yet")]
