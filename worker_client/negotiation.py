@@ -155,14 +155,17 @@ class Negotiation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tensors that ranks have announced."""
+        """Forget all that ranks have announced."""
+        self._forget_tensors()
+        self._based = False  # whether `state` says that this rank has heard `_bases`
+        self.state = 0
+        """A checksum of what is known: ranks whose sums differ in it cannot go on together."""
+
+    def _forget_tensors(self) -> None:
         self._known: list[Tensor | None] = []
         self._calls: list[int] = []  # which call of each a bit means
         self._indices: dict[Tensor, dict[int, int]] = {}  # by call: mostly one of each tensor
         self._joins: list[int] = []  # indices of JOIN
-        self._based = False  # whether `state` says that this rank has heard `_bases`
-        self.state = 0
-        """A checksum of what is known: ranks whose sums differ in it cannot go on together."""
 
     def ask(
         self,
@@ -250,13 +253,13 @@ class Negotiation:
         for key in mismatched:
             self._forget(key)
         if confirmed or len(self._known) > MOST_KNOWN:
-            self.reset()
+            self._forget_tensors()
             self._note("anew")  # or a rank at which this round has failed would not be found
         return Decision(ready, mismatched, given_up, self._grow_older() if confirmed else {})
 
     def _grow_older(self) -> Mapping[str, int]:
         """Return the bases, which all ranks have heard."""
-        bases, self._bases = self._bases, {}
+        bases, self._bases, self._based = self._bases, {}, False
         self._age = (self._age + 1) % _AGES
         return bases
 

@@ -222,11 +222,12 @@ def test_counts_begin_anew_when_all_ranks_have_heard_from_where(
 ) -> None:
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
     ranks = Ranks(2)
-    for _ in range(300):  # more than ages are told apart
-        for decision in ranks.round([], [key("a", call=2)], counts=COUNTS):
-            assert decision.bases == {}, "some rank may not have heard of them"
-        for decision in ranks.round([], [], counts={**COUNTS, "a": 4}):
-            assert decision.bases == COUNTS
+    waiting = [key(name) for name in "efgh"]  # too many to be known: they are announced each time
+    for number in range(600):  # more than ages are told apart
+        mine = waiting if number % 4 < 2 else []
+        counts = COUNTS if number % 2 == 0 else {**COUNTS, "a": 4}
+        for decision in ranks.round(mine, [key("a", call=2)], counts=counts):
+            assert decision.bases == (COUNTS if number % 2 else {}), "some may not have heard them"
     enough = {"a": 5, "b": 5}
     assert [one.bases for one in ranks.round([], [], counts=enough)] == [{}, {}]
     assert [one.bases for one in ranks.round([], [], counts=enough)] == [{}, {}]
