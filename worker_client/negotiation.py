@@ -254,7 +254,6 @@ class Negotiation:
             self._forget(key)
         if confirmed or len(self._known) > MOST_KNOWN:
             self._forget_tensors()
-            self._note("anew")  # or a rank at which this round has failed would not be found
         return Decision(ready, mismatched, given_up, self._grow_older() if confirmed else {})
 
     def _grow_older(self) -> Mapping[str, int]:
