@@ -17,12 +17,16 @@ What a rank has in common with the others, and would not have in an interpreter 
 of hashes (so an order that depends on it is noticed by `fresh` ranks alone: those of launchers, of
 the README and of the demo), what `PYTHON*` and `OMP_NUM_THREADS` say of the interpreter, and the
 modules that are imported already. These are of others: each rank imports `reducer` and
-`worker_client` itself.
+`worker_client` itself. At its end, what it has made itself is finalized as ever; the modules that
+were imported before the fork, and the destructors of their C++ libraries, would take half a second
+of every rank, and `fresh` ranks alone see to them.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -44,10 +48,26 @@ ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 def preload() -> None:
     """Import what takes ranks long to import, as far as it is installed."""
+    others: dict[str, ModuleType] = {}
+    atexit.register(spare, others)  # what is registered first is called last
     for name in PRELOAD:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    others.update(sys.modules)
+    for name in ("__main__", "builtins", "sys"):
+        del others[name]
     gc.freeze()  # the end of every rank would look for garbage among all that, for a second
+    with contextlib.suppress(AttributeError):  # it is of glibc
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)  # with the exit code; what is registered later comes first
+
+
+def spare(modules: dict[str, ModuleType]) -> None:
+    """Keep modules from being finalized: this interpreter no longer knows them, nor frees them."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    for name, module in modules.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
 
 
 def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
