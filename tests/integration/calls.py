@@ -38,7 +38,7 @@ def process_of(server: str) -> psutil.Process:
     port = int(server.rpartition(":")[2])
     (found,) = (
         child
-        for child in psutil.Process().children()
+        for child in psutil.Process().children(recursive=True)  # of the fork server's
         if any(c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections())
     )
     return found

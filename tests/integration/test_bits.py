@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reducer import kernels, local_pool
+from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
+from tests.conftest import local_pool
 from worker_client.startup import connect
 
 if TYPE_CHECKING:

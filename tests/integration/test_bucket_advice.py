@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reducer import local_pool
-from tests.conftest import joined
+from tests.conftest import joined, local_pool
 
 torch = pytest.importorskip("torch", reason="needs torch")
 dist = pytest.importorskip("torch.distributed", reason="needs torch.distributed")

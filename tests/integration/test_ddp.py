@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from reducer import local_pool
+from tests.conftest import local_pool
 from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")

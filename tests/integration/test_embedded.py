@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from reducer import local_pool
+from tests.conftest import local_pool
 from tests.ranks import environments, ranks
 
 pytest.importorskip("torch", reason="needs torch")

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from reducer import config as reducer_config
-from reducer import local_pool
 from reducer.errors import (
     CapacityError,
     ConfigError,
@@ -29,6 +28,7 @@ from reducer.errors import (
 )
 from reducer.server import Server
 from reducer.wire.constants import ReduceOp
+from tests.conftest import local_pool
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
 from worker_client.demo.ranks import free_port

@@ -14,8 +14,8 @@ pytest.importorskip("torch", reason="needs torch")
 
 from bench.chaos_run import Pool
 from bench.ranks import Ranks
-from reducer import local_pool
 from reducer.errors import ConfigError
+from tests.conftest import local_pool
 from tests.ranks import Loopback
 from worker_client.startup import connect
 

@@ -10,8 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from reducer import local_pool
-from tests.conftest import joined
+from tests.conftest import joined, local_pool
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),

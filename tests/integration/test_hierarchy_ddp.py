@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reducer import local_pool
+from tests.conftest import local_pool
 from tests.integration.hierarchy_rank import VICTIM
 from tests.ranks import environments, ranks
 

@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 
 import worker_client
-from reducer import local_pool
 from reducer.errors import (
     ConfigError,
     MismatchError,
     RankLostError,
     StaleGenerationError,
 )
-from tests.conftest import joined
+from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of
 from worker_client.startup import connect
 

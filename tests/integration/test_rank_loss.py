@@ -14,7 +14,7 @@ import pytest
 
 from bench import pool, rank_loss
 from bench.fault_job import Job
-from reducer import local_pool
+from tests.conftest import local_pool
 from tests.integration import elastic
 from tests.ranks import Loopback, environments, ranks
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from reducer import local_pool
+from tests.conftest import local_pool
 from tests.ranks import environments, ranks
 
 SCRIPT = """

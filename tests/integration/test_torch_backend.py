@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from reducer import local_pool
 from reducer.errors import ConfigError
+from tests.conftest import local_pool
 from tests.ranks import environments, ranks, run
 
 torch = pytest.importorskip("torch", reason="needs torch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reducer import local_pool
+from tests.conftest import local_pool
 from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")

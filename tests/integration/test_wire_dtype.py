@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from reducer import kernels, local_pool
+from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
-from tests.conftest import joined
+from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of
 from worker_client import casts, wire_cast
 from worker_client.packing import all_reduce_arrays

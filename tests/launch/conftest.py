@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reducer import local_pool
-from tests.conftest import NAMES, PREFIXES
+from tests.conftest import NAMES, PREFIXES, local_pool
 from tests.lab.conftest import namespaces  # noqa: F401 (a fixture)
 
 if TYPE_CHECKING:

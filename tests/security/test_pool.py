@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from reducer import config, keyfiles, local_pool
+from reducer import config, keyfiles
 from reducer.errors import (
     AuthError,
     ConfigError,
@@ -24,7 +24,7 @@ from reducer.server import Server
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
-from tests.conftest import joined
+from tests.conftest import joined, local_pool
 from tests.integration.calls import all_reduce, errors_of, ones
 from tests.security.conftest import WAIT_S, busy, until
 from worker_client.startup import connect

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reducer import local_pool
+from tests.conftest import local_pool
 from worker_client import device, driver, staged_call, startup
 
 if TYPE_CHECKING:

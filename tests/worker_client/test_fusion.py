@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reducer import local_pool
 from reducer.errors import (
     ConfigError,
     LocalProtocolError,
@@ -23,7 +22,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import PLACES
-from tests.conftest import joined
+from tests.conftest import joined, local_pool
 from worker_client import pending, waiting
 
 if TYPE_CHECKING:
