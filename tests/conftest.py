@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -101,7 +102,14 @@ def place(item: pytest.Item) -> int:
 
 def row_of(item: pytest.Item) -> Row | None:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return next((row for row in ROWS if row.names(item.nodeid, parameters)), None)
+    rows = rows_of(item.nodeid.partition("::")[0])
+    return next((row for row in rows if row.names(item.nodeid, parameters)), None)
+
+
+@functools.cache
+def rows_of(file: str) -> tuple[Row, ...]:
+    """Return the rows of a file, and of the folders that it is in."""
+    return tuple(row for row in ROWS if row.tests.startswith(file) or file.startswith(row.tests))
 
 
 def check_rows(items: list[pytest.Item]) -> None:
