@@ -59,6 +59,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/launch/* worker_client/launching.py", ("tests/launch",)),
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
+    ("examples/quickstart.py", (f"{JOBS}readme.py", "tests/launch")),
     ("tests/frameworks/torch_suite.py", (TORCH_SUITE,)),
     ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),
     ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),

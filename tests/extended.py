@@ -132,7 +132,15 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     # -- whole trainings
+    "tests/integration/test_readme.py": {
+        "test_the_quick_start_runs_as_shown[forks]": (
+            "test_the_quick_start_runs_as_shown[torchrun]",
+        ),
+    },
     "tests/integration/test_demo.py": {
+        "test_it_trains_alike_through_reducers_and_through_gloo": (
+            "test_the_command_trains_alike",
+        ),
         "test_ranks_that_differ_are_a_failure": ("test_too_little_training",),
         "test_it_can_be_stopped[terminate]": (
             "test_it_can_be_stopped[ctrl-c]",

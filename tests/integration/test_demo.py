@@ -8,21 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.ranks import SETTINGS, Forked
 from worker_client.demo import ranks, run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from typing import IO
 
-imread = pytest.importorskip("matplotlib.image", reason="needs the extra 'demo'").imread
-for package in ("torch", "sklearn"):
-    pytest.importorskip(package, reason="needs the extra 'demo'")
+for package in run.PACKAGES:  # some tests alone import them
+    if not find_spec(package):
+        pytest.skip("needs the extra 'demo'", allow_module_level=True)
 
 COMMAND = [str(Path(sys.executable).with_name("worker-client")), "demo"]
 GONE_S = 2.0
@@ -132,9 +136,36 @@ def cells(said: str, row: str) -> list[str]:
     return [cell.strip() for cell in found.groups()]
 
 
-def test_it_trains_alike_through_reducers_and_through_gloo(start: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def forked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str]]:
+    """The demo in this process, with workers that are forked: its exit code, and what it says."""
+
+    def fork(command: list[str], env: dict[str, str], **streams: IO[Any] | int) -> Forked:
+        return Forked(command[1:], {**env, **SETTINGS}, **streams)
+
+    def demo(**options: int) -> tuple[int, str]:
+        code = run.demo(**options, plot_to=tmp_path / "demo-loss.png")
+        return code, capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    return demo
+
+
+def test_it_trains_alike_through_reducers_and_through_gloo(forked: Any, tmp_path: Path) -> None:
+    assert_alike(*forked(workers=2, reducers=2, epochs=3), tmp_path)
+
+
+def test_the_command_trains_alike(start: Any, tmp_path: Path) -> None:
     demo = start("--workers", "2", "--epochs", "3")
-    code, said = demo.finish()
+    assert_alike(*demo.finish(), tmp_path)
+    demo.assert_nobody_is_left(within_s=0)
+
+
+def assert_alike(code: int, said: str, folder: Path) -> None:
     assert code == 0, said
     accuracies = [float(cell.removesuffix(" %")) for cell in cells(said, "test accuracy")]
     assert min(accuracies) >= 95
@@ -145,11 +176,12 @@ def test_it_trains_alike_through_reducers_and_through_gloo(start: Any, tmp_path:
     # Every step reduces every gradient once: 4 bytes for each of the network's parameters.
     steps, parameters = 3 * ((1797 - 360) // (2 * 16)), 151_498
     assert cells(said, "bytes reduced per worker") == [f"{steps * parameters * 4:,}", "-"]
-    assert_two_curves(tmp_path / "demo-loss.png")
-    demo.assert_nobody_is_left(within_s=0)
+    assert_two_curves(folder / "demo-loss.png")
 
 
 def assert_two_curves(path: Path) -> None:
+    from matplotlib.image import imread  # noqa: PLC0415 (takes long)
+
     picture = imread(path)
     assert picture.shape[:2] == (600, 960)
     for colour in ("1f77b4", "ff7f0e"):  # matplotlib's first two

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from reducer import config as reducer_config
+from tests.ranks import environments, ranks
 from worker_client import config as worker_config
 
 ROOT = Path(__file__).parents[2]
@@ -42,19 +43,43 @@ def test_the_quick_start_is_the_example() -> None:
     assert block("python") == (ROOT / "examples" / "quickstart.py").read_text()
 
 
-def test_the_quick_start_runs_as_shown() -> None:
+TORCHRUN = """#!/bin/sh
+echo "$REDUCTION_SERVERS" "$@" > '{folder}/asked'
+cat '{folder}/answered'
+"""
+
+
+def fork_for(shell: subprocess.Popen[str], folder: Path) -> None:
+    """Answer TORCHRUN as the ranks would, which are forked."""
+    asked, answered = folder / "asked", folder / "answered"
+    for embedded in (False, True):  # as the quick start does
+        servers, *options = asked.read_text()[:-1].split(" ")
+        assert shell.poll() is None
+        assert (servers == "") == embedded
+        assert options == ["--nproc-per-node", "3", "examples/quickstart.py"]
+        with ranks(environments(3, servers.split(",") * bool(servers)), ROOT / options[2]) as job:
+            answered.write_text("".join(job.outputs()))
+
+
+@pytest.mark.parametrize("launcher", ["forks", "torchrun"])
+def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch")
     # Only the port numbers are changed, because another program may have those of the README.
     script, (first, second, master) = block("sh"), free_ports(3)
     assert script.count("5555") == script.count("5556") == 2
     script = script.replace("5555", first).replace("5556", second)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
+    if launcher == "forks":
+        for fifo in ("asked", "answered"):
+            os.mkfifo(tmp_path / fifo)
+        (tmp_path / "torchrun").write_text(TORCHRUN.format(folder=tmp_path))
+        (tmp_path / "torchrun").chmod(0o755)
     shell = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", f"{script}\nwait"],
         cwd=ROOT,
         env={
             **inherited,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PET_MASTER_PORT": master,
         },
         stdout=subprocess.PIPE,
@@ -63,6 +88,8 @@ def test_the_quick_start_runs_as_shown() -> None:
         start_new_session=True,
     )
     try:
+        if launcher == "forks":
+            fork_for(shell, tmp_path)
         said, _ = shell.communicate(timeout=200)
         assert shell.returncode == 0, said
         with pytest.raises(ProcessLookupError):
