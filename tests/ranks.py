@@ -302,9 +302,11 @@ class Loopback:
     Attributes:
         hosts: all of them this machine.
         address: of each.
+        mbit: its links have no rate.
     """
 
     address = "127.0.0.1"
+    mbit = None
 
     def __init__(self, hosts: int) -> None:
         self.hosts = [self] * hosts

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from bench import ddp, ddp_models
+from bench import ddp, ddp_models, options
 from bench.ddp_figures import Reports
 from bench.results import DdpResults
+from tests.ranks import Loopback
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,11 +18,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux
 
 
 @pytest.mark.parametrize(
-    ("model", "pool"),
-    [("mlp", {"reducers": 2}), ("mlp", {"embedded": True}), ("digits", {"reducers": 1})],
+    ("model", "pool", "forks"),
+    [
+        ("mlp", {"reducers": 2}, False),
+        ("mlp", {"embedded": True}, True),
+        ("digits", {"reducers": 1}, False),
+    ],
 )
-def test_a_tiny_run(model: str, pool: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tiny_run(
+    model: str, pool: dict[str, Any], forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, picture = tmp_path / "ddp.json", tmp_path / "ddp.png"
+    if forks:
+        monkeypatch.setattr(options, "lab", lambda hosts, _: Loopback(hosts))
 
     with pytest.raises(SystemExit) as exited:
         ddp.main(
