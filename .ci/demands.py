@@ -56,6 +56,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_modules("tensorflow torch_*"), (FRAMEWORKS,)),
     ("worker_client/horovod/*", (FRAMEWORKS, f"{JOBS}horovod.py")),
     (_modules("torch_* process_group"), (TORCH_SUITE, f"{JOBS}torch_backend.py")),
+    (_modules("ddp process_group"), (f"{JOBS}ddp.py", f"{JOBS}readme.py")),
     ("worker_client/launch/* worker_client/launching.py", ("tests/launch",)),
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),

@@ -14,7 +14,7 @@ from tests.sim.world import World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SEEDS = 100
+SEEDS = 50
 MORE_SEEDS = 2000
 BATCH = 50
 
