@@ -8,37 +8,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from reducer.clock import ServingTime
 from reducer.limits import TAKEN_PER_LOOK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from reducer.engine import Engine
     from reducer.reductions import Send
     from reducer.transport import Transport
-
-MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than a step takes
-
-
-class ServingTime:
-    """A clock that stands still while its thread does not run.
-
-    A reducer that was not scheduled, or whose machine was paused, has heard nobody meanwhile, and
-    nobody may have been able to speak. So whoever is late by this clock has had that time.
-
-    Args:
-        read: a monotonic clock, seconds.
-    """
-
-    def __init__(self, read: Callable[[], float]) -> None:
-        self._read = read
-        self._latest = self._now = read()
-
-    def now(self) -> float:
-        """Return the seconds of a monotonic clock; to be asked several times in `MOST_S`."""
-        latest, self._latest = self._latest, self._read()
-        self._now += min(self._latest - latest, MOST_S)
-        return self._now
 
 
 class Loop:

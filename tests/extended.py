@@ -48,6 +48,7 @@ PLAIN_ROWS = tuple(
         "tests/integration/test_hierarchy.py",
         "tests/integration/test_misuse.py",
         "tests/integration/test_out_of_step.py",
+        "tests/integration/test_pauses.py",
         "tests/integration/test_survivors.py",
         "tests/integration/test_topologies.py",
         "tests/integration/test_wire_dtype.py",

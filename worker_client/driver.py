@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from worker_client.session import Session
     from worker_client.transport import Event, Transport
 
-IDLE_S = 0.5  # the leader looks at its clock at least this often
+IDLE_S = 0.1  # the leader looks at its clock and at the transport, which has its own, this often
 LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
 UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
 REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long

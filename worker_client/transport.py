@@ -19,8 +19,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from reducer import connections
+from reducer.clock import ServingTime
 from reducer.keyfiles import KeyPair
-from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, REDUCER_HEARTBEAT_MS
+from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MAX_CHUNK_BYTES
 from worker_client import keys as reasons
 from worker_client.greeting import mechanism
 from worker_client.keys import Keys
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from worker_client.operation import Operation
     from worker_client.settings import Heartbeats
 
-TTL_SPARE_MS = 500  # the reducer judges by itself before; this is for one that could not
-LOOK_S = 0.2  # how often to look when reducers were heard last, to tell it if they fall silent
+LOOK_S = 0.2  # how often to look when reducers were heard last
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 LINGER_MS = 500  # for the farewell
 _RECEIVES_PER_POLL = 64  # per reducer, so that none starves the others
@@ -100,14 +100,15 @@ class Line:
 
     Attributes:
         descriptor, name: as of `reducer.connections`.
-        heard: when something had come from the reducer at the latest look, in monotonic seconds.
-        silent: whether it had missed a heartbeat by then.
+        heard: when something had come from the reducer at the latest look, in seconds of the
+            transport's clock; none is expected to before the handshake has ended.
+        silent_s: since then at that look.
     """
 
     descriptor: int
     name: tuple[object, ...]
-    heard: float
-    silent: bool = False
+    heard: float = math.inf
+    silent_s: float = 0.0
 
 
 Event = Connected | Disconnected | Refused | Released | Message | Completed
@@ -146,7 +147,8 @@ class Transport(ABC):
         self._keys = keys or Keys()
         self._heartbeats = heartbeats
         self._lines: dict[int, Line] = {}  # by link
-        self._looked = 0.0  # when `_listen` looked last
+        self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
+        self._looked = 0.0  # when `_listen` looked last, by that clock
         self._slammed: dict[int, int] = {}  # links: handshakes that have failed in a row
         self._refused: set[int] = set()  # links whose sockets have given up
         self._shared = context is not None
@@ -162,7 +164,7 @@ class Transport(ABC):
 
     @abstractmethod
     def events(self) -> Iterable[Event]:
-        """Say what has happened."""
+        """Say what has happened; to be asked several times in `reducer.clock.MOST_S`."""
 
     def connect(self, address: str) -> None:
         """Add a link to a reducer.
@@ -222,7 +224,6 @@ class Transport(ABC):
     def _socket(self, link: int) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         endpoint = self._endpoints[link]
         self._lines.pop(link, None)
-        every_ms, patience_ms = (round(1000 * seconds) for seconds in self._heartbeats)
         if endpoint.startswith(_INPROC):
             self._reached.append(link)
         socket = self._context.socket(zmq.DEALER)
@@ -239,9 +240,9 @@ class Transport(ABC):
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             (zmq.CONNECT_TIMEOUT, 2000),
             (zmq.HANDSHAKE_IVL, 5000),
-            (zmq.HEARTBEAT_IVL, every_ms),
-            (zmq.HEARTBEAT_TIMEOUT, patience_ms),
-            (zmq.HEARTBEAT_TTL, patience_ms + TTL_SPARE_MS),
+            (zmq.HEARTBEAT_IVL, round(1000 * self._heartbeats.every_s)),
+            # libzmq counts the time in which this process does not run: `_listen` judges before.
+            (zmq.HEARTBEAT_TIMEOUT, LONGEST_PATIENCE_MS),
             (zmq.IPV6, 1),
         ):
             socket.setsockopt(option, value)
@@ -260,24 +261,27 @@ class Transport(ABC):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def _listen(self) -> None:
-        """Find out when reducers were heard last."""
-        now = time.monotonic()
+        """Find out when reducers were heard last; end the connections to those that are silent."""
+        now = self._clock.now()
         if now < self._looked + LOOK_S:
             return
         self._looked = now
         for line in self._lines.values():
             passed = connections.traffic(line.descriptor, line.name)
             if passed is not None:
-                line.heard = now - passed.silent_s
-                line.silent = passed.silent_s > REDUCER_HEARTBEAT_MS / 1000
+                line.heard = max(line.heard, now - passed.silent_s)
+                line.silent_s = now - line.heard
+                if self._is_lost(line):
+                    connections.end(line.descriptor, line.name)
+
+    def _is_lost(self, line: Line) -> bool:
+        return line.silent_s > self._heartbeats.patience_s
 
     def _why_gone(self, link: int) -> str:
         """Say how a connection has ended, as far as that can be told."""
         line = self._lines.pop(link, None)
-        if line is not None and line.silent:
-            seconds = time.monotonic() - line.heard
-            if seconds >= self._heartbeats.patience_s:
-                return f"died or cannot be reached: no heartbeat for {seconds:.1f} s"
+        if line is not None and self._is_lost(line):
+            return f"died or cannot be reached: no heartbeat for {line.silent_s:.1f} s"
         return "closed the connection, died or cannot be reached"
 
     def _news(self) -> list[Event]:
@@ -308,9 +312,11 @@ class Transport(ABC):
             event = message["event"]
             if event == zmq.EVENT_CONNECTED:
                 if (name := connections.name(message["value"])) is not None:
-                    self._lines[link] = Line(message["value"], name, time.monotonic())
+                    self._lines[link] = Line(message["value"], name)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._slammed.pop(link, None)
+                if link in self._lines:
+                    self._lines[link].heard = self._clock.now()
                 yield Connected(link)
             elif link in self._refused:
                 continue

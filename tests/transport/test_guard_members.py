@@ -10,9 +10,9 @@ import pytest
 
 from bench.zmtp import COMMAND, MORE, frame
 from reducer import guard as guards
+from reducer.clock import MOST_S
 from reducer.connections import Traffic
 from reducer.guard import STUCK_LOOKS
-from reducer.loop import MOST_S
 from tests.transport.guarded import MIB, WAIT_S, M, Post, answer, ended, rounds
 
 

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from reducer import config, engine
-from reducer.loop import MOST_S, ServingTime
+from reducer.clock import MOST_S, ServingTime
 from reducer.server import Server
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint

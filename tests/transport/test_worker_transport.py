@@ -16,7 +16,7 @@ from reducer.errors import (
     ReductionTimeout,
     RemoteProtocolError,
 )
-from reducer.wire.constants import NO_SEQUENCE
+from reducer.wire.constants import LONGEST_PATIENCE_MS, NO_SEQUENCE
 from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
@@ -149,6 +149,15 @@ def test_a_connection_that_ends_between_two_frames(context: zmq.Context) -> None
         assert len(events) == 61
     finally:
         transport.close()
+
+
+def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through() -> None:
+    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+    transport.connect("127.0.0.1:1")
+    ((socket, _),) = transport._links
+    assert socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == LONGEST_PATIENCE_MS
+    assert socket.getsockopt(zmq.HEARTBEAT_TTL) == 0
+    transport.close()
 
 
 def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(context: zmq.Context) -> None:
