@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -31,7 +32,6 @@ from worker_client.waiting import Waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
 
     import numpy as np
 
@@ -270,13 +270,16 @@ class Fusion(Generic[C]):
     def _run(self) -> None:
         try:
             while self._await_turn():
+                if self._channel is None:
+                    self._open_meanwhile()
+                    continue
                 with self._changed:
                     mine = self._waiting.all()
                     given_up = list(self._untold)
                     news = self._submissions
                     news.news_bytes, news.news_since, self._urgent = 0, None, False
                 if mine or given_up:
-                    self._round(mine, given_up)
+                    self._round(self._channel, mine, given_up)
         except Exception as error:
             log.exception("fusion failed")
             self._why = LocalProtocolError(f"fusion failed: {error!r}")
@@ -285,6 +288,33 @@ class Fusion(Generic[C]):
         if self._channel is not None:
             self._channel.shutdown()
         self._fail([*self._waiting.withdraw(), *self._flying], self._why)
+
+    def _open_meanwhile(self) -> None:
+        """Make the channel, and keep to deadlines: ranks of a node may have to be waited for."""
+        opening: Future[None] = Future()
+
+        def make() -> None:
+            try:
+                self.open()
+            except BaseException as error:  # noqa: BLE001 (raised below)
+                opening.set_exception(error)
+            else:
+                opening.set_result(None)
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=make, name="fusion-channel", daemon=True).start()
+        while not opening.done():
+            now = time.monotonic()
+            self._look(now)
+            with self._changed:
+                if not opening.done():
+                    left_s = self._waiting.next_deadline() - now
+                    self._changed.wait(max(0.0, min(left_s, LOOK_S)))
+        try:
+            opening.result()
+        except ReductionError as error:
+            self._end_round(self._waiting.all(), error)
 
     def _await_turn(self) -> bool:
         """Wait until a round is due; return whether there will be one."""
@@ -343,14 +373,10 @@ class Fusion(Generic[C]):
             return 0.0
         return min(news.news_until, news.news_since + BURST * self._cycle_s) + self._cycle_s
 
-    def _round(self, mine: list[Request], given_up: list[GivenUp]) -> None:
+    def _round(self, channel: Channel, mine: list[Request], given_up: list[GivenUp]) -> None:
         """Find out which tensors all ranks have, and reduce them; say which calls are given up."""
         try:
-            if self._channel is None:
-                self._channel = self._make_channel()
-            if self._closing:
-                return
-            decision = self._negotiate(self._channel, mine, given_up)
+            decision = self._negotiate(channel, mine, given_up)
         except ReductionError as error:
             self._end_round(mine, error)
             return
@@ -368,12 +394,12 @@ class Fusion(Generic[C]):
                 self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
             self._waiting.withdraw([name for name, *_ in tensors])
-            for tensors in group(decision.ready, self._threshold, partial(_rounded, self._channel))
+            for tensors in group(decision.ready, self._threshold, partial(_rounded, channel))
         ]
         self._flying.update(*groups)
         self.calls += sum(map(len, groups))
         for requests in groups:
-            self._reduce(self._channel, requests)
+            self._reduce(channel, requests)
         self._rebase(decision.bases)
         self._attend()
         self._rest(productive=bool(decision.ready or decision.mismatched or decision.given_up))

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -22,7 +23,8 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
-from worker_client import hierarchy
+from worker_client import hierarchy, implementation
+from worker_client.fusion import Fusion
 from worker_client.hierarchy import HierarchicalClient
 from worker_client.mates import meet
 from worker_client.nodes import arrange
@@ -63,15 +65,14 @@ class Board:
             return self._values[rank]
 
 
-@contextmanager
-def ranks_on(
+def joining(
     nodes: int,
     local: int,
     servers: list[str],
     timeout_s: float = 20.0,
     wire_dtype: DType | None = None,
-) -> Iterator[list[HierarchicalClient]]:
-    """All ranks of a job as clients in this process."""
+) -> Callable[[int], HierarchicalClient]:
+    """What makes the client of a rank; it waits for the others of its node."""
     keys = [str(rank // local) for rank in range(nodes * local)]
     board, number = Board(), next(numbers)
 
@@ -91,8 +92,16 @@ def ranks_on(
             wire_dtype=wire_dtype,
         )
 
+    return join
+
+
+@contextmanager
+def ranks_on(
+    nodes: int, local: int, servers: list[str], **arguments: Any
+) -> Iterator[list[HierarchicalClient]]:
+    """All ranks of a job as clients in this process."""
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
-        clients = list(pool.map(join, range(nodes * local)))
+        clients = list(pool.map(joining(nodes, local, servers, **arguments), range(nodes * local)))
         for client in clients:
             stack.enter_context(client)
         yield clients
@@ -300,6 +309,35 @@ def test_a_rank_that_comes_too_late_is_named_to_its_node(servers: list[str]) -> 
         assert isinstance(first, ReductionTimeout)
         assert first.missing == (1,)
         assert all(isinstance(error, ReductionTimeout | RankLostError) for error in far)
+
+
+def test_a_named_call_has_its_deadline_while_its_node_meets(servers: list[str]) -> None:
+    with ExitStack() as stack:
+        join = joining(2, 2, servers)
+        ranks = [
+            Fusion(
+                partial(join, rank),
+                rank,
+                4,
+                threshold=1 << 20,
+                cycle_s=0.001,
+                timeout_s=20.0,
+                submissions=implementation.select(None).submissions,
+            )
+            for rank in range(4)
+        ]
+        for one in ranks:
+            stack.callback(one.stop)
+        begin = time.monotonic()
+        early = [one.submit(np.ones(4), "sum", "x", 2.0) for one in ranks if one is not ranks[1]]
+        for work in early:
+            with pytest.raises(ReductionTimeout, match="not submitted by"):
+                work.wait(20)
+        assert 2.0 <= time.monotonic() - begin < 2.2
+        with pytest.raises(ReductionTimeout, match="waits no longer"):
+            ranks[1].submit(np.ones(4), "sum", "x", 20.0).wait(20)
+        for work in [one.submit(np.ones(4), "sum", "y", 20.0) for one in ranks]:
+            assert (work.wait(20) == 4).all()
 
 
 def test_a_rank_that_leaves_is_named_by_everybody(servers: list[str]) -> None:

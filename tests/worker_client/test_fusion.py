@@ -448,3 +448,28 @@ def test_a_shutdown_while_the_channel_is_made(job: Job, monkeypatch: pytest.Monk
     with pytest.raises(LocalProtocolError):
         work.wait(5)
     assert not one._fusion.channel.usable
+
+
+def test_deadlines_hold_while_the_channel_is_made(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = job(2)
+    make, made = one._fusion._make_channel, threading.Event()
+
+    def late() -> Any:
+        made.wait(20)
+        return make()
+
+    monkeypatch.setattr(one._fusion, "_make_channel", late)
+    begin = time.monotonic()
+    patient = one.all_reduce(np.ones(2), "sum", name="patient", timeout=20)
+    for after_s in (1.0, 1.5):
+        hasty = one.all_reduce(np.ones(2), name="hasty", timeout=begin + after_s - time.monotonic())
+        with pytest.raises(ReductionTimeout, match=r"'hasty'.*not submitted by some rank within"):
+            hasty.wait(20)
+        assert after_s <= time.monotonic() - begin < after_s + 0.2
+    made.set()
+    assert (two.all_reduce(np.ones(2), "sum", name="patient").wait(20) == 2).all()
+    assert (patient.wait(20) == 2).all()
+    with pytest.raises(ReductionTimeout, match="rank 0 waits no longer"):
+        two.all_reduce(np.ones(2), name="hasty").wait(20)
