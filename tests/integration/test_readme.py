@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from worker_client import config as worker_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+START_S = 60.0
 
 
 def block(language: str) -> str:
@@ -57,8 +59,22 @@ def fork_for(shell: subprocess.Popen[str], folder: Path) -> None:
         assert shell.poll() is None
         assert (servers == "") == embedded
         assert options == ["--nproc-per-node", "3", "examples/quickstart.py"]
+        for server in filter(None, servers.split(",")):
+            wait_for(server)
         with ranks(environments(3, servers.split(",") * bool(servers)), ROOT / options[2]) as job:
             answered.write_text("".join(job.outputs()))
+
+
+def wait_for(server: str) -> None:
+    """Wait for a reducer that has just been started, as torchrun does by starting slowly."""
+    host, _, port = server.rpartition(":")
+    until = time.monotonic() + START_S
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                return
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("launcher", ["forks", "torchrun"])
@@ -74,7 +90,7 @@ def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
             os.mkfifo(tmp_path / fifo)
         (tmp_path / "torchrun").write_text(TORCHRUN.format(folder=tmp_path))
         (tmp_path / "torchrun").chmod(0o755)
-    shell = subprocess.Popen(
+    with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", f"{script}\nwait"],
         cwd=ROOT,
         env={
@@ -86,17 +102,17 @@ def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    try:
-        if launcher == "forks":
-            fork_for(shell, tmp_path)
-        said, _ = shell.communicate(timeout=200)
-        assert shell.returncode == 0, said
-        with pytest.raises(ProcessLookupError):
-            os.killpg(shell.pid, 0)  # the reducers have stopped, too
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(shell.pid, signal.SIGKILL)
+    ) as shell:
+        try:
+            if launcher == "forks":
+                fork_for(shell, tmp_path)
+            said, _ = shell.communicate(timeout=200)
+            assert shell.returncode == 0, said
+            with pytest.raises(ProcessLookupError):
+                os.killpg(shell.pid, 0)  # the reducers have stopped, too
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(shell.pid, signal.SIGKILL)
     ends = re.findall(r"rank (\d): loss (\S+), weights (\w{16}), (\d) reducers", said)
     assert sorted((int(reducers), int(rank)) for rank, _, _, reducers in ends) == [
         (reducers, rank) for reducers in (2, 3) for rank in (0, 1, 2)
