@@ -14,7 +14,15 @@ import os
 import socket
 import struct
 import termios
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CURVE_FRAME_BYTES = 33  # that CURVE adds to each frame: a command's name, a nonce, flags, a MAC
+HEARTBEATS_PER_S = 1024  # bytes, generously: libzmq answers these itself, nobody else counts them
+PARTIAL_BYTES = 1 << 10  # of a message that are more than heartbeats
 
 # struct tcp_info of linux/tcp.h: eight bytes, 24 numbers of 32 bits, two of 64, then these.
 _HEARD, _ACKED, _RECEIVED = 52, 120, 128
@@ -36,6 +44,70 @@ class Traffic(NamedTuple):
     read: int
     written: int
     silent_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Reception:
+    """What comes over a connection, and since when nothing whole has.
+
+    Attributes:
+        descriptor: libzmq's number for it.
+        name: both ends' addresses.
+        looked: when it was looked at last, in seconds of a clock that stands still while this
+            process does not run.
+        heard: when something had come from the peer, as far as is known, by that clock. A process
+            that did not run could hear nobody, so what the kernel says of that time does not count.
+        silent_s: since then at that look, or while the rest of a message had not come.
+        whole: when nothing was known to be missing of a message.
+        unread: bytes that libzmq had read from the peer then, and nobody had taken.
+        beyond: bytes read that were no messages, as heartbeats are.
+        taken: bytes that had been taken by then.
+    """
+
+    descriptor: int
+    name: tuple[object, ...]
+    looked: float = 0.0
+    heard: float = 0.0
+    silent_s: float = 0.0
+    whole: float = 0.0
+    unread: int = 0
+    beyond: float = 0.0
+    taken: int = -1
+
+    def listen(self, passed: Traffic, taken: int, now: float) -> bool:
+        """Find out how long the peer has been silent.
+
+        Args:
+            passed: between libzmq and the kernel.
+            taken: bytes on the wire of the messages that libzmq has given out.
+            now: as `looked`.
+
+        Returns:
+            Whether anything was taken since the last time.
+        """
+        # Heartbeats are no messages, and are allowed as they come: what a peer does not use of
+        # that is not saved up for what it may leave unread later.
+        heartbeats = HEARTBEATS_PER_S * (now - self.looked)
+        self.beyond = min(passed.read - taken, self.beyond + heartbeats)
+        self.unread = int(passed.read - taken - self.beyond)
+        progress, self.taken = taken != self.taken, taken
+        if progress or self.unread < PARTIAL_BYTES:
+            self.whole = now
+        self.heard = max(self.heard, now - passed.silent_s)
+        self.silent_s = now - min(self.heard, self.whole)
+        self.looked = now
+        return progress
+
+
+def wire_bytes(sizes: Iterable[int], extra: int) -> int:
+    """Return what frames of these sizes take on the wire (ZMTP 3.1, section "Framing").
+
+    Args:
+        sizes: bytes of each frame.
+        extra: what encryption adds to each.
+    """
+    lengths = [size + extra for size in sizes]
+    return sum(length + (9 if length > 255 else 2) for length in lengths)
 
 
 def name(descriptor: int) -> tuple[object, ...] | None:

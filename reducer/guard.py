@@ -9,7 +9,7 @@ rules are those of `wire/README.md`, section 5. One guard belongs to one thread.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reducer import connections
@@ -32,8 +32,6 @@ LOOK_SOON_S = 0.02  # while there are strangers, or somebody has much here
 FAREWELL_S = 1.0  # for a peer that was dropped to read why
 STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
-HEARTBEATS_PER_S = 1024  # bytes, generously: libzmq answers these itself, nobody else counts them
-PARTIAL_BYTES = 1 << 10  # of a message that are more than heartbeats
 STUCK_LOOKS = 10
 STUCK_S = 0.25
 MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
@@ -41,47 +39,30 @@ STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands
 
 
 @dataclass(slots=True, eq=False)
-class Connection:
+class Connection(connections.Reception):
     """One connection that libzmq has accepted.
 
     Attributes:
-        descriptor: libzmq's number for it, see `reducer.connections`.
-        name: both ends' addresses.
         since: when it was accepted, or ceased to be a member's.
         base: bytes that libzmq had read from it then, and those that were under way.
         window: bytes that a member may have under way; 0 of a stranger's.
         born: when it was accepted.
         ended: it was told to go; libzmq will say when it has.
-        looked: when it was looked at last as a member's.
-        heard: when something had come from it, as far as is known. A reducer that did not run could
-            hear nobody, so what the kernel says of that time does not count.
-        silent_s: since then at that look, or while the rest of a message had not come.
-        whole: when nothing was known to be missing of a message.
-        unread: bytes that libzmq had read from it then, and the reducer had not taken.
-        unsent: bytes that the reducer had given to it then, and libzmq had not written.
-        beyond: bytes read that were no messages, as heartbeats are.
+        unsent: bytes that the reducer had given to it at the last look, and libzmq had not written.
         least: of what was given, less what was written: libzmq writes of its own, too.
-        taken: bytes that the reducer had taken from it by then.
+        progress: whether anything was taken from it between the last two looks.
         stuck: looks since it took something, while more waited than a message has.
         still: when the first of them was.
     """
 
-    descriptor: int
-    name: tuple[object, ...]
-    since: float
+    since: float = 0.0
     base: int = 0
     window: int = 0
-    born: float = field(default=0.0)
+    born: float = 0.0
     ended: bool = False
-    looked: float = field(default=0.0)
-    heard: float = field(default=0.0)
-    silent_s: float = 0.0
-    whole: float = field(default=0.0)
-    unread: int = 0
     unsent: int = 0
-    beyond: float = 0.0
     least: int = 0
-    taken: int = -1
+    progress: bool = True
     stuck: int = 0
     still: float = 0.0
 
@@ -103,26 +84,16 @@ class Connection:
             given: by the reducer, likewise.
             now: as of `Guard.look`.
         """
-        # Heartbeats are no messages, and are allowed as they come: what a peer does not use of
-        # that is not saved up for what it may leave unread later.
-        heartbeats = HEARTBEATS_PER_S * (now - self.looked)
-        self.beyond = min(passed.read - taken, self.beyond + heartbeats)
-        self.unread = int(passed.read - taken - self.beyond)
+        self.progress = self.listen(passed, taken, now)
         self.least = min(self.least, given - passed.written)
         self.unsent = given - passed.written - self.least
-        if taken != self.taken or self.unread < PARTIAL_BYTES:
-            self.whole = now
-        self.heard = max(self.heard, now - passed.silent_s)
-        self.silent_s = now - min(self.heard, self.whole)
-        self.looked = now
 
-    def is_stuck(self, taken: int, patience: int, now: float, *, much: bool) -> bool:
+    def is_stuck(self, patience: int, now: float, *, much: bool) -> bool:
         """Whether nothing was taken from it for long, though more waits than a message has."""
-        if much and taken == self.taken:
+        if much and not self.progress:
             self.stuck += 1
         else:
             self.stuck, self.still = 0, now
-        self.taken = taken
         return self.stuck >= patience and now - self.still >= STUCK_S
 
 
@@ -188,7 +159,8 @@ class Guard:
             if not opened:
                 self._connections.pop(number, None)
             elif (name := connections.name(descriptor)) is not None:
-                made = Connection(descriptor, name, now, born=now, looked=now, heard=now, whole=now)
+                made = Connection(descriptor, name, looked=now, heard=now, whole=now)
+                made.since = made.born = now
                 self._connections[number] = made
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)
@@ -221,8 +193,7 @@ class Guard:
             connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
             if (self._looks + number) % every == 0 and self._weigh(connection, member, now):
                 much = connection.unread > job.max_chunk_bytes + SLACK_BYTES
-                taken, _ = self._transport.moved(member)
-                if connection.is_stuck(taken, patience, now, much=much):
+                if connection.is_stuck(patience, now, much=much):
                     stuck.append(member)
                 elif connection.silent_s > job.patience_s and not connection.ended:
                     silent.append((member, connection))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from reducer.admission import LOCAL
+from reducer.connections import CURVE_FRAME_BYTES, wire_bytes
 from reducer.errors import ConfigError
 from reducer.keyfiles import KeyPair
 from reducer.wire.constants import (
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 LINGER_MS = 1000  # for the last results and farewells
 _RECEIVES_PER_POLL = 64  # so that a flood of messages cannot starve the clock
 _COPY_BELOW = 1 << 16  # sharing a smaller payload costs more than copying it
-_CURVE_FRAME_BYTES = 33  # that CURVE adds to each frame: a command's name, a nonce, flags, a MAC
 _EVENT = struct.Struct("=HI")  # of a socket monitor: what happened; a descriptor, or the reason
 
 LATE_LOOKS = 100  # of the guard, in which messages of a connection that has ended may be read
@@ -160,7 +160,7 @@ class Transport:
         self._accepted = 0
         self._changed: list[tuple[bool, int, int]] = []  # told by the monitor, not yet by `changes`
         self._refused: list[str] = []  # likewise, by `refusals`
-        self.frame_extra = 0 if pair is None else _CURVE_FRAME_BYTES
+        self.frame_extra = 0 if pair is None else CURVE_FRAME_BYTES
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.host, _, port = bound.removeprefix("tcp://").rpartition(":")
         self.port = int(port)
@@ -206,13 +206,13 @@ class Transport:
             raise
         if (its := self._peers.get(peer)) is not None:
             sizes = [len(header)] if payload is None else [len(header), len(payload)]
-            its.given += self._wire_bytes(sizes)
+            its.given += wire_bytes(sizes, self.frame_extra)
         return True
 
     def note(self, peer: bytes, descriptor: int, *sizes: int) -> None:
         """Take note of where a message came from, and of the sizes of its frames."""
         its = self._peers.get(peer) or self._meet(peer, descriptor)
-        its.taken += self._wire_bytes(sizes)
+        its.taken += wire_bytes(sizes, self.frame_extra)
 
     def connection(self, peer: bytes) -> int:
         """Return the connection of a peer, as of `changes`; 0 if it has none, or is in here."""
@@ -308,11 +308,6 @@ class Transport:
             self._owners[number] = peer
         its = self._peers[peer] = Peer(number)
         return its
-
-    def _wire_bytes(self, sizes: Sequence[int]) -> int:
-        """Return what frames of these sizes take on the wire (ZMTP 3.1, section "Framing")."""
-        lengths = [size + self.frame_extra for size in sizes]
-        return sum(length + (9 if length > 255 else 2) for length in lengths)
 
     def _frame(self, payload: Buffer | np.ndarray) -> zmq.Frame:
         # The n sends of one result come one after the other and share one frame.

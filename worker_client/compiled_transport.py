@@ -6,9 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from reducer import libzmq
+from reducer.connections import wire_bytes
+from reducer.wire.constants import HEADER_BYTES
 from worker_client._flight import Loop
 from worker_client.settings import HEARTBEATS
-from worker_client.transport import Completed, Message, Transport
+from worker_client.transport import Completed, Transport
 
 if TYPE_CHECKING:
     from reducer.wire.header import Buffer
@@ -61,6 +63,11 @@ class CompiledTransport(Transport):
         socket, monitor = self._links[link]
         self._loop.replace(link, socket.underlying, socket.fileno(), monitor.fileno())
 
+    def _taken(self, link: int) -> int:
+        stats = self._flight.stats(link)  # of the results, which `events` does not tell of
+        framing = wire_bytes((HEADER_BYTES, 1 << 10), self._frame_extra(link)) - (1 << 10)
+        return super()._taken(link) + stats.bytes_received + framing * stats.results
+
     def _reads_for(self, link: int) -> bool:
         return self._flight.reads_for(link)
 
@@ -76,7 +83,7 @@ class CompiledTransport(Transport):
         if completed:
             events.append(Completed(completed))
         if message is not None:
-            events.append(Message(*message))
+            events.append(self._tell(*message))
         if changed:
             for link in range(len(self._links)):
                 events += self._changes(link)

@@ -12,7 +12,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
@@ -20,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from reducer import connections
 from reducer.clock import ServingTime
+from reducer.connections import CURVE_FRAME_BYTES, wire_bytes
 from reducer.keyfiles import KeyPair
 from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MAX_CHUNK_BYTES
 from worker_client import keys as reasons
@@ -94,23 +94,6 @@ class Completed(NamedTuple):
     sequences: list[int]
 
 
-@dataclass(slots=True)
-class Line:
-    """The connection below a link.
-
-    Attributes:
-        descriptor, name: as of `reducer.connections`.
-        heard: when something had come from the reducer at the latest look, in seconds of the
-            transport's clock; none is expected to before the handshake has ended.
-        silent_s: since then at that look.
-    """
-
-    descriptor: int
-    name: tuple[object, ...]
-    heard: float = math.inf
-    silent_s: float = 0.0
-
-
 Event = Connected | Disconnected | Refused | Released | Message | Completed
 
 
@@ -146,7 +129,8 @@ class Transport(ABC):
     ) -> None:
         self._keys = keys or Keys()
         self._heartbeats = heartbeats
-        self._lines: dict[int, Line] = {}  # by link
+        self._lines: dict[int, connections.Reception] = {}  # by link
+        self._told: dict[int, int] = {}  # bytes on the wire of the messages told of, by link
         self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
         self._looked = 0.0  # when `_listen` looked last, by that clock
         self._slammed: dict[int, int] = {}  # links: handshakes that have failed in a row
@@ -266,15 +250,29 @@ class Transport(ABC):
         if now < self._looked + LOOK_S:
             return
         self._looked = now
-        for line in self._lines.values():
+        for link, line in self._lines.items():
             passed = connections.traffic(line.descriptor, line.name)
             if passed is not None:
-                line.heard = max(line.heard, now - passed.silent_s)
-                line.silent_s = now - line.heard
+                line.listen(passed, self._taken(link), now)
                 if self._is_lost(line):
                     connections.end(line.descriptor, line.name)
 
-    def _is_lost(self, line: Line) -> bool:
+    def _taken(self, link: int) -> int:
+        """Return the bytes on the wire of all messages taken from a link, or a few more."""
+        return self._told.get(link, 0)
+
+    def _tell(self, link: int, header: Buffer, payload: Buffer) -> Message:
+        """Count a message."""
+        told = self._told.get(link, 0)
+        self._told[link] = told + wire_bytes((len(header), len(payload)), self._frame_extra(link))
+        return Message(link, header, payload)
+
+    def _frame_extra(self, link: int) -> int:
+        endpoint = self._endpoints[link]
+        keyed = not endpoint.startswith(_INPROC) and self._keys.at(_address(endpoint)) is not None
+        return CURVE_FRAME_BYTES if keyed else 0
+
+    def _is_lost(self, line: connections.Reception) -> bool:
         return line.silent_s > self._heartbeats.patience_s
 
     def _why_gone(self, link: int) -> str:
@@ -303,7 +301,7 @@ class Transport(ABC):
             except zmq.Again:
                 return
             header = frames[0].buffer if len(frames) <= 2 else b""
-            yield Message(link, header, frames[1].buffer if len(frames) == 2 else b"")
+            yield self._tell(link, header, frames[1].buffer if len(frames) == 2 else b"")
 
     def _changes(self, link: int) -> Iterator[Event]:
         _, monitor = self._links[link]
@@ -312,7 +310,10 @@ class Transport(ABC):
             event = message["event"]
             if event == zmq.EVENT_CONNECTED:
                 if (name := connections.name(message["value"])) is not None:
-                    self._lines[link] = Line(message["value"], name)
+                    # Before the handshake has ended no silence is one.
+                    self._lines[link] = connections.Reception(
+                        message["value"], name, looked=self._clock.now(), heard=math.inf
+                    )
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._slammed.pop(link, None)
                 if link in self._lines:

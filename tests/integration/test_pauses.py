@@ -8,6 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from reducer import local_pool
@@ -40,6 +41,10 @@ pytestmark = pytest.mark.usefixtures("impl")
 def send(number: signal.Signals, processes: Iterable[int]) -> None:
     for process in processes:
         os.kill(process, number)
+        while (
+            number is signal.SIGSTOP and psutil.Process(process).status() != psutil.STATUS_STOPPED
+        ):
+            time.sleep(0.01)
 
 
 def call(job: Ranks) -> list[str]:

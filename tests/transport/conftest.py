@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
@@ -43,13 +43,13 @@ def joined(
             window: int = MIB,
             timeout_s: float = 10.0,
             receive_limit: int = 0,
-            hosts: dict[int, int] | None = None,
+            **more: Any,
         ) -> tuple[Client, list[Reducer]]:
             pool = [Reducer(context, receive_limit) for _ in range(reducers)]
             for reducer in pool:
                 stack.callback(reducer.socket.close)
             addresses = tuple(f"127.0.0.1:{reducer.port}" for reducer in pool)
-            settings = Settings("job", 0, 0, 2, addresses, window, CHUNK, hosts=hosts or {})
+            settings = Settings("job", 0, 0, 2, addresses, window, CHUNK, **more)
             with ThreadPoolExecutor(1) as thread:
                 client = thread.submit(
                     Client, settings, timeout_s=timeout_s, connect_timeout_s=5.0, impl=impl

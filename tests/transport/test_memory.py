@@ -22,6 +22,7 @@ from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
 from worker_client import implementation
 from worker_client.flight import Part
 from worker_client.operation import Operation
+from worker_client.settings import Heartbeats
 from worker_client.transport import Completed
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Stalled(NamedTuple):
 @pytest.fixture
 def stalled(joined: Callable) -> tuple[Client, Reducer, Stalled]:
     """A client, a reducer that does not read, and an all-reduce that cannot leave."""
-    client, (reducer,) = joined(window=64 * MIB, receive_limit=1 << 16)
+    # Who does not read answers no heartbeats.
+    patient = Heartbeats(patience_s=60.0)
+    client, (reducer,) = joined(window=64 * MIB, receive_limit=1 << 16, heartbeats=patient)
     data = ramp(48 * MIB)
     work = client.all_reduce(data, op="max")
     ended = threading.Event()
