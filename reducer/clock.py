@@ -16,9 +16,9 @@ MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than
 class ServingTime:
     """A clock that stands still while its process does not run.
 
-    A reducer or worker that was not scheduled, or whose machine was paused, has heard nobody
-    meanwhile, and nobody may have been able to speak. So whoever is late by this clock has had that
-    time.
+    A process that was not scheduled, or whose machine was paused, has heard nobody meanwhile, and
+    its peers may not have run either. By this clock a peer is late only if it had the time to speak
+    while this process could hear it.
 
     Args:
         read: a monotonic clock, seconds.

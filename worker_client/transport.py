@@ -148,7 +148,7 @@ class Transport(ABC):
 
     @abstractmethod
     def events(self) -> Iterable[Event]:
-        """Say what has happened; to be asked several times in `reducer.clock.MOST_S`."""
+        """Return what has happened; call it several times in `reducer.clock.MOST_S` seconds."""
 
     def connect(self, address: str) -> None:
         """Add a link to a reducer.

@@ -43,7 +43,7 @@ class Waiting:
         return len(self._requests)
 
     def rebase(self, bases: Mapping[str, int]) -> None:
-        """Subtract bases from the counts of names, and keep those that are not 0 then."""
+        """Subtract bases from the counts of names, and drop counts that become 0."""
         with self.changed:
             counts = self.submissions.calls
             left = {name: counts.get(name, 0) - bases.get(name, 0) for name in {**counts, **bases}}

@@ -116,8 +116,8 @@ def boom_at(line: int, *, after: str, never_in: str) -> Any:
     """Return what raises BoomError, as a trace function, at a line of the worker's code.
 
     Args:
-        line: counts those that are executed, 1 for the first one of a function.
-        after: that function: what is before it cannot be told from no call at all.
+        line: number of an executed line, from 1 for the first one of the function `after`.
+        after: name of a function; an interrupt before it cannot be told from no call at all.
         never_in: a function that is not interrupted.
     """
     folder = str(Path(worker_client.__file__).parent)
