@@ -249,6 +249,18 @@ static bool agrees(const struct header *first, const struct header *header)
            (header->since != first->since || header->history == first->history);
 }
 
+/* Whether a rank may have begun a call without the question before it, which ends that one badly. */
+static bool may_end_question(const struct rounds *rounds, uint64_t sequence)
+{
+    uint64_t place = sequence % PLACES;
+    if (place == 0)
+        return map_get(&rounds->by_sequence, sequence + 1) != NULL;
+    if (place > 1)
+        return false;
+    const struct round *question = map_get(&rounds->by_sequence, sequence - 1);
+    return question != NULL && (question->open > 0 || question->slots.count == 0);
+}
+
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
                           zmq_msg_t *payload, struct round **round, struct slot **slot)
 {
@@ -261,8 +273,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         header->watermark > member->watermark ? header->watermark : member->watermark;
     if (header->sequence < watermark || header->sequence - watermark >= MAX_ROUNDS_AHEAD)
         return IRREGULAR;
-    uint64_t place = header->sequence % PLACES; /* 0: a question, which the call after it may end */
-    if (place == 0 || (place == 1 && map_get(&rounds->by_sequence, header->sequence - 1) != NULL))
+    if (may_end_question(rounds, header->sequence))
         return IRREGULAR;
     if (member->held + window_charge(header->nbytes) > window_limit(member, rounds))
         return IRREGULAR;

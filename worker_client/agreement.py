@@ -77,10 +77,10 @@ class Agreement:
             return False
         if self.wanted and call % self._often() == 0:
             return True
+        if call > self.every:
+            return call % self.every == 0
         turns, rest = divmod(call, FIRST_CALL)
-        return rest == 0 and (
-            turns & (turns - 1) == 0 if call <= self.every else call % self.every == 0
-        )
+        return rest == 0 and turns & (turns - 1) == 0
 
     def _often(self) -> int:
         """Return the largest power of two of calls that this rank makes in `OFTEN_S`, or 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import ReduceOp
@@ -13,17 +13,12 @@ if TYPE_CHECKING:
     from worker_client.host_buffer import HostBuffer
 
 
-class Arguments(NamedTuple):
-    """What one call asks for; `Client.submit` describes each."""
-
-    buffer: HostBuffer
-    op: ReduceOp
-    name: str | None
-    timeout_s: float
-    data: Any = None
-    weight: float | None = None
-    residual: Any = None
-    rounded: bool | None = None
+# What one call asks for: buffer, op, name, timeout_s, data, weight, residual and rounded, which
+# `Client.submit` describes. No class, which would cost every small call another one.
+Arguments: TypeAlias = (
+    "tuple[HostBuffer, ReduceOp, str | None, float, Any, float | None, Any, bool | None]"
+)
+_REDUCTIONS = {op.name.lower(): op for op in ReduceOp}
 
 
 def parse(
@@ -90,6 +85,8 @@ def parse_op(op: str | ReduceOp) -> ReduceOp:
     """
     if isinstance(op, ReduceOp):
         return op
+    if isinstance(op, str) and op in _REDUCTIONS:
+        return _REDUCTIONS[op]  # as nearly always
     name = getattr(op, "name", op)  # torch.distributed.ReduceOp.SUM has one
     try:
         return ReduceOp["MEAN" if name == "AVG" else name.upper()]

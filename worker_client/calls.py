@@ -88,14 +88,15 @@ class Calls:
         if operation.call is None or operation.call is not self._call:
             self._call, self._failure = operation.call, None
             self._number += 1
-            self._place = FIRST_PLACE
+            place = FIRST_PLACE
         else:
-            self._place += 1
-            if self._place == PLACES:
+            place = self._place + 1
+            if place == PLACES:
                 raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
             operation.refusal = operation.refusal or self._failure
-        operation.sequence = self._number * PLACES + self._place
-        self.end = operation.sequence + 1
+        self._place = place
+        operation.sequence = sequence = self._number * PLACES + place
+        self.end = sequence + 1
         operation.since, operation.history = self._since & _SINCE_MASK, self._history
         if self._number >= self._since:
             asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
@@ -108,37 +109,41 @@ class Calls:
         self._flight.submit(operation, parts, chunk_bytes, epoch)
         self._flow.begin(operation.view.nbytes, now)
         self.active.begin(operation, now)
-        self.names.remember(operation)
+        if operation.name:
+            self.names.remember(operation)
 
     def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
         actions: list[Action] = []
         for sequence in sequences:
-            operation = self.active[sequence]
+            operation = self.active.end(sequence)
             self._flow.end(operation.view.nbytes, now)
-            self.active.end(operation)
             actions += self._ended(operation, None)
         return actions
 
     def expire(self, now: float) -> list[Action]:
         """End what is not done by its deadline, when reducers have had time to say why."""
         actions: list[Action] = []
-        while (operation := self.active.expired(now)) is not None:
-            missing = ", ".join(map(str, operation.missing))
-            error = ReductionTimeout(
-                f"{operation}: not done after {operation.timeout_s:g} s "
-                f"at rank {self._settings.rank}{missing and f', waiting for rank {missing}'}",
-                missing=operation.missing,
-                sequence=operation.sequence,
-            )
-            waiting = self.waiting(operation.sequence)
-            if operation.overdue or not waiting:
-                actions += self.fail(operation, error)
-                continue
-            operation.overdue = True
-            self.active.expect(operation, now + GRACE_S)
-            actions += [self._aborts.abort(link, operation.sequence, error) for link in waiting]
+        while due := self.active.expired(now):  # an end may begin what was due already
+            for operation in due:
+                if operation.sequence in self.active:  # others of its call end with the first
+                    actions += self._expire(operation, now)
         return actions
+
+    def _expire(self, operation: Operation, now: float) -> list[Action]:
+        missing = ", ".join(map(str, operation.missing))
+        error = ReductionTimeout(
+            f"{operation}: not done after {operation.timeout_s:g} s "
+            f"at rank {self._settings.rank}{missing and f', waiting for rank {missing}'}",
+            missing=operation.missing,
+            sequence=operation.sequence,
+        )
+        waiting = self.waiting(operation.sequence)
+        if operation.overdue or not waiting:
+            return self.fail(operation, error)
+        operation.overdue = True
+        self.active.expect(operation, now + GRACE_S)
+        return [self._aborts.abort(link, operation.sequence, error) for link in waiting]
 
     def fail(
         self, operation: Operation, error: ReductionError, told_by: Link | None = None
@@ -196,7 +201,7 @@ class Calls:
 
     def leave(self, operation: Operation) -> None:
         """Do nothing more for an all-reduce, whose end is another's business."""
-        self.active.end(operation)
+        self.active.end(operation.sequence)
         self._flight.end(operation.sequence)
         self._flow.end(operation.view.nbytes, None)
 

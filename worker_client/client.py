@@ -312,7 +312,7 @@ class Client:
                     return self._stage(call, data, op, name, timeout)
                 buffer = host_buffer(data)
                 reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self.timeout_s)
-                asked = Arguments(buffer, reduction, name, timeout_s, data, weight, residual)
+                asked = buffer, reduction, name, timeout_s, data, weight, residual, None
                 return self._submit_buffer(call, asked)
             except BaseException as error:
                 self._give_up(call, error)
@@ -386,7 +386,7 @@ class Client:
             try:
                 self._check_usable()
                 self._calls += 1
-                asked = Arguments(buffer, op, name, timeout_s, data, weight, residual, rounded)
+                asked = buffer, op, name, timeout_s, data, weight, residual, rounded
                 return self._submit_buffer(call, asked)
             except BaseException as error:
                 self._give_up(call, error)
@@ -437,11 +437,29 @@ class Client:
 
     def _submit_buffer(self, call: object, asked: Arguments) -> Work:
         """Start an all-reduce as `submit` does; its operations are those of `call`."""
-        if self._wire.wire_dtype is None and asked.weight is None and asked.residual is None:
-            return self._submit_plain(call, asked)
+        buffer, op, name, timeout_s, data, weight, residual, _ = asked
+        if not (self._wire.wire_dtype is None and weight is None and residual is None):
+            return self._submit_pieces(call, asked)
+        # One all-reduce of its memory: small ones should take little time.
+        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s, call=call)
+        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
+
+        def ended(error: Exception | None) -> None:
+            if error is None and buffer.write_back is not None:
+                try:
+                    buffer.write_back()
+                except Exception as refused:  # noqa: BLE001 (the array's own; who waits gets it)
+                    error = refused
+            work.finish(data, error)
+
+        self._submit(operation, ended)
+        return work
+
+    def _submit_pieces(self, call: object, asked: Arguments) -> Work:
+        """Start a call that several all-reduces may make up, of memory that is prepared first."""
+        buffer, _, name, *_ = asked
         whole: Call
-        what = describe(asked.name, asked.buffer.view.nbytes)
-        work = PlainWork(what, self.lead, lambda: whole.missing)
+        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: whole.missing)
         whole = self._wire.call(call, work, asked)
         stopped: ReductionError | None = None
         for number, operation in enumerate(whole.prepared()):
@@ -455,23 +473,6 @@ class Client:
                     stopped = error
             if stopped is not None:  # pieces before it are on their way: the work tells of the end
                 end(stopped)
-        return work
-
-    def _submit_plain(self, call: object, asked: Arguments) -> Work:
-        """Start a call that is one all-reduce of its memory: small ones should take little time."""
-        buffer, op, name, timeout_s, data, *_ = asked
-        operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s, call=call)
-        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
-
-        def ended(error: Exception | None) -> None:
-            if error is None and buffer.write_back is not None:
-                try:
-                    buffer.write_back()
-                except Exception as refused:  # noqa: BLE001 (the array's own; who waits gets it)
-                    error = refused
-            work.finish(data, error)
-
-        self._submit(operation, ended)
         return work
 
     def _stage(

@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.actions import Connect, HandOver, Reset, Send
+from worker_client.actions import Connect, Finish, Reset, Send
 from worker_client.forks import forks
 from worker_client.transport import Completed, Connected, Disconnected, Refused, Released
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from worker_client.session import Session
     from worker_client.transport import Event, Transport
 
-IDLE_S = 0.1  # the leader looks at its clock and at the transport, which has its own, this often
+IDLE_S = 0.1  # the leader looks at its clock this often
+LISTEN_S = 0.1  # between two looks at when reducers were heard last
 LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
 UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
 REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
@@ -82,6 +83,7 @@ class Driver:
         self._lead = threading.RLock()  # whoever has it leads; only that thread can release it
         self._leader = 0  # that thread
         self._wanted_until = 0.0  # another thread asks the driver's own to step aside
+        self._listened = 0.0  # when it was looked at last who was heard
         self._waits = 0  # how often another thread has led
         self._waited_at = 0.0
         # What is put in ends the rest of the driver's own thread; unlike Event.set, in any handler.
@@ -106,8 +108,8 @@ class Driver:
         with self._order:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
+            first = not self._queue
             self._queue.append(operation)
-            first = len(self._queue) == 1
         if not self._lead_with(self._take_lead, lambda: self._step(self._start)) and first:
             self._wake()  # otherwise the leader was woken already
 
@@ -280,9 +282,13 @@ class Driver:
         if self._failing is not None:
             error, self._failing = self._failing, None
             self._do(session.calls.fail_all(error))
-        if overdue := session.tick(time.monotonic()):
+        now = time.monotonic()
+        if overdue := session.tick(now):
             self._do(overdue)
             self._transport.refill()
+        if now - self._listened >= LISTEN_S:
+            self._listened = now
+            self._transport.listen()
         if self._unsent:
             unsent, self._unsent = self._unsent, []
             for failed in unsent:
@@ -315,16 +321,16 @@ class Driver:
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, Finish):
+                self._finish(action.operation, action.error)
+            elif isinstance(action, Send):
                 self._transport.send(*action)
             elif isinstance(action, Connect):
                 self._transport.connect(action.endpoint)
             elif isinstance(action, Reset):
                 self._transport.reset(action.link)
-            elif isinstance(action, HandOver):
-                self._hand_over(action.calls)
             else:
-                self._finish(action.operation, action.error)
+                self._hand_over(action.calls)
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         # Whoever hears of an error may write to the buffer, and other ranks must not see that.

@@ -190,7 +190,7 @@ class Fallback:
         if call.operation is None or self._stopped:
             return
         self.count += error is None
-        stay.ended(call.operation, own(error, call.operation))
+        stay.ended(call.operation, error and own(error, call.operation))
 
     def _meet(self, mine: list[Unfinished]) -> tuple[int, dict[int, list[Held]]]:
         """Find out what ranks have of the calls that any of them has begun.

@@ -39,7 +39,6 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
-from worker_client.arguments import Arguments
 from worker_client.client import Client
 from worker_client.driver import STOP_S
 from worker_client.folding import finish, fold, folded_as, itemsize
@@ -52,6 +51,7 @@ from worker_client.work import PlainWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from worker_client.arguments import Arguments
     from worker_client.folding import Array
     from worker_client.mates import Mates
     from worker_client.nodes import Place
@@ -280,9 +280,8 @@ class HierarchicalClient(Client):
             left_s = max(call.until - time.monotonic(), _SHORTEST_S)
             sent = HostBuffer(folded.view(np.uint8).data, folded_as(call.buffer.dtype), None)
             with self._order:
-                between = super()._submit_buffer(
-                    inner, Arguments(sent, op, call.name, left_s, rounded=call.rounded)
-                )
+                asked = sent, op, call.name, left_s, None, None, None, call.rounded
+                between = super()._submit_buffer(inner, asked)
             self._sent.put(_Piece(call, parts, folded, between, number == len(pieces) - 1))
 
     def _compare(self, call: _Call) -> MismatchError | None:

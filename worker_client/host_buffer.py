@@ -68,22 +68,20 @@ def find_dtype(name: str) -> DType:
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> HostBuffer:
-    if isinstance(array, np.ma.MaskedArray):
-        raise ConfigError("a masked array cannot be reduced: use array.filled(0)")
-    array = np.asarray(array)  # a matrix, for one, would stay two-dimensional
+    if type(array) is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            raise ConfigError("a masked array cannot be reduced: use array.filled(0)")
+        array = np.asarray(array)  # a matrix, for one, would stay two-dimensional
     dtype = _NATIVE.get(array.dtype)
     if dtype is None:  # a type that NumPy has learnt from another package, or an error
         dtype = find_dtype(array.dtype.name)
         if not array.dtype.isnative:
             raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
-    if not array.flags.writeable:
+    flags = array.flags
+    if not flags.writeable:
         raise ConfigError("the array is read-only, and the result replaces its contents: copy it")
-    if array.flags.c_contiguous:
-        return HostBuffer(_bytes(array), dtype, None)
+    if flags.c_contiguous:
+        flat = array if array.ndim == 1 else array.reshape(-1)  # a call less for the most frequent
+        return HostBuffer(flat.view(np.uint8).data, dtype, None)
     copy = np.ascontiguousarray(array)
-    return HostBuffer(_bytes(copy), dtype, lambda: np.copyto(array, copy))
-
-
-def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
-    flat = array if array.ndim == 1 else array.reshape(-1)  # a call less for the most frequent
-    return flat.view(np.uint8).data
+    return HostBuffer(copy.reshape(-1).view(np.uint8).data, dtype, lambda: np.copyto(array, copy))

@@ -22,11 +22,10 @@ class Names:
         self._names: dict[str, str] = {}  # by tag as errors print it
 
     def remember(self, operation: Operation) -> None:
-        """Keep the name of an all-reduce, if it has one."""
-        if operation.name:
-            self._names[f"#{operation.tag:016x}"] = operation.name
-            if len(self._names) > _KEPT:
-                del self._names[next(iter(self._names))]
+        """Keep the name of an all-reduce that has one."""
+        self._names[f"#{operation.tag:016x}"] = str(operation.name)
+        if len(self._names) > _KEPT:
+            del self._names[next(iter(self._names))]
 
     def restore(self, error: ReductionError) -> ReductionError:
         """Return an error with the caller's names in place of tags."""
@@ -59,10 +58,9 @@ def refused(rank: int, why: object) -> MismatchError:
     )
 
 
-def own(error: ReductionError | None, operation: Operation) -> ReductionError | None:
+def own(error: ReductionError, operation: Operation) -> ReductionError:
     """Return an error of this all-reduce alone, which names it."""
-    if error is not None:
-        error = copy.copy(error)
-        error.name = operation.name
-        error.sequence = None if operation.sequence < 0 else operation.sequence // PLACES
+    error = copy.copy(error)
+    error.name = operation.name
+    error.sequence = None if operation.sequence < 0 else operation.sequence // PLACES
     return error

@@ -32,12 +32,14 @@ class Operation:
         deadline: absolute time by which it must be done, in seconds of the session's clock.
         begun: when it was submitted, by the same clock.
         ask_at: when to ask who is missing, by the same clock.
+        ask_last_at: when to ask that for the last time, shortly before the deadline.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
         missing: ranks that it waits for, as a reducer has said.
     """
 
     __slots__ = (
         "ask_at",
+        "ask_last_at",
         "begun",
         "call",
         "data_bytes",
@@ -78,7 +80,7 @@ class Operation:
         self.refusal = refusal
         self.sequence = -1
         self.since = self.history = 0
-        self.deadline = self.begun = self.ask_at = 0.0
+        self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
         self.overdue = False
         self.missing: tuple[int, ...] = ()
 

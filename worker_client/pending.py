@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ class Pending:
 
     def __init__(self) -> None:
         self._operations: dict[int, Operation] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap; may name what has ended
-        self._last_questions: list[tuple[float, int]] = []  # likewise
+        self._earliest = math.inf  # no deadline is before it
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -43,43 +42,42 @@ class Pending:
         self._operations[operation.sequence] = operation
         operation.begun, operation.ask_at = now, now + STRAGGLER_S
         self.expect(operation, now + operation.timeout_s)
-        last_s = operation.timeout_s - min(LAST_S, operation.timeout_s / 2)
-        heappush(self._last_questions, (now + last_s, operation.sequence))
+        operation.ask_last_at = operation.deadline - min(LAST_S, operation.timeout_s / 2)
 
-    def end(self, operation: Operation) -> None:
-        """Take note that it has ended."""
-        del self._operations[operation.sequence]
+    def end(self, sequence: int) -> Operation:
+        """Take note that one has ended, and return it."""
+        return self._operations.pop(sequence)
 
     def expect(self, operation: Operation, deadline: float) -> None:
         """Set the time by which it must be done."""
         operation.deadline = deadline
-        heappush(self._deadlines, (deadline, operation.sequence))
+        self._earliest = min(self._earliest, deadline)
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline, None if nothing is in progress."""
-        while self._deadlines and not self._is_due_at(*self._deadlines[0]):
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        """Return a time that no deadline is before, None if nothing is in progress."""
+        return self._earliest if self._operations else None
 
-    def expired(self, now: float) -> Operation | None:
-        """Return an all-reduce whose deadline has passed, once for each deadline."""
-        if not self._deadlines or now < self._deadlines[0][0]:
-            return None  # as nearly always
-        due = self.next_deadline()
-        if due is None or now < due:
-            return None
-        return self._operations[heappop(self._deadlines)[1]]
+    def expired(self, now: float) -> list[Operation]:
+        """Return the all-reduces whose deadline has passed, each once for each deadline."""
+        if now < self._earliest:
+            return []  # as nearly always; so nothing is kept in order
+        due = [each for each in self._operations.values() if each.deadline <= now]
+        due.sort(key=lambda each: each.deadline)
+        for operation in due:
+            operation.deadline = math.inf
+        self._earliest = min(
+            (each.deadline for each in self._operations.values()), default=math.inf
+        )
+        return due
 
     def straggling(self, now: float) -> list[Operation]:
         """Return the all-reduces of which it is time to ask whom they wait for.
 
         They are the oldest one, from time to time, and each that has little time left.
         """
-        found = []
-        while self._last_questions and self._last_questions[0][0] <= now:
-            operation = self.get(heappop(self._last_questions)[1])
-            if operation is not None:
-                found.append(operation)
+        found = [each for each in self._operations.values() if each.ask_last_at <= now]
+        for operation in found:
+            operation.ask_last_at = math.inf
         oldest = next(iter(self._operations.values()), None)
         if oldest is not None and now >= oldest.ask_at:
             oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
@@ -91,7 +89,3 @@ class Pending:
         """Have it asked soon whom each waits for: it may be for a rank that is gone."""
         for operation in self._operations.values():
             operation.ask_at = min(operation.ask_at, now + HURRY_S)
-
-    def _is_due_at(self, deadline: float, sequence: int) -> bool:
-        operation = self._operations.get(sequence)
-        return operation is not None and operation.deadline == deadline

@@ -250,7 +250,7 @@ class Session:
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
             return self._answered(operation.sequence, error)
-        return [Finish(operation, own(error, operation))]
+        return [Finish(operation, error and own(error, operation))]
 
     def _answered(self, sequence: int, error: ReductionError | None) -> list[Action]:
         """Go on with what the ranks have agreed on, or with what was before."""
@@ -318,7 +318,6 @@ class Session:
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
         actions = self.calls.expire(now)
-        self._flow.tick(now)
         if now - self._now >= LOOK_S:
             self._now = now
             actions += self._look_around(now)
@@ -326,6 +325,7 @@ class Session:
 
     def _look_around(self, now: float) -> list[Action]:
         """Do what is seldom due."""
+        self._flow.tick(now)
         actions: list[Action] = list(self._joining.retry(now))
         for reducer in self._joining.give_up(now):
             actions += self.losses.missed(reducer, Stage(self._map.epoch))

@@ -358,7 +358,7 @@ class Survivors:
 
     def _report(self, entries: list[Entry]) -> None:
         for entry in entries:
-            self._ended(entry.operation, own(entry.error, entry.operation))
+            self._ended(entry.operation, entry.error and own(entry.error, entry.operation))
 
     def _leave_client(self, error: ReductionError) -> None:
         if not self._has_left:

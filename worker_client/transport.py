@@ -132,7 +132,7 @@ class Transport(ABC):
         self._lines: dict[int, connections.Reception] = {}  # by link
         self._told: dict[int, int] = {}  # bytes on the wire of the messages told of, by link
         self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
-        self._looked = 0.0  # when `_listen` looked last, by that clock
+        self._looked = 0.0  # when `listen` looked last, by that clock
         self._slammed: dict[int, int] = {}  # links: handshakes that have failed in a row
         self._refused: set[int] = set()  # links whose sockets have given up
         self._shared = context is not None
@@ -225,7 +225,7 @@ class Transport(ABC):
             (zmq.CONNECT_TIMEOUT, 2000),
             (zmq.HANDSHAKE_IVL, 5000),
             (zmq.HEARTBEAT_IVL, round(1000 * self._heartbeats.every_s)),
-            # libzmq counts the time in which this process does not run: `_listen` judges before.
+            # libzmq counts the time in which this process does not run: `listen` judges before.
             (zmq.HEARTBEAT_TIMEOUT, LONGEST_PATIENCE_MS),
             (zmq.IPV6, 1),
         ):
@@ -244,8 +244,11 @@ class Transport(ABC):
         with contextlib.suppress(zmq.Again):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
-    def _listen(self) -> None:
-        """Find out when reducers were heard last; end the connections to those that are silent."""
+    def listen(self) -> None:
+        """Find out when reducers were heard last; end the connections to those that are silent.
+
+        To be called several times in `reducer.clock.MOST_S`, and between events.
+        """
         now = self._clock.now()
         if now < self._looked + LOOK_S:
             return
@@ -283,7 +286,6 @@ class Transport(ABC):
         return "closed the connection, died or cannot be reached"
 
     def _news(self) -> list[Event]:
-        self._listen()
         if not self._reached and not self._leaving:
             return []
         reached, self._reached = self._reached, []

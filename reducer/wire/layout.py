@@ -68,7 +68,7 @@ def shards(
 def turn_of(sequence: int) -> int:
     """Return how many places on, among reducers, the first shard of an all-reduce belongs."""
     call, place = divmod(sequence, PLACES)
-    return call + max(place, 1) - 1
+    return call + place - 1 if place else call
 
 
 def mixed_weights(workers: int, pool: int) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionTimeout
@@ -16,6 +18,7 @@ from worker_client.actions import Finish, Send
 from worker_client.calls import FIRST_PLACE, GRACE_S
 from worker_client.names import refused
 from worker_client.operation import Operation
+from worker_client.pending import Pending
 
 REFUSAL = refused(1, "TypeError: not that")
 LOST = RankLostError("gone", rank=0)
@@ -29,6 +32,21 @@ def part(
     name: str | None = "it",
 ) -> Operation:
     return Operation(memoryview(bytearray(nbytes)), dtype, op, name, 10.0, call=call)
+
+
+def test_nothing_is_kept_of_all_reduces_that_have_ended() -> None:
+    pending = Pending()
+
+    def make(calls: int) -> int:
+        operation = part()
+        for sequence in range(calls):
+            operation.sequence = sequence
+            pending.begin(operation, 0.1 * sequence)
+            pending.end(sequence)
+        return sys.getallocatedblocks()
+
+    before = make(2)
+    assert make(2000) - before < 1000
 
 
 def refusal(call: object = None) -> Operation:
