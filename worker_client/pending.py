@@ -45,7 +45,7 @@ class Pending:
         operation.ask_last_at = operation.deadline - min(LAST_S, operation.timeout_s / 2)
 
     def end(self, sequence: int) -> Operation:
-        """Take note that one has ended, and return it."""
+        """Remove an all-reduce that has ended, and return it."""
         return self._operations.pop(sequence)
 
     def expect(self, operation: Operation, deadline: float) -> None:
@@ -54,7 +54,7 @@ class Pending:
         self._earliest = min(self._earliest, deadline)
 
     def next_deadline(self) -> float | None:
-        """Return a time that no deadline is before, None if nothing is in progress."""
+        """Return a lower bound of all deadlines, None if no all-reduce is in progress."""
         return self._earliest if self._operations else None
 
     def expired(self, now: float) -> list[Operation]:

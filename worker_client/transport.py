@@ -245,9 +245,9 @@ class Transport(ABC):
             self._links[link][0].send_multipart(frames, zmq.NOBLOCK, copy=False)
 
     def listen(self) -> None:
-        """Find out when reducers were heard last; end the connections to those that are silent.
+        """Note when each reducer was heard last; close the connections to silent reducers.
 
-        To be called several times in `reducer.clock.MOST_S`, and between events.
+        The driver calls it between events, several times in `reducer.clock.MOST_S`.
         """
         now = self._clock.now()
         if now < self._looked + LOOK_S:
