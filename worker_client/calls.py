@@ -39,7 +39,6 @@ class Calls:
 
     Attributes:
         active: those that have begun and not ended.
-        end: above the numbers of all that were asked for.
         names: what the ranks call them.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
@@ -56,7 +55,6 @@ class Calls:
         ended: Callable[[Operation, ReductionError | None], list[Action]],
     ) -> None:
         self.active = Pending()
-        self.end = 0
         self.names = Names()
         self.question: Operation | None = None
         self.final: RankLostError | None = None
@@ -69,9 +67,14 @@ class Calls:
         self._ended = ended
         self._call: object = None  # the latest that was asked for,
         self._number = -1  # its number,
-        self._place = 0  # that of the latest operation in it,
+        self._place = PLACES - 1  # that of the latest operation in it,
         self._failure: ReductionError | None = None  # and how another one of them has ended
         self._since = self._history = 0  # as of an operation
+
+    @property
+    def end(self) -> int:
+        """Number above those of all that were asked for."""
+        return self._number * PLACES + self._place + 1
 
     @property
     def watermark(self) -> int:
@@ -88,15 +91,13 @@ class Calls:
         if operation.call is None or operation.call is not self._call:
             self._call, self._failure = operation.call, None
             self._number += 1
-            place = FIRST_PLACE
+            self._place = FIRST_PLACE
+        elif self._place == PLACES - 1:
+            raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
         else:
-            place = self._place + 1
-            if place == PLACES:
-                raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
+            self._place += 1
             operation.refusal = operation.refusal or self._failure
-        self._place = place
-        operation.sequence = sequence = self._number * PLACES + place
-        self.end = sequence + 1
+        operation.sequence = self._number * PLACES + self._place
         operation.since, operation.history = self._since & _SINCE_MASK, self._history
         if self._number >= self._since:
             asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op

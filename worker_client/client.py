@@ -442,7 +442,7 @@ class Client:
             return self._submit_pieces(call, asked)
         # One all-reduce of its memory: small ones should take little time.
         operation = Operation(buffer.view, buffer.dtype, op, name, timeout_s, call=call)
-        work = PlainWork(describe(name, buffer.view.nbytes), self.lead, lambda: operation.missing)
+        work = PlainWork(operation, self.lead, lambda: operation.missing)
 
         def ended(error: Exception | None) -> None:
             if error is None and buffer.write_back is not None:

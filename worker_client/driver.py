@@ -110,7 +110,7 @@ class Driver:
                 raise LocalProtocolError("this client was shut down")
             first = not self._queue
             self._queue.append(operation)
-        if not self._lead_with(self._take_lead, lambda: self._step(self._start)) and first:
+        if not self._lead_with(self._take_lead, self._start_now) and first:
             self._wake()  # otherwise the leader was woken already
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
@@ -261,11 +261,13 @@ class Driver:
     # -- what the leader does -----------------------------------------------------------------
 
     def _patience(self, now: float) -> float:
-        deadline = self._session.next_deadline()
         longest = UNSENT_S if self._unsent else IDLE_S
         if self._transport.leaving:
             longest = LEAVING_S
-        return longest if deadline is None else max(0.0, min(longest, deadline - now))
+        deadline = self._session.next_deadline()
+        if deadline is None or deadline - now >= longest:
+            return longest
+        return max(0.0, deadline - now)
 
     def _start(self) -> None:
         """Start what has been submitted, and send what there is room for."""
@@ -295,6 +297,9 @@ class Driver:
                 self._finish(*failed)
         if not self.settled.is_set() and (session.joined or session.refusal is not None):
             self.settled.set()
+
+    def _start_now(self) -> None:
+        self._step(self._start)
 
     def _step(self, step: Callable[[], None]) -> None:
         """Do a step as a leader that is not the driver's own thread."""

@@ -87,5 +87,5 @@ class Operation:
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
         name = f" {self.name!r}" if self.name else ""
-        number = self.sequence // PLACES
-        return f"all-reduce {number}{name} ({self.view.nbytes} bytes of {self.dtype.name})"
+        number = "" if self.sequence < 0 else f" {self.sequence // PLACES}"
+        return f"all-reduce{number}{name} ({self.view.nbytes} bytes of {self.dtype.name})"

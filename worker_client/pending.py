@@ -40,9 +40,12 @@ class Pending:
     def begin(self, operation: Operation, now: float) -> None:
         """Take note that an all-reduce has begun, in seconds of the caller's clock."""
         self._operations[operation.sequence] = operation
+        timeout_s = operation.timeout_s
         operation.begun, operation.ask_at = now, now + STRAGGLER_S
-        self.expect(operation, now + operation.timeout_s)
-        operation.ask_last_at = operation.deadline - min(LAST_S, operation.timeout_s / 2)
+        operation.deadline = deadline = now + timeout_s
+        operation.ask_last_at = deadline - (LAST_S if timeout_s > 2 * LAST_S else timeout_s / 2)
+        if deadline < self._earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
+            self._earliest = deadline
 
     def end(self, sequence: int) -> Operation:
         """Remove an all-reduce that has ended, and return it."""

@@ -117,7 +117,7 @@ class PlainWork(Work):
     """The handle of a call that names itself.
 
     Args:
-        what: how errors name it.
+        what: errors name it by its text.
         lead: as of `Work`.
         missing: says which ranks it waits for, as far as is known.
     """
@@ -126,7 +126,7 @@ class PlainWork(Work):
 
     def __init__(
         self,
-        what: str,
+        what: object,
         lead: Lead,
         missing: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
@@ -146,4 +146,4 @@ class PlainWork(Work):
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
-        return self._what
+        return str(self._what)
