@@ -5,8 +5,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 # By name, what is installed already is left alone: only an extra's packages are added to it.
 PACKAGE := reduction-server
-GENERATED := reducer/_cyutility.c reducer/_loop.c reducer/_slots.c reducer/kernels/_kernels.c \
-	worker_client/_flight.c worker_client/_cast.c worker_client/_submissions.c
+GENERATED := $(shell find reducer worker_client -name '_*.c')
 # Commands, and Debian's packages for them where those have other names.
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
 	slurmctld slurmd
@@ -19,8 +18,7 @@ PARALLEL := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 APART := --ignore tests/frameworks --ignore tests/containers
 # For test-extended: SELECT='-m extended' leaves out what `make test` runs; folders may follow.
 SELECT ?=
-COMPILED := $(foreach folder,reducer reducer/kernels reducer/wire worker_client, \
-	$(foreach kind,pyx pxd c h,$(wildcard $(folder)/*.$(kind))))
+COMPILED := $(shell find reducer worker_client -name '*.p[yx][xd]' -o -name '*.[ch]')
 
 # Every test starts interpreters: what they have compiled once is kept, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -114,7 +112,7 @@ release:
 
 clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)
-	rm -f reducer/*.so reducer/kernels/*.so worker_client/*.so
+	find reducer worker_client -name '*.so' -delete
 
 # What the demo needs, and nothing else: the package, compiled while what is large is installed beside
 # it. Byte code is made of what the demo imports alone; pip would make it of everything, for longer.

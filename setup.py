@@ -1,6 +1,7 @@
 """Extension modules only; everything else about the package is in pyproject.toml."""
 
 import os
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -17,21 +18,34 @@ FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
-WORKER = "worker_client"
-VECTOR_HEADERS = [
-    f"{KERNELS}/halves.h",
-    *(f"{KERNELS}/isa_{variant}.h" for variant in ("generic", "avx2", "avx512")),
-]
-LOOP_HEADERS = [
-    "reducer/failpoints.h",
-    "reducer/heap.h",
-    "reducer/libzmq.h",
-    "reducer/loop.h",
-    "reducer/malloc_tuning.h",
-    "reducer/map.h",
-    "reducer/slots.h",
-    "reducer/wire/header.h",
-    f"{KERNELS}/fold.h",
+# By its extension: what each is built from, besides its own .pyx.
+SOURCES = {
+    "reducer.kernels._kernels": [
+        f"{KERNELS}/{name}.c" for name in ("dispatch", "fold_generic", "fold_avx2", "fold_avx512")
+    ],
+    "reducer.engine._slots": ["reducer/engine/slots.c"],
+    "reducer.runtime._loop": [
+        "reducer/runtime/loop.c",
+        "reducer/engine/slots.c",
+        "reducer/failpoints/failpoints.c",
+    ],
+    "worker_client.protocol._flight": (
+        FLIGHT := [
+            f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")
+        ]
+    ),
+    "worker_client.runtime._loop": [
+        "worker_client/runtime/loop.c",
+        *FLIGHT,
+        "reducer/failpoints/failpoints.c",
+    ],
+    "worker_client.fusion._submissions": [],
+    "worker_client.staging._cast": [
+        f"worker_client/staging/cast_{name}.c" for name in ("dispatch", "generic", "avx2", "avx512")
+    ],
+}
+HEADERS = [
+    str(path) for package in ("reducer", "worker_client") for path in Path(package).rglob("*.h")
 ]
 
 # What Cython makes of every memoryview, compiled once instead of once in each module.
@@ -40,72 +54,20 @@ SHARED = "reducer._cyutility"
 extensions = cythonize(
     [
         Extension(
+            name,
+            sources=[f"{name.replace('.', '/')}.pyx", *sources],
+            depends=HEADERS,
+            include_dirs=["."],
+            libraries=["m"],
+            extra_compile_args=FLAGS,
+            extra_link_args=LINK_FLAGS,
+        )
+        for name, sources in SOURCES.items()
+    ]
+    + [
+        Extension(
             SHARED,
             sources=["reducer/_cyutility.c"],
-            extra_compile_args=FLAGS,
-            extra_link_args=LINK_FLAGS,
-        ),
-        Extension(
-            "reducer.kernels._kernels",
-            sources=[
-                f"{KERNELS}/_kernels.pyx",
-                f"{KERNELS}/dispatch.c",
-                f"{KERNELS}/fold_generic.c",
-                f"{KERNELS}/fold_avx2.c",
-                f"{KERNELS}/fold_avx512.c",
-            ],
-            depends=[f"{KERNELS}/fold.h", f"{KERNELS}/fold_template.h", *VECTOR_HEADERS],
-            libraries=["m"],
-            extra_compile_args=FLAGS,
-            extra_link_args=LINK_FLAGS,
-        ),
-        *(
-            Extension(
-                f"reducer.{name}",
-                sources=[f"reducer/{name}.pyx", *sources],
-                depends=LOOP_HEADERS,
-                include_dirs=["reducer"],
-                extra_compile_args=FLAGS,
-                extra_link_args=LINK_FLAGS,
-            )
-            for name, sources in (
-                ("_slots", ["reducer/slots.c"]),
-                ("_loop", ["reducer/loop.c", "reducer/slots.c", "reducer/failpoints.c"]),
-            )
-        ),
-        Extension(
-            "worker_client._flight",
-            sources=[
-                f"{WORKER}/_flight.pyx",
-                f"{WORKER}/chunks.c",
-                f"{WORKER}/flight.c",
-                f"{WORKER}/flight_failures.c",
-                f"{WORKER}/loop.c",
-                "reducer/failpoints.c",
-            ],
-            depends=[f"{WORKER}/chunks.h", f"{WORKER}/flight.h", f"{WORKER}/loop.h", *LOOP_HEADERS],
-            include_dirs=["reducer"],
-            extra_compile_args=FLAGS,
-            extra_link_args=LINK_FLAGS,
-        ),
-        Extension(
-            "worker_client._submissions",
-            sources=[f"{WORKER}/_submissions.pyx"],
-            extra_compile_args=FLAGS,
-            extra_link_args=LINK_FLAGS,
-        ),
-        Extension(
-            "worker_client._cast",
-            sources=[
-                f"{WORKER}/_cast.pyx",
-                f"{WORKER}/cast_dispatch.c",
-                f"{WORKER}/cast_generic.c",
-                f"{WORKER}/cast_avx2.c",
-                f"{WORKER}/cast_avx512.c",
-            ],
-            depends=[f"{WORKER}/cast.h", f"{WORKER}/cast_template.h", *VECTOR_HEADERS],
-            include_dirs=["reducer"],
-            libraries=["m"],
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         ),

@@ -24,8 +24,8 @@ SECURITY, JOBS = "tests/security", "tests/integration/test_"
 
 
 def _modules(names: str) -> str:
-    """Return patterns of a worker's modules, compiled twins and all."""
-    return " ".join(f"worker_client/{name}.* worker_client/_{name}.*" for name in names.split())
+    """Return patterns of a worker's modules, in whatever room, compiled twins and all."""
+    return " ".join(f"worker_client/*{name}.*" for name in names.split())
 
 
 # Patterns of paths (a * also matches slashes), and what they demand: targets, or what the names
@@ -36,28 +36,33 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
     # -- reducers
     ("reducer/kernels/*", (f"{JOBS}bits.py",)),
-    ("reducer/http_port.py reducer/metrics.py reducer/observer.py", ("tests/reducer",)),
-    ("reducer/status*", ("tests/reducer",)),
-    ("reducer/fail* */faults.py", ("tests/faults",)),
-    ("reducer/key* reducer/auth* worker_client/keys.py worker_client/greeting.py", (SECURITY,)),
+    ("reducer/monitoring/* reducer/commands/status*", ("tests/reducer",)),
+    ("reducer/failpoints/* */faults.py", ("tests/faults",)),
+    ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
     (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
-    (_modules("fallback handover"), (f"{JOBS}fallback.py",)),
+    (_modules("fallback handover returning"), (f"{JOBS}fallback.py",)),
     (_modules("survivors part journal meeting"), (f"{JOBS}survivors.py",)),
     (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
     (
-        _modules("hierarchy mates folding nodes"),
+        _modules("hierarchical node_* placement"),
         (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),
     ),
     (_modules("wire_cast cast*"), (f"{JOBS}wire_dtype.py",)),
-    (_modules("embedded"), (f"{JOBS}embedded.py",)),
-    ("worker_client/demo/*", (f"{JOBS}demo.py",)),
-    (_modules("accelerate collectives ddp fsdp jax keras lightning packing"), (FRAMEWORKS,)),
-    (_modules("tensorflow torch_*"), (FRAMEWORKS,)),
+    (_modules("hosting"), (f"{JOBS}embedded.py",)),
+    ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
+    (
+        _modules("accelerate collectives ddp fsdp jax keras lightning packing tensorflow"),
+        (FRAMEWORKS,),
+    ),
+    ("worker_client/torch_backend/*", (FRAMEWORKS,)),
     ("worker_client/horovod/*", (FRAMEWORKS, f"{JOBS}horovod.py")),
-    (_modules("torch_* process_group"), (TORCH_SUITE, f"{JOBS}torch_backend.py")),
-    (_modules("ddp process_group"), (f"{JOBS}ddp.py", f"{JOBS}readme.py")),
-    ("worker_client/launch/* worker_client/launching.py", ("tests/launch",)),
+    (
+        f"worker_client/torch_backend/* {_modules('rendezvous')}",
+        (TORCH_SUITE, f"{JOBS}torch_backend.py"),
+    ),
+    (_modules("ddp rendezvous"), (f"{JOBS}ddp.py", f"{JOBS}readme.py")),
+    ("worker_client/launch/* worker_client/commands/launch.py", ("tests/launch",)),
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
     ("examples/quickstart.py", (f"{JOBS}readme.py", "tests/launch")),

@@ -16,8 +16,8 @@ import psutil
 from bench.crew import ROOT
 from bench.intruder import JOB
 from bench.pool import READY
-from reducer.keygen import keygen
-from worker_client.demo.ranks import pipe
+from reducer.commands.keygen import keygen
+from worker_client.commands.demo.ranks import pipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

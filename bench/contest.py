@@ -15,7 +15,7 @@ from bench import pool, theory
 from bench.contenders import KEY
 from bench.crew import REPLY_S, Control, Crew, CrewError, unavailable
 from bench.results import Row
-from reducer.keygen import keygen
+from reducer.commands.keygen import keygen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bench.crew import ROOT, CrewError
 from bench.fault_rank import Part
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     import signal

@@ -20,10 +20,10 @@ import numpy as np
 import worker_client
 from bench import oracle
 from reducer.errors import ReductionError
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 SCALES = 16  # so many all-reduces in a row have results of their own
 

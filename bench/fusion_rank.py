@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from worker_client import config
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 TIMEOUT_S = 120.0
 

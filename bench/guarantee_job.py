@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench import guarantee_rank
 from bench.guarantee_plan import MAIN, THREADS
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

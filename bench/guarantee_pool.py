@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from bench.crew import ROOT, CrewError
 from bench.pool import READY
-from worker_client.demo.ranks import pipe
+from worker_client.commands.demo.ranks import pipe
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence

@@ -31,13 +31,13 @@ from bench.guarantee_judge import Judge
 from bench.guarantee_plan import MAIN, NAMED, THREADS, Call, Plan
 from bench.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter
 from reducer.errors import ConfigError, ReductionError, ReductionTimeout
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 TELL_S = 0.1

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from worker_client.client import Client
+from worker_client.client.client import Client
 from worker_client.work import Work
 
 if TYPE_CHECKING:

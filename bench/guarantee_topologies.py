@@ -10,7 +10,7 @@ from bench.guarantee_job import Job
 from bench.guarantee_plan import Plan
 from bench.guarantee_pool import Reducers
 from bench.guarantee_rank import Part
-from reducer.keygen import keygen
+from reducer.commands.keygen import keygen
 
 if TYPE_CHECKING:
     import random

@@ -22,7 +22,7 @@ from bench import options, pool
 from bench.crew import ROOT, CrewError
 from bench.hierarchy_rank import DEVICE, MODES
 from lab import Lab, LabUnavailable
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 PATIENCE_S = 500.0
 

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from bench.zmtp import COMMAND, GREETING, HANDSHAKE, LONG, MORE, dial, frame
-from worker_client.keys import load
+from worker_client.runtime.credentials import load
 
 if TYPE_CHECKING:
     from pathlib import Path

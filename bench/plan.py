@@ -19,7 +19,7 @@ from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
 from lab import LabUnavailable
 from lab.network import BURST_BYTES
-from reducer import links, plan
+from reducer.planning import network_model, plan
 
 if TYPE_CHECKING:
     from bench.results import Row
@@ -77,12 +77,12 @@ def predict(row: Row, mbit: float) -> float:
     """Return what the plan says of a row's all-reduce, seconds."""
     gbps = mbit / 1000
     job = plan.Job(row.workers, gbps, gbps, row.nbytes)
-    topology: links.Topology = "pool"
+    topology: network_model.Topology = "pool"
     if row.contender == "embedded":
         topology = "embedded"
     elif row.contender.startswith("mixed"):
         topology = "mixed"
-    times = links.card_times(row.nbytes, row.workers, row.reducers, topology, job.network)
+    times = network_model.card_times(row.nbytes, row.workers, row.reducers, topology, job.network)
     # The lab's shaper lets a link that has rested catch up, as far as its burst goes.
     caught_up = BURST_BYTES / job.network.worker_rate
     return times.busy_s + max(0.0, times.idle_s - caught_up)

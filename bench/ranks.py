@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from bench.crew import ROOT, CrewError
-from worker_client.demo.ranks import free_port, pipe
+from worker_client.commands.demo.ranks import free_port, pipe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reducer import links
+from reducer.planning import network_model
 
 if TYPE_CHECKING:
     from bench.contenders import Contender
 
-bus_factor = links.ring_factor  # busbw / algbw: nccl-tests' definition
+bus_factor = network_model.ring_factor  # busbw / algbw: nccl-tests' definition
 
 
 def limit(contender: Contender, workers: int, rate: float) -> float:
@@ -25,8 +25,10 @@ def limit(contender: Contender, workers: int, rate: float) -> float:
     if workers == 1 and contender.kind != "pool":
         return rate
     if contender.kind in {"pool", "mixed"}:
-        topology: links.Topology = "pool" if contender.kind == "pool" or k >= workers else "mixed"
+        topology: network_model.Topology = (
+            "pool" if contender.kind == "pool" or k >= workers else "mixed"
+        )
     else:
         topology = "embedded"
-    owned = links.shares(workers, k, topology)
-    return 1 / links.busiest_card_s(workers, owned, links.Network(rate, rate))
+    owned = network_model.shares(workers, k, topology)
+    return 1 / network_model.busiest_card_s(workers, owned, network_model.Network(rate, rate))

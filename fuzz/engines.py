@@ -10,9 +10,9 @@ from fuzz.headers import mutate
 from fuzz.model import Model
 from fuzz.source import Source
 from fuzz.twins import Twins
-from reducer.engine import AWAY_S
+from reducer.engine.engine import AWAY_S
+from reducer.engine.limits import Limits
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
-from reducer.limits import Limits
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, Loss, encode, encode_error

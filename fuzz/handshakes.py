@@ -12,10 +12,10 @@ from reducer.errors import ReductionError, VersionError
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from worker_client import implementation
-from worker_client.actions import Send
-from worker_client.session import Session
-from worker_client.settings import Settings
+from worker_client.protocol.actions import Send
+from worker_client.protocol.session import Session
+from worker_client.protocol.spec import Settings
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable

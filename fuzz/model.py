@@ -17,10 +17,10 @@ from reducer.wire.messages import Loss, Stragglers, Welcome, decode, decode_erro
 
 if TYPE_CHECKING:
     from fuzz.twins import Answers
-    from reducer.engine import Engine
-    from reducer.limits import Limits
-    from reducer.membership import Job
-    from reducer.slots import Member
+    from reducer.engine.engine import Engine
+    from reducer.engine.jobs import Job
+    from reducer.engine.limits import Limits
+    from reducer.engine.slots import Member
 
 _BODIES = {
     MessageType.WELCOME: Welcome,

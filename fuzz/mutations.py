@@ -61,7 +61,7 @@ MUTATIONS = {
         "engine",
         (
             (
-                "reducer/membership.py",
+                "reducer/engine/jobs.py",
                 "        if header.rank >= hello.world_size:\n",
                 "        if False:\n",
             ),
@@ -72,11 +72,15 @@ MUTATIONS = {
         "engine",
         (
             (
-                "reducer/slots.c",
+                "reducer/engine/slots.c",
                 "    map_remove(&round->slots, slot->offset);\n",
                 "    free(slot);\n    map_remove(&round->slots, slot->offset);\n",
             ),
-            ("reducer/slots.c", "    rounds->done--;\n    free(slot);\n", "    rounds->done--;\n"),
+            (
+                "reducer/engine/slots.c",
+                "    rounds->done--;\n    free(slot);\n",
+                "    rounds->done--;\n",
+            ),
         ),
     ),
     "round-freed-under-its-view": Mutation(
@@ -84,7 +88,7 @@ MUTATIONS = {
         "engine",
         (
             (
-                "reducer/_slots.pyx",
+                "reducer/engine/_slots.pyx",
                 "        if sequence in self._views:\n            self._release(sequence)\n",
                 "",
             ),

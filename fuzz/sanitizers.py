@@ -81,8 +81,8 @@ def build(tree: Path) -> None:
     switches = {"REDUCTION_BUILD_DEBUG": "1"}
     subprocess.run(command, cwd=tree, env=os.environ | switches, check=True)
     # setup.py goes on without an extension that does not compile: nothing would be tested.
-    built = len([*tree.glob("reducer/**/*.so"), *tree.glob("worker_client/*.so")])
-    sources = len([*tree.glob("reducer/**/*.pyx"), *tree.glob("worker_client/*.pyx")])
+    built = len([*tree.glob("reducer/**/*.so"), *tree.glob("worker_client/**/*.so")])
+    sources = len([*tree.glob("reducer/**/*.pyx"), *tree.glob("worker_client/**/*.pyx")])
     if built != sources:
         raise RuntimeError(f"{built} of {sources} extensions were built: see what gcc has said")
 

@@ -25,8 +25,8 @@ from reducer.errors import (
 from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Loss, Stragglers, Welcome, encode, encode_error
-from worker_client.calls import FIRST_PLACE
-from worker_client.settings import Settings
+from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol.spec import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

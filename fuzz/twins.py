@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuzz.source import check
-from reducer import implementation, kernels
-from reducer.engine import Engine
+from reducer import kernels
+from reducer.engine.engine import Engine
+from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.errors import ConfigError
-from reducer.limits import NO_LIMITS, Limits
+from reducer.runtime import implementation
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reducer._loop import Core
-    from reducer.membership import Job
-    from reducer.reductions import Send
+    from reducer.engine.jobs import Job
+    from reducer.engine.rounds import Send
+    from reducer.runtime._loop import Core
 
 Answers = dict[bytes, list[tuple[bytes, bytes]]]  # by peer: headers and payloads
 
@@ -49,7 +50,7 @@ class Twin:
         )
         self._core: Core | None = None
         if name == "compiled":
-            from reducer._loop import Core  # noqa: PLC0415 (is not there where nothing was built)
+            from reducer.runtime._loop import Core  # noqa: PLC0415 (is not there where nothing was built)
 
             self._core = Core(self.engine)
 

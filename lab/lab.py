@@ -19,7 +19,7 @@ from lab.claims import Facts
 from lab.keeper import Request, clean, tear_down
 from lab.network import LabUnavailable, Network, require_root
 from lab.processes import MARK
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

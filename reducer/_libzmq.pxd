@@ -1,6 +1,6 @@
 # What the extensions say to libzmq.h: its table of functions, and no library to link with.
 
-cdef extern from "libzmq.h" nogil:
+cdef extern from "reducer/libzmq.h" nogil:
     ctypedef struct zmq_msg_t:
         pass
 

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from reducer import __version__, config, plan_command, status_command
+from reducer import __version__, config
+from reducer.commands import plan as plan_command
+from reducer.commands import status as status_command
+from reducer.commands.keygen import keygen as make_keys
 from reducer.errors import ReductionError
-from reducer.http_port import HttpPort
-from reducer.keygen import keygen as make_keys
-from reducer.keyring import Keyring
+from reducer.monitoring.http_port import HttpPort
 from reducer.pool import READY
+from reducer.runtime.keyring import Keyring
 from reducer.server import Server
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer import units
+from reducer.engine.limits import Limits, Patience
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
-from reducer.limits import Limits, Patience
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE
 from reducer.wire.layout import LARGEST_CHUNK
 

@@ -11,25 +11,26 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reducer import implementation, kernels
-from reducer.authentication import Gate, Refusals
-from reducer.engine import Engine
+from reducer import __version__, kernels
+from reducer.engine.engine import Engine
+from reducer.engine.rounds import Counters
 from reducer.failpoints import parse
-from reducer.faults import FaultyEngine, FaultyTransport
-from reducer.guard import LOOK_S, Guard
-from reducer.keyring import Reader
-from reducer.observer import Desk, Observer
-from reducer.reductions import Counters
-from reducer.transport import Transport, make_context
+from reducer.monitoring.observer import Desk, Observer
+from reducer.runtime import implementation
+from reducer.runtime.faults import FaultyEngine, FaultyTransport
+from reducer.runtime.guard import LOOK_S, Guard
+from reducer.runtime.keyring import Reader
+from reducer.runtime.transport import Transport, make_context
+from reducer.runtime.zap import Gate, Refusals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.config import ReducerConfig
-    from reducer.implementation import MakeLoop
-    from reducer.keyring import Keyring
-    from reducer.limits import Patience
-    from reducer.loop import Loop
+    from reducer.engine.limits import Patience
+    from reducer.runtime.implementation import MakeLoop
+    from reducer.runtime.keyring import Keyring
+    from reducer.runtime.loop import Loop
 
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
 
@@ -114,7 +115,14 @@ class Server:
             for transport in transports
         ]
         desks = [lane.desk for lane in self._lanes]
-        self.observer = Observer(self.address, incarnation, desks, self._lanes, self._stopping)
+        self.observer = Observer(
+            desks,
+            self._lanes,
+            self._stopping,
+            version=__version__,
+            address=self.address,
+            incarnation=incarnation,
+        )
         log.info("serves with the %s loop and the %s kernels", chosen.name, table.name)
 
     @property

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reducer
-from reducer import implementation
+from reducer.runtime import implementation
 from tests.extended import ROWS
 from tests.ranks import SETTINGS, Forked
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.extended import Row
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 # What launchers, and whoever configures this project, tell a process.
 PREFIXES = (

@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import IO, TYPE_CHECKING, Any
 
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

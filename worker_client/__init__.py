@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     from torch.nn.parallel import DistributedDataParallel
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 __all__ = ["Client", "Work", "attach", "init"]
 
-_LAZY = {"Client": "worker_client.client", "Work": "worker_client.work"}
+_LAZY = {"Client": "worker_client.client.client", "Work": "worker_client.work"}
 
 
 def init(
@@ -72,7 +72,7 @@ def init(
         ReducerLostError: a reducer did not answer; the message names it.
         ReductionError: a reducer refused this worker; the class says why.
     """
-    default = import_module("worker_client.startup").DEFAULT
+    default = import_module("worker_client.client.startup").DEFAULT
     client: Client = default.get(
         servers=servers,
         embedded=embedded,

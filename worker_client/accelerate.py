@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch.nn.parallel import DistributedDataParallel
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 _DDP_TYPES = ("MULTI_CPU", "MULTI_GPU")  # names in accelerate.DistributedType
 

@@ -35,7 +35,7 @@ def demo(
     ),
 ) -> None:
     """Train on handwritten digits through reducers and through Gloo, and compare."""
-    from worker_client.demo.run import demo as run_demo  # noqa: PLC0415 (loads NumPy)
+    from worker_client.commands.demo.run import demo as run_demo  # noqa: PLC0415 (loads NumPy)
 
     raise typer.Exit(run_demo(workers=workers, reducers=reducers, epochs=epochs, plot_to=plot))
 
@@ -54,7 +54,7 @@ def launch(
     ] = False,
 ) -> None:
     """Run a training script under any launcher; in a reducer's replica, serve."""
-    from worker_client.launching import launch as run  # noqa: PLC0415 (loads pydantic)
+    from worker_client.commands.launch import launch as run  # noqa: PLC0415 (loads pydantic)
 
     run(script or [], processes=nproc_per_node, dry_run=dry_run)
 
@@ -64,7 +64,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what was detected and why, and examine every reducer; exit 1 if something is wrong."""
-    from worker_client.doctor.run import doctor as examine  # noqa: PLC0415 (loads NumPy)
+    from worker_client.commands.doctor.run import doctor as examine  # noqa: PLC0415 (loads NumPy)
 
     raise typer.Exit(examine(as_json=as_json))
 

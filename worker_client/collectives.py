@@ -13,10 +13,10 @@ import numpy as np
 
 from reducer.errors import ConfigError, MismatchError, RankLostError
 from reducer.wire.header import fingerprint
-from worker_client.host_buffer import host_buffer
+from worker_client.staging.host_buffer import host_buffer
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
-from worker_client.wire_cast import check_weight
+from worker_client.staging.wire_cast import check_weight
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 DEFAULT_BUCKET_CAP_MB = 64  # for DDP's bucket_cap_mb: large buckets keep the network busy
 

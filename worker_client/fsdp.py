@@ -34,14 +34,14 @@ from torch.distributed.tensor import DTensor
 import worker_client
 from reducer.errors import ConfigError
 from reducer.wire.constants import ReduceOp
-from worker_client.startup import connect_part
+from worker_client.client.startup import connect_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 _HOW = "init_device_mesh(device, (nodes, ranks), mesh_dim_names=('replicate', 'shard'))"
 

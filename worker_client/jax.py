@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from worker_client.packing import all_reduce_arrays, broadcast_arrays, on_host
+from worker_client._packing import all_reduce_arrays, broadcast_arrays, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 def all_reduce(tree: Any, op: str = "mean", *, client: Client | None = None) -> Any:

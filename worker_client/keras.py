@@ -17,7 +17,7 @@ from worker_client.tensorflow import all_reduce, broadcast_variables
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 _MARK = "_gradients_are_reduced"
 _SCALE_OUTSIDE = (

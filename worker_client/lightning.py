@@ -17,10 +17,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
-from worker_client import config, ddp, startup
+from worker_client import config, ddp
+from worker_client.client import startup
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 NAME = "reduction"
 NAME_UNUSED = "reduction_find_unused_parameters_true"

@@ -16,12 +16,12 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # what says that XLA compiles has no other name
 
 from reducer.errors import ConfigError
-from worker_client.packing import all_reduce_arrays, broadcast_arrays, on_host
+from worker_client._packing import all_reduce_arrays, broadcast_arrays, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reducer.wire.constants import DType
-from worker_client import casts
+from worker_client.staging import casts
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture

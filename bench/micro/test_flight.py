@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pytest
 
-from reducer.implementation import NAMES
+from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from worker_client import implementation
-from worker_client.flight import Part
-from worker_client.operation import Operation
+from worker_client.protocol.flight import Part
+from worker_client.protocol.operation import Operation
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from worker_client.flight import Flight, Send
+    from worker_client.protocol.flight import Flight, Send
 
 LINKS = 2
 CHUNKS = 64

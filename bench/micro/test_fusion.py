@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import pytest
 
-from reducer.implementation import NAMES
-from worker_client import implementation
-from worker_client.fusion_buffers import FusionBuffers
+from reducer.runtime.implementation import NAMES
+from worker_client.fusion.fusion_buffers import FusionBuffers
+from worker_client.fusion.submissions import twin
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from worker_client.request import Request, Submissions
+    from worker_client.fusion.request import Request, Submissions
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -44,7 +44,7 @@ class Worker:
         ]
         self._names = [f"layer{at}.weight" for at in range(TENSORS)]
         lock = threading.RLock()
-        make = implementation.select(impl).submissions
+        make = twin(impl)
         self.submissions: Submissions = make(
             threading.Condition(lock), lock, lambda _done, _until: None, 60.0, 64 << 20
         )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pytest
 
-from reducer import implementation, kernels
-from reducer.engine import Engine
+from reducer import kernels
+from reducer.engine.engine import Engine
+from reducer.runtime import implementation
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from reducer.reductions import Send
+    from reducer.engine.rounds import Send
 
 JOB = fingerprint("job")
 ROUNDS = 500
@@ -50,7 +51,7 @@ def receiver(impl: str, world_size: int) -> Callable[[bytes, bytes, bytes], Sequ
         engine.receive(name(rank), hello.pack(), body)
     if impl == "plain":
         return engine.receive
-    from reducer._loop import Core  # noqa: PLC0415 (may not be built)
+    from reducer.runtime._loop import Core  # noqa: PLC0415 (may not be built)
 
     return Core(engine).offer
 

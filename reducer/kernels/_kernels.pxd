@@ -3,7 +3,7 @@
 from libc.stdint cimport uint64_t
 
 
-cdef extern from "fold.h" nogil:
+cdef extern from "reducer/kernels/fold.h" nogil:
     ctypedef void (*fold_fn)(
         void *out, const void *const *inputs, size_t n, size_t count
     ) noexcept nogil

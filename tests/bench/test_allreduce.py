@@ -17,7 +17,7 @@ from bench.contenders import Contender
 from bench.crew import unavailable
 from bench.results import Sample, read
 from bench.soak import trends
-from reducer import links
+from reducer.planning import network_model
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
@@ -219,12 +219,14 @@ def test_growth_is_told_from_a_plateau() -> None:
 def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int) -> None:
     row = SimpleNamespace(workers=4, reducers=k, contender=contender, nbytes=64 << 20)
     predicted = plan.predict(row, 100.0)
-    rate = 100e6 / 8 * links.payload_share()
+    rate = 100e6 / 8 * network_model.payload_share()
     kind, _, _ = contender.partition("-")
     limit = theory.limit(Contender(kind, k), 4, rate)
     # On top of what the links allow there are headers and a few chunks.
     assert 1.001 < predicted / (row.nbytes / limit) < 1.02
-    times = links.card_times(row.nbytes, 4, k, kind, links.Network(rate, rate, 0.0002))
+    times = network_model.card_times(
+        row.nbytes, 4, k, kind, network_model.Network(rate, rate, 0.0002)
+    )
     assert predicted == pytest.approx(sum(times) - (256 << 10) / rate)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import reducer
 from lab import Host, Lab
-from reducer.keygen import keygen
+from reducer.commands.keygen import keygen
 from tests.containers.podman import Container, contained, podman, run
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
 from tests.engine import twins
-from worker_client.actions import Finish, Send
-from worker_client.operation import Operation
-from worker_client.settings import Settings
+from worker_client.protocol.actions import Finish, Send
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.spec import Settings
 
 M = MessageType
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
-from worker_client.actions import Finish, Reset
-from worker_client.settings import Settings
+from worker_client.protocol.actions import Finish, Reset
+from worker_client.protocol.spec import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reducer.engine import Engine
-    from reducer.reductions import Send as EngineSend
-    from worker_client.flight import Send
-    from worker_client.operation import Operation
-    from worker_client.session import Session
+    from reducer.engine.engine import Engine
+    from reducer.engine.rounds import Send as EngineSend
+    from worker_client.protocol.flight import Send
+    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.session import Session
 
 MEMORY_LIMIT = 1 << 30
 

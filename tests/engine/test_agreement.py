@@ -18,9 +18,9 @@ from reducer.wire.messages import ALL_REDUCERS, Loss, encode
 from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
 from tests.engine.words import number
-from worker_client.actions import Finish
-from worker_client.losses import ADOPT_S
-from worker_client.operation import Operation
+from worker_client.protocol.actions import Finish
+from worker_client.protocol.losses import ADOPT_S
+from worker_client.protocol.operation import Operation
 
 KIB = 1 << 10
 LARGE_BYTES = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.engine import AWAY_S
+from reducer.engine.engine import AWAY_S
 from reducer.errors import RankLostError, ReducerLostError, RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import ALL_REDUCERS, Loss, decode, encode, encode_error

@@ -14,11 +14,11 @@ from tests.engine.driven import Driven, M, error, errors, join, result, sent
 from tests.engine.network import Network
 from tests.engine.twins import IMPLEMENTATIONS
 from tests.engine.words import number
-from worker_client.actions import Finish, Send
-from worker_client.calls import FIRST_PLACE, GRACE_S
-from worker_client.names import refused
-from worker_client.operation import Operation
-from worker_client.pending import Pending
+from worker_client.protocol.actions import Finish, Send
+from worker_client.protocol.calls import FIRST_PLACE, GRACE_S
+from worker_client.protocol.names import refused
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.pending import Pending
 
 REFUSAL = refused(1, "TypeError: not that")
 LOST = RankLostError("gone", rank=0)

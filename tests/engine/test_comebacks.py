@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.engine import AWAY_S
+from reducer.engine.engine import AWAY_S
 from reducer.errors import (
     MismatchError,
     RankLostError,

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from reducer.engine import AWAY_S, CLAIM_SPARE_S, PING_INTERVAL_S
+from reducer.engine.engine import AWAY_S, CLAIM_SPARE_S, PING_INTERVAL_S
 from reducer.errors import (
     CapacityError,
     DuplicateRankError,

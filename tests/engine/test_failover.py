@@ -25,10 +25,10 @@ from reducer.wire.messages import (
 )
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
-from worker_client.actions import Finish, HandOver, Reset
-from worker_client.flight import Send
-from worker_client.losses import ADOPT_S
-from worker_client.pending import HURRY_S, STRAGGLER_S
+from worker_client.protocol.actions import Finish, HandOver, Reset
+from worker_client.protocol.flight import Send
+from worker_client.protocol.losses import ADOPT_S
+from worker_client.protocol.pending import HURRY_S, STRAGGLER_S
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.engine import MAX_DROPPED, MAX_LINES, MAX_REFUSALS, REFUSALS_S
+from reducer.engine.engine import MAX_DROPPED, MAX_LINES, MAX_REFUSALS, REFUSALS_S
+from reducer.engine.jobs import MAX_GIVEN_UP
+from reducer.engine.limits import Limits
 from reducer.errors import (
     CapacityError,
     ReducerLostError,
     RemoteProtocolError,
 )
-from reducer.limits import Limits
-from reducer.membership import MAX_GIVEN_UP
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode, encode_error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.admission import LOCAL, AllowList
+from reducer.engine.allow_list import LOCAL, AllowList
+from reducer.engine.limits import Limits
 from reducer.errors import (
     AuthError,
     CapacityError,
@@ -14,13 +15,12 @@ from reducer.errors import (
     ReductionError,
     RemoteProtocolError,
 )
-from reducer.limits import Limits
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 from tests.engine.driven import Driven, error, errors, join, operation, sent
 from tests.engine.words import M, Reducer, kinds, told
-from worker_client.actions import Reset
-from worker_client.joining import RETRY_S
+from worker_client.protocol.actions import Reset
+from worker_client.protocol.joining import RETRY_S
 
 BOTH = AllowList({"key-1": frozenset({"job"}), "key-2": frozenset({"other"})})
 FIRST = AllowList({"key-1": frozenset({"job"})})
@@ -112,7 +112,7 @@ def test_a_name_with_another_ones_fingerprint_is_refused(
     guarded: Reducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hello(guarded, 0, "key-1")
-    monkeypatch.setattr("reducer.membership.fingerprint", lambda _: fingerprint("job"))
+    monkeypatch.setattr("reducer.engine.jobs.fingerprint", lambda _: fingerprint("job"))
     found = refused(hello(guarded, 1, "key-2", "other", claims="job"))
     assert isinstance(found, RemoteProtocolError)
     assert "not the one that the body names" in str(found)

@@ -18,10 +18,10 @@ from reducer.wire.header import Header
 from reducer.wire.messages import Stragglers, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
-from worker_client.actions import Reset
-from worker_client.calls import GRACE_S
-from worker_client.joining import RETRY_S
-from worker_client.pending import LAST_S
+from worker_client.protocol.actions import Reset
+from worker_client.protocol.calls import GRACE_S
+from worker_client.protocol.joining import RETRY_S
+from worker_client.protocol.pending import LAST_S
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reducer import kernels
-from reducer.engine import PING_INTERVAL_S
+from reducer.engine.engine import PING_INTERVAL_S
 from reducer.errors import (
     LocalProtocolError,
     MismatchError,
@@ -27,9 +27,9 @@ from reducer.errors import (
 from reducer.wire.constants import MIN_CHARGE, SPARE_CHUNKS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.network import Network
-from worker_client.calls import GRACE_S
-from worker_client.joining import RETRY_S
-from worker_client.operation import Operation
+from worker_client.protocol.calls import GRACE_S
+from worker_client.protocol.joining import RETRY_S
+from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
     import random

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reducer.engine.limits import Limits
 from reducer.errors import CapacityError, ReducerLostError
-from reducer.limits import Limits
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import encode_error
 from tests.engine.test_keys import AllowList, hello

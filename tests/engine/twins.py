@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reducer import implementation, kernels
-from reducer.engine import Engine
-from reducer.limits import NO_LIMITS, Limits
-from worker_client import implementation as worker_implementation
-from worker_client.session import Session
+from reducer import kernels
+from reducer.engine.engine import Engine
+from reducer.engine.limits import NO_LIMITS, Limits
+from reducer.runtime import implementation
+from worker_client.protocol.session import Session
+from worker_client.runtime import implementation as worker_implementation
 
 if TYPE_CHECKING:
-    from reducer.reductions import Send
-    from worker_client.settings import Settings
+    from reducer.engine.rounds import Send
+    from worker_client.protocol.spec import Settings
 
 IMPLEMENTATIONS = implementation.NAMES
 
@@ -47,7 +48,7 @@ class Served:
         self.taken = 0  # messages that never reached the engine
         self._core: Any = None
         if name == "compiled":
-            from reducer._loop import Core  # noqa: PLC0415
+            from reducer.runtime._loop import Core  # noqa: PLC0415
 
             self._core = Core(self.engine)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from reducer.engine import AWAY_S
-from reducer.limits import NO_LIMITS, Limits
+from reducer.engine.engine import AWAY_S
+from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
 from tests.engine.twins import Served
-from worker_client.calls import FIRST_PLACE
+from worker_client.protocol.calls import FIRST_PLACE
 
 M = MessageType
 WINDOW = 1 << 16

@@ -10,7 +10,7 @@ import numpy as np
 from reducer.errors import ReductionError
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 COUNT = 200_000  # elements, 800 kB: a share and several chunks for each of two reducers

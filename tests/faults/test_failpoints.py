@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from reducer import _loop, failpoints
+from reducer import failpoints
 from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
 from reducer.failpoints import DROPPING, LEAVE_S, Action, Failpoint, Place, parse
+from reducer.runtime import _loop as reducer_loop
 from tests.faults.processes import reducer, worker
 from tests.integration.calls import ones
-from worker_client import _flight
-from worker_client.startup import connect
+from worker_client.client.startup import connect
+from worker_client.runtime import _loop as worker_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import IO
 
     from tests.ranks import Rank
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +91,8 @@ def test_what_is_refused(text: str, why: str) -> None:
 
 
 def test_c_has_the_same_places_and_actions() -> None:
-    header = (ROOT / "reducer" / "failpoints.h").read_text()
-    source = (ROOT / "reducer" / "failpoints.c").read_text()
+    header = (ROOT / "reducer" / "failpoints" / "failpoints.h").read_text()
+    source = (ROOT / "reducer" / "failpoints" / "failpoints.c").read_text()
     places = re.search(r"enum failpoint \{(.*?)\}", header, re.DOTALL)
     actions = re.search(r"enum action \{(.*?)\}", source, re.DOTALL)
     assert places
@@ -107,7 +108,7 @@ def test_the_table_of_places_is_complete() -> None:
     assert [name for name, lost in rows if lost.strip()] == [place.text for place in DROPPING]
 
 
-@pytest.mark.parametrize("arm", [failpoints.arm, _loop.arm, _flight.arm], ids=TWINS)
+@pytest.mark.parametrize("arm", [failpoints.arm, reducer_loop.arm, worker_loop.arm], ids=TWINS)
 def test_which_pass_counts(arm: Callable[..., Callable[[Place], bool]]) -> None:
     try:
         hit = arm(parse("worker.received=drop@2,reducer.welcome=drop,reducer.tick=delay:20ms@2"))

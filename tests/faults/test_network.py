@@ -22,7 +22,7 @@ from tests.faults.steps import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
 MORE_FRAME = bytes([1, HEADER_BYTES])  # how ZMTP begins a header that a payload follows

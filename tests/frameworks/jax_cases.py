@@ -12,8 +12,8 @@ import pytest
 import worker_client
 from reducer.errors import ConfigError, MismatchError
 from tests.frameworks.cases import main
+from worker_client.client.startup import connect
 from worker_client.jax import all_reduce, broadcast, value_and_grad
-from worker_client.startup import connect
 
 client = worker_client.init()
 mine = client.rank + 1.0  # 1 and 2: the mean is 1.5

@@ -14,12 +14,12 @@ import tensorflow as tf
 import worker_client
 from reducer.errors import ConfigError
 from tests.frameworks.cases import main
+from worker_client.client.startup import connect
 from worker_client.keras import (
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,
     MetricAverageCallback,
 )
-from worker_client.startup import connect
 
 client = worker_client.init()
 mine = client.rank + 1.0  # 1 and 2: the mean is 1.5

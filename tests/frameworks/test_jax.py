@@ -6,7 +6,7 @@ import pytest
 
 from tests.frameworks import cases
 from tests.frameworks.training import assert_alike, train
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 pytest.importorskip("jax", reason="needs jax")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.frameworks import cases
 from tests.frameworks.training import assert_alike, train
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 # Looked for and not imported, as that takes long and warns.
 if find_spec("tensorflow") is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from tests.ranks import ROOT, environments, ranks
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from reducer.errors import (
 )
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:

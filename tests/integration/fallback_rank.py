@@ -21,7 +21,7 @@ from bench.ddp_worker import report
 from reducer.errors import ReductionError
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 KINDS = [  # dtype, op, elements; several chunks to each reducer, one, less than one, none
     (torch.float32, "mean", 300_000),

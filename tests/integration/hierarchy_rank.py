@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import ConfigError, ReductionError
 from tests.ranks import write_result
+from worker_client.client.startup import connect
 from worker_client.collectives import all_gather_bytes
-from worker_client.startup import connect
 
 STEPS = 20
 VICTIM = 3

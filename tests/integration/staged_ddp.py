@@ -18,7 +18,7 @@ import worker_client
 from reducer.errors import DeviceError, ReductionError
 from tests.ranks import write_result
 from tests.worker_client.slow_device import SlowDevice
-from worker_client import device, staged_call
+from worker_client.staging import device, staged_call
 
 STEPS = 20
 

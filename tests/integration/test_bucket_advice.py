@@ -19,7 +19,7 @@ import worker_client  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 @pytest.fixture(scope="module")

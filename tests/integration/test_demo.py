@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.ranks import SETTINGS, Forked
-from worker_client.demo import ranks, run
+from worker_client.commands.demo import ranks, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ class Demo:
             }
             joined = [
                 worker
-                for worker in self.processes("worker_client.demo.train")
+                for worker in self.processes("worker_client.commands.demo.train")
                 if any(c.raddr and c.raddr.port in ports for c in worker.net_connections("tcp"))
             ]
             if len(joined) == workers:

@@ -31,14 +31,14 @@ from reducer.wire.constants import ReduceOp
 from tests.conftest import local_pool
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
-from worker_client.demo.ranks import free_port
-from worker_client.host_buffer import host_buffer
-from worker_client.startup import connect
+from worker_client.client.startup import connect
+from worker_client.commands.demo.ranks import free_port
+from worker_client.staging.host_buffer import host_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 pytestmark = [

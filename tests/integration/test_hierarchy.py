@@ -23,17 +23,19 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
-from worker_client import hierarchy, implementation
-from worker_client.fusion import Fusion
-from worker_client.hierarchy import HierarchicalClient
-from worker_client.mates import meet
-from worker_client.nodes import arrange
-from worker_client.settings import Settings
+from worker_client.client import hierarchical
+from worker_client.client.hierarchical import HierarchicalClient
+from worker_client.communicators.node_sockets import meet
+from worker_client.communicators.placement import arrange
+from worker_client.fusion.fusion import Fusion
+from worker_client.fusion.submissions import twin
+from worker_client.protocol.spec import Settings
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client.mates import Mates
+    from worker_client.communicators.node_sockets import Mates
 
 STEPS = {
     "sum": np.add,
@@ -215,7 +217,7 @@ def test_a_node_sends_each_buffer_once(six: list[HierarchicalClient]) -> None:
 def test_large_buffers_go_in_pieces(
     six: list[HierarchicalClient], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    monkeypatch.setattr(hierarchy, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(hierarchical, "PIECE_BYTES", 4096)
     for count in (1023, 1024, 1025, 50_001):
         check(six, dtype, "mean", count)
 
@@ -322,7 +324,7 @@ def test_a_named_call_has_its_deadline_while_its_node_meets(servers: list[str]) 
                 threshold=1 << 20,
                 cycle_s=0.001,
                 timeout_s=20.0,
-                submissions=implementation.select(None).submissions,
+                submissions=twin(implementation.select(None).name),
             )
             for rank in range(4)
         ]

@@ -21,12 +21,12 @@ from reducer.errors import (
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 pytestmark = [
     pytest.mark.usefixtures("impl"),

@@ -24,12 +24,12 @@ from reducer.errors import (
 )
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 pytestmark = pytest.mark.usefixtures("impl")
 

@@ -51,7 +51,7 @@ def test_one_line_at_the_start_and_one_at_the_end() -> None:
 def test_logging_decides_where_it_is_set_up(level: str, lines: int) -> None:
     for said in run(level):
         assert "reduction: " not in said
-        assert said.count("INFO:worker_client.summary:rank ") == lines
+        assert said.count("INFO:worker_client.client.summary:rank ") == lines
 
 
 def test_that_torchrun_ends_survivors_is_said_once() -> None:

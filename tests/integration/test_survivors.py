@@ -22,7 +22,7 @@ from tests.ranks import Loopback
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reducer import config, implementation, kernels
+from reducer import config, kernels
 from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
+from reducer.runtime import implementation
 from reducer.server import Server
 from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined
-from worker_client.client import Client
-from worker_client.settings import Settings
+from worker_client.client.client import Client
+from worker_client.protocol.spec import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

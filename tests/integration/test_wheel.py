@@ -40,13 +40,15 @@ EMPTY = """
 import importlib.util, shutil
 assert importlib.util.find_spec("torch") is None
 assert shutil.which("gcc") is None and shutil.which("cc") is None
-from reducer import implementation, kernels
+from reducer.runtime import implementation
+from reducer import kernels
 assert kernels.variants()[-1] == "numpy" and len(kernels.variants()) > 1, kernels.variants()
 implementation.select("compiled", kernels.select(None))
 """
 
 NO_COMPILER = """
-from reducer import implementation, kernels
+from reducer.runtime import implementation
+from reducer import kernels
 assert kernels.variants() == ("numpy",), kernels.variants()
 assert implementation.select(None, kernels.select(None)) is implementation.PLAIN
 """

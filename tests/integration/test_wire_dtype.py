@@ -16,14 +16,14 @@ from reducer.errors import ConfigError, LocalProtocolError, MismatchError, Reduc
 from reducer.wire.constants import ReduceOp
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of
-from worker_client import casts, wire_cast
-from worker_client.packing import all_reduce_arrays
-from worker_client.startup import connect
+from worker_client._packing import all_reduce_arrays
+from worker_client.client.startup import connect
+from worker_client.staging import casts, wire_cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     Job = Callable[..., list[Client]]
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import zmq
 
+from reducer.commands.keygen import keygen
 from reducer.errors import ReducerLostError
-from reducer.keygen import keygen
 from tests.launch.conftest import bare_environment
 from tests.launch.environments import spec
-from worker_client.demo.ranks import free_port
-from worker_client.doctor import examine
-from worker_client.doctor.findings import Health, Kind, compare
+from worker_client.commands.demo.ranks import free_port
+from worker_client.commands.doctor import examine
+from worker_client.commands.doctor.findings import Health, Kind, compare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,7 +16,7 @@ import pytest
 
 from tests.launch.conftest import ROOT, bare_environment
 from tests.launch.environments import VERTEX_CLUSTER, spec
-from worker_client.demo.ranks import free_port
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from reducer import config as reducer_config
-from reducer import failpoints, plan_command, status_client, units
+from reducer import failpoints, units
+from reducer.commands import plan as plan_command
+from reducer.commands import status_client
 from reducer.config import ReducerConfig
 from reducer.errors import ConfigError
 from worker_client import config

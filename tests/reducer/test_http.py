@@ -18,15 +18,15 @@ import numpy as np
 import psutil
 import pytest
 
-from reducer import http_port, metrics, status
 from reducer.config import load
 from reducer.errors import ConfigError
-from reducer.http_port import HttpPort
-from reducer.observer import Desk, JobView, Observer, merge_jobs
+from reducer.monitoring import http_port, metrics, status
+from reducer.monitoring.http_port import HttpPort
+from reducer.monitoring.observer import Desk, JobView, Observer, merge_jobs
 from reducer.server import Server
 from tests.conftest import joined
 from tests.reducer.ports import ask, serving
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -275,13 +275,15 @@ def test_a_thread_that_ended_is_seen() -> None:
 
 
 def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reducer.observer.ANSWER_S", 0.2)
+    monkeypatch.setattr("reducer.monitoring.observer.ANSWER_S", 0.2)
     desk = Desk(engine=None, guard=None, port=1)  # nobody answers at it
     desk.ticked = time.monotonic()
     forever = threading.Event()
     thread = threading.Thread(target=forever.wait)
     thread.start()
-    observer = Observer("a:1", "i", [desk], [thread], threading.Event())
+    observer = Observer(
+        [desk], [thread], threading.Event(), version="0.1", address="a:1", incarnation="i"
+    )
     assert observer.unhealthy() == ""
     found = observer.status()
     assert found.state == "failing"

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import composite
 
-from reducer import links, plan, plan_command, vertex
+from reducer.commands import plan as plan_command
 from reducer.errors import ConfigError
+from reducer.planning import network_model, plan, vertex
 from reducer.wire.layout import SMALLEST_CHUNK, mixed_weights, shards
 from tests.reducer.ports import COMMAND
 
-LINKS = links.Network(100.0, 100.0)
+LINKS = network_model.Network(100.0, 100.0)
 
 
 def reducer_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -59,22 +60,25 @@ def pools(draw: st.DrawFn) -> tuple[int, int]:
 @given(pools())
 def test_the_mixed_split_is_the_published_one(pool: tuple[int, int]) -> None:
     n, k = pool
-    owned = links.shares(n, k, "mixed")
+    owned = network_model.shares(n, k, "mixed")
     whole = n * n + k * n - 2 * k
     assert owned == (Fraction(2 * (n - 1), whole), Fraction(n - k, whole))
     assert k * owned.pool + n * owned.ranks == 1
     # With it all cards are busy for the same time, which is less than a ring's or the pool's.
-    both = links.busiest_card_s(n, owned, LINKS)
+    both = network_model.busiest_card_s(n, owned, LINKS)
     assert both == pytest.approx(2 * n * (n - 1) / whole / 100)
-    assert both <= links.ring_factor(n) / 100 * 1.000001
-    assert both <= links.busiest_card_s(n, links.shares(n, k, "pool"), LINKS) * 1.000001
+    assert both <= network_model.ring_factor(n) / 100 * 1.000001
+    assert (
+        both
+        <= network_model.busiest_card_s(n, network_model.shares(n, k, "pool"), LINKS) * 1.000001
+    )
 
 
 @settings(deadline=None)
 @given(pools(), st.integers(1 << 20, 1 << 24))
 def test_the_split_is_the_one_that_buffers_are_cut_by(pool: tuple[int, int], nbytes: int) -> None:
     n, k = pool
-    owned = links.shares(n, k, "mixed")
+    owned = network_model.shares(n, k, "mixed")
     for shard in shards(nbytes, mixed_weights(n, k), 0):
         share = owned.pool if shard.reducer < k else owned.ranks
         if (shard.end - shard.start) > SMALLEST_CHUNK:
@@ -83,36 +87,43 @@ def test_the_split_is_the_one_that_buffers_are_cut_by(pool: tuple[int, int], nby
 
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
 def test_corners_of_the_cards(n: int) -> None:
-    full = links.busiest_card_s(n, links.shares(n, n, "pool"), LINKS)
+    full = network_model.busiest_card_s(n, network_model.shares(n, n, "pool"), LINKS)
     assert full == pytest.approx(1 / 100)
-    assert links.busiest_card_s(n, links.shares(n, 2 * n, "pool"), LINKS) == pytest.approx(1 / 100)
-    assert links.busiest_card_s(n, links.shares(n, 1, "pool"), LINKS) == pytest.approx(n / 100)
-    embedded = links.busiest_card_s(n, links.shares(n, 0, "embedded"), LINKS)
-    assert embedded == pytest.approx(links.ring_factor(n) / 100)
+    assert network_model.busiest_card_s(
+        n, network_model.shares(n, 2 * n, "pool"), LINKS
+    ) == pytest.approx(1 / 100)
+    assert network_model.busiest_card_s(
+        n, network_model.shares(n, 1, "pool"), LINKS
+    ) == pytest.approx(n / 100)
+    embedded = network_model.busiest_card_s(n, network_model.shares(n, 0, "embedded"), LINKS)
+    assert embedded == pytest.approx(network_model.ring_factor(n) / 100)
     # A fast reducer does for several slow ones.
-    one_fast = links.Network(100.0, 100.0 * n)
-    assert links.busiest_card_s(n, links.shares(n, 1, "pool"), one_fast) == pytest.approx(1 / 100)
+    one_fast = network_model.Network(100.0, 100.0 * n)
+    assert network_model.busiest_card_s(
+        n, network_model.shares(n, 1, "pool"), one_fast
+    ) == pytest.approx(1 / 100)
 
 
 def test_large_buffers_take_what_the_cards_take() -> None:
-    network = links.Network(1e9, 1e9, 1e-4)
-    seconds = links.all_reduce_s(1e11, 8, 8, "pool", network)
+    network = network_model.Network(1e9, 1e9, 1e-4)
+    seconds = network_model.all_reduce_s(1e11, 8, 8, "pool", network)
     assert seconds == pytest.approx(100, rel=0.005)
-    assert links.ring_s(1e11, 8, network) == pytest.approx(175, rel=0.005)
+    assert network_model.ring_s(1e11, 8, network) == pytest.approx(175, rel=0.005)
 
 
 def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring() -> None:
-    network = links.Network(1e9, 1e9, 1e-3)
-    assert links.all_reduce_s(64, 8, 8, "pool", network) == pytest.approx(1e-3, rel=0.01)
-    assert links.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
+    network = network_model.Network(1e9, 1e9, 1e-3)
+    assert network_model.all_reduce_s(64, 8, 8, "pool", network) == pytest.approx(1e-3, rel=0.01)
+    assert network_model.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
 
 
 @settings(deadline=None)
 @given(st.integers(2, 32), st.integers(1 << 10, 1 << 30))
 def test_more_reducers_never_slow_the_cards(workers: int, nbytes: int) -> None:
-    network = links.Network(1e8, 1e8)
+    network = network_model.Network(1e8, 1e8)
     times = [
-        links.busiest_card_s(workers, links.shares(workers, k, "pool"), network) * nbytes
+        network_model.busiest_card_s(workers, network_model.shares(workers, k, "pool"), network)
+        * nbytes
         for k in range(1, 2 * workers)
     ]
     assert times == sorted(times, reverse=True)
@@ -125,9 +136,9 @@ def job(**others: float) -> plan.Job:
 
 def test_steps_overlap_with_the_backward_pass() -> None:
     network = job().network
-    all_s = links.all_reduce_s(512 << 20, 4, 4, "pool", network)
+    all_s = network_model.all_reduce_s(512 << 20, 4, 4, "pool", network)
     long = job(backward_s=10.0, forward_s=3.0)
-    last_s = links.all_reduce_s(64 << 20, 4, 4, "pool", network)
+    last_s = network_model.all_reduce_s(64 << 20, 4, 4, "pool", network)
     assert plan.buckets(long) == 8
     # A long backward pass hides all but the last bucket; a short one hides next to nothing.
     assert plan.step_s(long, all_s, last_s) == pytest.approx(13.0 + last_s)
@@ -180,8 +191,8 @@ def test_what_cannot_be_planned(wrong: dict[str, float], says: str) -> None:
 
 
 def test_packets() -> None:
-    assert links.payload_share(1500) == pytest.approx(0.957, abs=0.001)
-    assert links.payload_share(8896) > 0.99
+    assert network_model.payload_share(1500) == pytest.approx(0.957, abs=0.001)
+    assert network_model.payload_share(8896) > 0.99
 
 
 @pytest.mark.parametrize(

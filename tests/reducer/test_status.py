@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from reducer import status
+from reducer.commands.status_client import Found, addresses, read, read_all
+from reducer.commands.status_tables import Rates, rates_between, render, size
 from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
-from reducer.status_client import Found, addresses, read, read_all
-from reducer.status_tables import Rates, rates_between, render, size
+from reducer.monitoring import status
 from tests.conftest import joined
 from tests.reducer.ports import COMMAND, Serving, serving
 

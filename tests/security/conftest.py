@@ -14,8 +14,8 @@ import pytest
 
 from bench import company
 from reducer import config
-from reducer.keygen import keygen
-from reducer.keyring import Keyring
+from reducer.commands.keygen import keygen
+from reducer.runtime.keyring import Keyring
 from reducer.server import Server
 from tests.conftest import joined
 from tests.integration.calls import all_reduce
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from reducer.reductions import Counters
-    from worker_client.client import Client
+    from reducer.engine.rounds import Counters
+    from worker_client.client.client import Client
 
 WAIT_S = 100.0  # far more than anything takes, unless the machine is very busy
 SHORT = ("--handshake-timeout", "500ms", "--memory-limit", "256MiB", "--max-jobs", "8")

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from reducer import admission, config
-from reducer.admission import ANY, LOCAL
+from reducer import config
+from reducer.commands.keygen import keygen
+from reducer.engine import allow_list
+from reducer.engine.allow_list import ANY, LOCAL
 from reducer.errors import AuthError, ConfigError
 from reducer.keyfiles import KeyPair, is_key
-from reducer.keygen import keygen
-from reducer.keyring import LOOK_S, Keyring
-from reducer.transport import make_pair
-from reducer.wire.jobs import MAX_OWNER_BYTES, is_owner, owner
+from reducer.runtime.keyring import LOOK_S, Keyring
+from reducer.runtime.transport import make_pair
+from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner, owner
 from tests.security.conftest import serving, until
-from worker_client import keys as worker_keys
-from worker_client.startup import connect
+from worker_client.client.startup import connect
+from worker_client.runtime import credentials as worker_keys
 
 A, B = (make_pair().public for _ in range(2))
 
@@ -83,7 +84,7 @@ def test_one_job_by_default_and_another_one_later(tmp_path: Path) -> None:
         f"jobs/other/{name}" for name in ("job.name", "job.secret", "pool.public")
     }
     assert after["pool/allowed"].startswith(before["pool/allowed"])
-    assert len(admission.parse(after["pool/allowed"])) == 2
+    assert len(allow_list.parse(after["pool/allowed"])) == 2
 
 
 @pytest.mark.parametrize("jobs", [("one",), ("new", "one")])
@@ -110,14 +111,14 @@ def test_new_keys_for_a_job_stand_beside_the_old_ones(home: Path) -> None:
     changed = {name for name in after if after[name] != before[name]}
     assert changed == {"jobs/one/job.secret", "pool/allowed"}
     assert after["pool/allowed"].startswith(before["pool/allowed"])
-    assert len(admission.parse(after["pool/allowed"])) == 3
+    assert len(allow_list.parse(after["pool/allowed"])) == 3
 
 
 # -- what is read ---------------------------------------------------------------------------------
 
 
 def test_an_allow_list() -> None:
-    allowed = admission.parse(f"# a comment\n\none {A}\ntwo,three_3   {B}\n  four {B}\n")
+    allowed = allow_list.parse(f"# a comment\n\none {A}\ntwo,three_3   {B}\n  four {B}\n")
     assert len(allowed) == 2
     assert allowed.knows(A)
     assert not allowed.knows(A[::-1])
@@ -136,7 +137,7 @@ def test_an_allow_list() -> None:
         refused = allowed.refusal(key, job)
         assert (refused is None) == welcome
         assert refused is None or A not in str(refused)
-    anything = admission.parse(f"{ANY} {A}")
+    anything = allow_list.parse(f"{ANY} {A}")
     assert anything.refusal(A, "what/ever") is None
 
 
@@ -145,7 +146,7 @@ def test_an_allow_list() -> None:
 )
 def test_a_line_that_is_wrong_is_named_without_its_key(line: str) -> None:
     with pytest.raises(ConfigError, match=r"^line 2 of the allow-list is wrong: write") as error:
-        admission.parse(f"one {B}\n{line.replace('KEY', A)}\n")
+        allow_list.parse(f"one {B}\n{line.replace('KEY', A)}\n")
     assert A not in str(error.value)
 
 

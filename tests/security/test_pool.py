@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from reducer import config, keyfiles
+from reducer.commands.keygen import keygen
 from reducer.errors import (
     AuthError,
     ConfigError,
@@ -18,8 +19,7 @@ from reducer.errors import (
     ReductionError,
     RemoteProtocolError,
 )
-from reducer.keygen import keygen
-from reducer.keyring import Keyring
+from reducer.runtime.keyring import Keyring
 from reducer.server import Server
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
@@ -27,7 +27,7 @@ from reducer.wire.messages import Hello, decode_error, encode
 from tests.conftest import joined, local_pool
 from tests.integration.calls import all_reduce, errors_of, ones
 from tests.security.conftest import WAIT_S, busy, until
-from worker_client.startup import connect
+from worker_client.client.startup import connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

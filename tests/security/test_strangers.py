@@ -12,7 +12,7 @@ from tests.security.conftest import reduces, until
 
 if TYPE_CHECKING:
     from bench.company import Reducer
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 @pytest.mark.parametrize("kind", STRANGERS)

@@ -17,7 +17,7 @@ from tests.security.conftest import HONEST, SHORT, reduces, until
 
 if TYPE_CHECKING:
     from bench.company import Reducer
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 CHUNK = 1 << 18
 OVERHEAD = 192 << 20  # of the process, its heap's unused parts, and what comes between two looks

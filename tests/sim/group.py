@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import ReducerLostError
 from reducer.wire.constants import PLACES
-from worker_client.actions import Finish
-from worker_client.handover import gaps, held, merge
+from worker_client.protocol.actions import Finish
+from worker_client.protocol.handover import gaps, held, merge
 
 if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from tests.sim.processes import Worker
     from tests.sim.world import World
-    from worker_client.handover import Held, Unfinished
+    from worker_client.protocol.handover import Held, Unfinished
 
 
 class Group:
-    """Does what `worker_client.fallback` does, all at once, with the production's arithmetic.
+    """Does what `communicators.fallback` does, all at once, with the production's arithmetic.
 
     It checks what is handed over: that ranks number calls alike, that every result is right, and
     that together they have all that a rank has which is done with a call.

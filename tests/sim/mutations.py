@@ -6,25 +6,25 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
-from reducer import engine, reductions
-from reducer.slots import Round
+from reducer.engine import engine, rounds
+from reducer.engine.slots import Round
 from tests.sim.processes import Worker
-from worker_client.aborts import Aborts
-from worker_client.calls import Calls
-from worker_client.failover import Failover
-from worker_client.losses import Losses
-from worker_client.plain_flight import PlainFlight
-from worker_client.shard_map import ShardMap, Stage
+from worker_client.protocol.aborts import Aborts
+from worker_client.protocol.calls import Calls
+from worker_client.protocol.failover import Failover
+from worker_client.protocol.losses import Losses
+from worker_client.protocol.plain_flight import PlainFlight
+from worker_client.protocol.shard_map import ShardMap, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reducer.errors import RankLostError
     from reducer.wire.header import Header
-    from worker_client.actions import Reset
-    from worker_client.flight import Send
-    from worker_client.link import Link
-    from worker_client.operation import Operation
+    from worker_client.protocol.actions import Reset
+    from worker_client.protocol.flight import Send
+    from worker_client.protocol.link import Link
+    from worker_client.protocol.operation import Operation
 
 _end_well = PlainFlight.take
 _next = PlainFlight._next
@@ -153,7 +153,7 @@ MUTATIONS = {
     "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=19),
     "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
-    "questions-not-declined": Mutation(reductions, "_unasked", _decline_nothing, seed=14),
+    "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=14),
     "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
     "adopted-unclaimed": Mutation(Failover, "claim", _claim_nothing, seed=60),
     "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=562),

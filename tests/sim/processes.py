@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import LocalProtocolError
 from tests.engine.twins import Served, session
 from tests.sim.connection import Connection, Message
-from worker_client.actions import Connect, Finish, HandOver, Reset
+from worker_client.protocol.actions import Connect, Finish, HandOver, Reset
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.sim.world import World
-    from worker_client.operation import Operation
-    from worker_client.settings import Settings
+    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.spec import Settings
 
 MEMORY_LIMIT = 1 << 30
 TICK_S = 0.1

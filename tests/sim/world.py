@@ -28,13 +28,13 @@ from tests.sim.clock import Clock
 from tests.sim.connection import Connection
 from tests.sim.group import Group
 from tests.sim.processes import Reducer, Worker
-from worker_client.agreement import FIRST_CALL
-from worker_client.names import refused
-from worker_client.operation import Operation
-from worker_client.settings import Settings
+from worker_client.protocol.agreement import FIRST_CALL
+from worker_client.protocol.names import refused
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.spec import Settings
 
 if TYPE_CHECKING:
-    from worker_client.actions import Finish
+    from worker_client.protocol.actions import Finish
 
 CHUNK_BYTES = 64
 TIMEOUT_S = 300.0

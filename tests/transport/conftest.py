@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import zmq
 
-from reducer import transport
+from reducer.runtime import transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
-from worker_client.client import Client
-from worker_client.settings import Settings
+from worker_client.client.client import Client
+from worker_client.protocol.spec import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from bench.intruder import Worker
 from bench.zmtp import GREETING, HANDSHAKE, dial
-from reducer import implementation, kernels
-from reducer.engine import Engine
-from reducer.guard import Guard
-from reducer.limits import Patience
-from reducer.transport import Transport, make_context
+from reducer import kernels
+from reducer.engine.engine import Engine
+from reducer.engine.limits import Patience
+from reducer.runtime import implementation
+from reducer.runtime.guard import Guard
+from reducer.runtime.transport import Transport, make_context
 from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import zmq
 
-from reducer import connections
-from reducer.transport import Transport, make_context
+from reducer import tcp_connections
+from reducer.runtime.transport import Transport, make_context
 from reducer.wire.constants import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def pair() -> Iterator[Pair]:
         yield client, accepted
 
 
-def traffic(descriptor: int) -> connections.Traffic | None:
+def traffic(descriptor: int) -> tcp_connections.Traffic | None:
     """What has passed over the connection that has this number now."""
-    return connections.traffic(descriptor, connections.name(descriptor) or ())
+    return tcp_connections.traffic(descriptor, tcp_connections.name(descriptor) or ())
 
 
 def moved(descriptor: int) -> tuple[int, int]:
@@ -86,18 +86,18 @@ def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
 
 def test_an_ended_connection_is_at_its_end_for_both(pair: Pair) -> None:
     client, accepted = pair
-    name = connections.name(accepted.fileno())
+    name = tcp_connections.name(accepted.fileno())
     assert name == (*accepted.getsockname(), *client.getsockname())
-    assert connections.end(accepted.fileno(), name)
+    assert tcp_connections.end(accepted.fileno(), name)
     assert client.recv(1) == accepted.recv(1) == b""
 
 
 def test_another_connection_of_that_number_is_left_alone(pair: Pair) -> None:
     client, accepted = pair
-    name = connections.name(accepted.fileno())
+    name = tcp_connections.name(accepted.fileno())
     assert name is not None
-    assert connections.traffic(client.fileno(), name) is None
-    assert not connections.end(client.fileno(), name)
+    assert tcp_connections.traffic(client.fileno(), name) is None
+    assert not tcp_connections.end(client.fileno(), name)
     client.sendall(b"x")
     assert accepted.recv(1) == b"x"
 
@@ -106,9 +106,9 @@ def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
     with (tmp_path / "file").open("wb") as file:
         for descriptor in (file.fileno(), 1 << 20):
-            assert connections.name(descriptor) is None
+            assert tcp_connections.name(descriptor) is None
             assert traffic(descriptor) is None
-            assert not connections.end(descriptor, ("127.0.0.1", 1))
+            assert not tcp_connections.end(descriptor, ("127.0.0.1", 1))
     assert psutil.Process().num_fds() == before
 
 

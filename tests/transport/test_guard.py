@@ -9,10 +9,10 @@ import pytest
 
 from bench.intruder import Worker
 from bench.zmtp import dial, frame
-from reducer import guard as guards
-from reducer import transport
-from reducer.guard import FAREWELL_S, STRANGERS_PER_LOOK
-from reducer.limits import Patience
+from reducer.engine.limits import Patience
+from reducer.runtime import guard as guards
+from reducer.runtime import transport
+from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, Post, answer, ended, rounds
 

@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 
 from bench.zmtp import COMMAND, MORE, frame
-from reducer import guard as guards
 from reducer.clock import MOST_S
-from reducer.connections import HEARTBEATS_PER_S, Traffic
-from reducer.guard import STUCK_LOOKS
+from reducer.runtime import guard as guards
+from reducer.runtime.guard import STUCK_LOOKS
+from reducer.tcp_connections import HEARTBEATS_PER_S, Traffic
 from tests.transport.guarded import MIB, WAIT_S, M, Post, answer, ended, rounds
 
 

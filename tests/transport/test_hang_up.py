@@ -14,8 +14,8 @@ from bench.zmtp import GREETING, HANDSHAKE, dial, frame
 MESSAGES = frame(b"x") * 2500
 REDUCER = """
 import sys, time
-from reducer import connections
-from reducer.transport import Transport, make_context
+from reducer import tcp_connections
+from reducer.runtime.transport import Transport, make_context
 from reducer.wire.constants import REDUCER_HEARTBEAT_MS
 context = make_context(1)
 transport = Transport("tcp://127.0.0.1:0", context)
@@ -24,8 +24,8 @@ changes = []
 while not changes:
     changes = transport.changes()
 ((opened, descriptor, _),) = changes
-name = connections.name(descriptor)
-while connections.traffic(descriptor, name).read < int(sys.argv[1]):
+name = tcp_connections.name(descriptor)
+while tcp_connections.traffic(descriptor, name).read < int(sys.argv[1]):
     time.sleep(0.01)
 print("has read it", flush=True)
 sys.stdin.readline()

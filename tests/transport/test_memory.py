@@ -19,18 +19,18 @@ from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
-from worker_client import implementation
-from worker_client.flight import Part
-from worker_client.operation import Operation
-from worker_client.settings import Heartbeats
-from worker_client.transport import Completed
+from worker_client.protocol.flight import Part
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.spec import Heartbeats
+from worker_client.runtime import implementation
+from worker_client.runtime.transport import Completed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client._flight import CompiledFlight
-    from worker_client.client import Client
-    from worker_client.transport import Transport
+    from worker_client.client.client import Client
+    from worker_client.protocol._flight import CompiledFlight
+    from worker_client.runtime.transport import Transport
     from worker_client.work import Work
 
 # -- whose memory it is ---------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from reducer import config, engine
+from reducer import config
 from reducer.clock import MOST_S, ServingTime
+from reducer.engine import engine
 from reducer.server import Server
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint

@@ -20,13 +20,13 @@ from reducer.wire.constants import LONGEST_PATIENCE_MS, NO_SEQUENCE
 from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
-from worker_client.plain_flight import PlainFlight
-from worker_client.transport import Connected, Disconnected, Message, PlainTransport
+from worker_client.protocol.plain_flight import PlainFlight
+from worker_client.runtime.transport import Connected, Disconnected, Message, PlainTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.transport import Event
+    from worker_client.runtime.transport import Event
 
 
 # -- what is healthy ------------------------------------------------------------------------------

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import local_pool
-from worker_client import device, driver, staged_call, startup
+from worker_client.client import startup
+from worker_client.runtime import driver
+from worker_client.staging import device, staged_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tests.worker_client.slow_device import Devices
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 @pytest.fixture(scope="module")

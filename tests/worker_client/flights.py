@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from worker_client import implementation
-from worker_client.operation import Operation
+from worker_client.protocol.operation import Operation
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
-    from worker_client.flight import Flight, Part, Send
+    from worker_client.protocol.flight import Flight, Part, Send
 
 IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions

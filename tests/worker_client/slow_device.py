@@ -19,8 +19,8 @@ from reducer.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client.client import Client
-    from worker_client.host_blocks import HostBlocks
+    from worker_client.client.client import Client
+    from worker_client.staging.host_blocks import HostBlocks
 
 RUBBISH = 0xA5
 PIECE = 4096  # bytes of a piece, with the fixture `devices`

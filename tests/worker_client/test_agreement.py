@@ -7,9 +7,9 @@ import struct
 import pytest
 
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from worker_client.agreement import Agreement
-from worker_client.calls import FIRST_PLACE
-from worker_client.operation import Operation
+from worker_client.protocol.agreement import Agreement
+from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol.operation import Operation
 
 KIB = 1 << 10
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import joined
-from worker_client import autotune
+from worker_client.client import autotune
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def test_all_ranks_choose_alike_and_say_so(
     servers: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("REDUCTION_AUTOTUNE", "1")
-    caplog.set_level(logging.INFO, "worker_client.autotune")
+    caplog.set_level(logging.INFO, "worker_client.client.autotune")
     with joined(2, servers=servers, job="tuned") as clients:
         one, other = (client.settings for client in clients)
         assert (one.chunk_bytes, one.window_bytes) == (other.chunk_bytes, other.window_bytes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reducer.wire.constants import DType
-from worker_client import casts
+from worker_client.staging import casts
 
 COMPILED = [name for name in casts.variants() if name != "numpy"]
 ALL = list(casts.variants())

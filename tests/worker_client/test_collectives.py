@@ -14,7 +14,7 @@ from worker_client.collectives import all_gather_bytes, broadcast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:

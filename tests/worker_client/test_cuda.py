@@ -16,17 +16,17 @@ import torch
 
 from reducer.errors import ConfigError, DeviceError, LocalProtocolError, MismatchError
 from reducer.wire.constants import DType
-from worker_client import cuda_device, device
 from worker_client.collectives import broadcast
-from worker_client.cuda_device import CudaDevice
 from worker_client.ddp import ReductionState
-from worker_client.staged_call import PIECE_BYTES
+from worker_client.staging import cuda, device
+from worker_client.staging.cuda import CudaDevice
+from worker_client.staging.staged_call import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
-    from worker_client.device import Copy
+    from worker_client.client.client import Client
+    from worker_client.staging.device import Copy
 
     Job = Callable[..., list[Client]]
 
@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     stand_in.cuda.is_current_stream_capturing.return_value = False
     stand_in.cuda.Stream.side_effect = [stand_in.to_host, stand_in.to_device]
     stand_in.attach_mock(stand_in.cuda, "cuda")
-    monkeypatch.setattr(cuda_device, "torch", stand_in)
+    monkeypatch.setattr(cuda, "torch", stand_in)
     return stand_in
 
 
@@ -202,7 +202,7 @@ def test_first_pieces_are_reduced_while_the_last_is_still_copied(
     copies: list[Any] = []
 
     class Held(CudaDevice):
-        def to_host(self, block: torch.Tensor, source: torch.Tensor) -> cuda_device.CudaCopy:
+        def to_host(self, block: torch.Tensor, source: torch.Tensor) -> cuda.CudaCopy:
             if len(copies) == 4:
                 with torch.cuda.stream(self._to_host):
                     torch.cuda._sleep(A_SECOND)

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 from worker_client.ddp import ReductionState  # noqa: E402 (it imports torch)
 
 if TYPE_CHECKING:
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 def test_the_first_error_is_raised(client: Client) -> None:

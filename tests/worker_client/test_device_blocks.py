@@ -20,13 +20,13 @@ from tests.worker_client.slow_device import (
     eventually,
     reduce_all,
 )
-from worker_client import staged_call
-from worker_client.host_blocks import KEPT_FOR, HostBlocks
+from worker_client.staging import staged_call
+from worker_client.staging.host_blocks import KEPT_FOR, HostBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     Job = Callable[..., list[Client]]
 

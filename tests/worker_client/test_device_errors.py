@@ -24,12 +24,12 @@ from tests.worker_client.slow_device import (
     eventually,
     reduce_all,
 )
-from worker_client import device_staging
+from worker_client.staging import device_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     Job = Callable[..., list[Client]]
 
@@ -212,7 +212,7 @@ def test_shut_down_while_copies_are_on_their_way(job: Job, devices: Devices, way
 def test_a_device_that_hangs_is_not_waited_for(
     job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_staging, "STOP_S", 0.1)
+    monkeypatch.setattr(device_copies, "STOP_S", 0.1)
     gate = devices.before = Gate("to_host")
     (client,) = job(1)
     work = client.all_reduce(torch.ones(3000))

@@ -29,7 +29,7 @@ from worker_client.ddp import ReductionState
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     Job = Callable[..., list[Client]]
 

@@ -12,12 +12,12 @@ import pytest
 
 from reducer.errors import LocalProtocolError, ReductionTimeout
 from tests.worker_client.waits import half_a_job, one_after_another
-from worker_client import driver
+from worker_client.runtime import driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 def test_who_waits_again_and_again_leads(client: Client) -> None:

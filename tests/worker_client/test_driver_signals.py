@@ -18,7 +18,7 @@ from tests.worker_client.waits import half_a_job, one_after_another
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 
@@ -65,7 +65,7 @@ STORM = """
 import signal, sys, threading
 import numpy as np
 from reducer.errors import LocalProtocolError
-from worker_client import startup
+from worker_client.client import startup
 
 calm = True
 

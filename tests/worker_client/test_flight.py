@@ -17,11 +17,11 @@ from tests.worker_client.flights import (
     submit,
     where,
 )
-from worker_client.flight import Part
-from worker_client.operation import Operation
+from worker_client.protocol.flight import Part
+from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
-    from worker_client.flight import Flight
+    from worker_client.protocol.flight import Flight
 
 
 @pytest.fixture(params=["plain", "compiled"])

@@ -20,13 +20,13 @@ from tests.worker_client.flights import (
     result,
     submit,
 )
-from worker_client.flight import Part
+from worker_client.protocol.flight import Part
 
 if TYPE_CHECKING:
     import random
 
-    from worker_client.flight import Send
-    from worker_client.operation import Operation
+    from worker_client.protocol.flight import Send
+    from worker_client.protocol.operation import Operation
 
 
 @dataclass

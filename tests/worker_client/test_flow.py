@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker_client.flight import LinkStats
-from worker_client.flow import (
+from worker_client.protocol.flight import LinkStats
+from worker_client.protocol.flow_control import (
     BUSY_BYTES,
     LOOK_S,
     MEASURED_BYTES,

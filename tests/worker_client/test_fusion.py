@@ -23,12 +23,13 @@ from reducer.errors import (
 )
 from reducer.wire.constants import PLACES
 from tests.conftest import joined, local_pool
-from worker_client import pending, waiting
+from worker_client.fusion import waiting
+from worker_client.protocol import pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
     Job = Callable[..., list[Client]]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.fusion_buffers import FusionBuffers, group
-from worker_client.negotiation import Tensor
+from worker_client.fusion.fusion_buffers import FusionBuffers, group
+from worker_client.fusion.negotiation import Tensor
 
 
 def tensors(*sizes: int, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM) -> list[Tensor]:

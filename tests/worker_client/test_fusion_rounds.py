@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
-from worker_client import negotiation as negotiation_module
+from worker_client.fusion import negotiation as negotiation_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
     Job = Callable[..., list[Client]]
 

@@ -12,7 +12,7 @@ import torch
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import DType
-from worker_client.host_buffer import find_dtype, host_buffer
+from worker_client.staging.host_buffer import find_dtype, host_buffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

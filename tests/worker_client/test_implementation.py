@@ -10,14 +10,16 @@ import pytest
 
 from reducer import libzmq
 from reducer.errors import ConfigError
-from worker_client import implementation
+from worker_client import protocol
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 def not_built(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(sys.modules, "worker_client._flight", None)
+    patch.setitem(sys.modules, "worker_client.protocol._flight", None)
+    patch.delattr(protocol, "_flight")
 
 
 def no_libzmq(patch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ import pytest
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.worker_client.flights import IDENTITY, answer, header_of, make, operation, submit, where
-from worker_client.flight import Carried, Part
-from worker_client.operation import Operation
+from worker_client.protocol.flight import Carried, Part
+from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
-    from worker_client.flight import Flight
+    from worker_client.protocol.flight import Flight
 
 BOTH = [Part(0, 0, 128), Part(1, 128, 256)]
 

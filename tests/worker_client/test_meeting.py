@@ -21,12 +21,12 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
-from worker_client.journal import Entry, Journal
-from worker_client.link import Link
-from worker_client.meeting import Meeting
-from worker_client.membership import Membership
-from worker_client.operation import Operation
-from worker_client.settings import Settings
+from worker_client.communicators.journal import Entry, Journal
+from worker_client.communicators.meeting import Meeting
+from worker_client.communicators.membership import Membership
+from worker_client.protocol.link import Link
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.spec import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,16 +14,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from reducer.errors import MismatchError, ReductionError, ReductionTimeout
-from reducer.implementation import NAMES
-from worker_client import fusion, implementation, negotiation
-from worker_client.fusion import Fusion
-from worker_client.negotiation import GivenUp
+from reducer.runtime.implementation import NAMES
+from worker_client.fusion import fusion, negotiation
+from worker_client.fusion.fusion import Fusion
+from worker_client.fusion.negotiation import GivenUp
+from worker_client.fusion.submissions import twin
 from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from worker_client.host_buffer import HostBuffer
+    from worker_client.staging.host_buffer import HostBuffer
     from worker_client.work import Work
 
 WORLD_SIZE = 3
@@ -93,7 +94,7 @@ class Sums:
 
 
 class Channel:
-    """One rank's `worker_client.fusion.Channel`."""
+    """One rank's `worker_client.fusion.fusion.Channel`."""
 
     usable = True
     in_callback = False
@@ -145,7 +146,7 @@ class Rank:
             2**20,
             cycle_s=0.0,
             timeout_s=LONG_S,
-            submissions=implementation.select(impl).submissions,
+            submissions=twin(impl),
         )
 
     def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> int:

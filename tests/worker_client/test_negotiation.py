@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from reducer.wire.constants import DType, ReduceOp
-from worker_client import negotiation
-from worker_client.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
+from worker_client.fusion import negotiation
+from worker_client.fusion.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

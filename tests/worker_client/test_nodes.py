@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker_client.nodes import Place, arrange, host_identity
+from worker_client.communicators.placement import Place, arrange, host_identity
 
 
 def test_ranks_with_one_key_share_a_node() -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, MismatchError
-from worker_client.packing import all_reduce_arrays, broadcast_arrays
+from worker_client._packing import all_reduce_arrays, broadcast_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 
 def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:

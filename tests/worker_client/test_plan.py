@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from reducer.wire.layout import shards
 from tests.engine.words import number
-from worker_client import plan as plan_module
-from worker_client.calls import FIRST_PLACE
-from worker_client.link import Link
-from worker_client.plan import Plan
+from worker_client.protocol import plan as plan_module
+from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol.link import Link
+from worker_client.protocol.plan import Plan
 
 KIB = 1 << 10
 MIB = 1 << 20

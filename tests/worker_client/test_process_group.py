@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
-from reducer.wire.jobs import MAX_OWNER_BYTES, owner
-from worker_client import enlisting
+from reducer.wire.job_names import MAX_OWNER_BYTES, owner
+from worker_client.client import enlisting
+from worker_client.client.rendezvous import ProcessGroup
 from worker_client.config import NAMED
-from worker_client.process_group import ProcessGroup
 
 torch = pytest.importorskip("torch", reason="needs torch")
 

@@ -13,8 +13,8 @@ from reducer.errors import (
     ReductionError,
     ReductionTimeout,
 )
-from worker_client.mates import MESSAGE_BYTES
-from worker_client.reasons import describe, revive, translate
+from worker_client.communicators.node_sockets import MESSAGE_BYTES
+from worker_client.communicators.reasons import describe, revive, translate
 
 MISMATCH = MismatchError(
     "they differ", field="dtype", rank=0, other_rank=1, expected="FLOAT32", got="INT8", sequence=7

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reducer.wire.messages import LAST_STAGE
-from worker_client.shard_map import ShardMap, Stage
+from worker_client.protocol.shard_map import ShardMap, Stage
 
 LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
 

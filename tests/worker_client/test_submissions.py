@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionTimeout
-from reducer.implementation import NAMES
+from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, ReduceOp
-from worker_client import implementation, negotiation
-from worker_client.negotiation import Tensor
+from worker_client.fusion import negotiation
+from worker_client.fusion.negotiation import Tensor
+from worker_client.fusion.submissions import twin
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from worker_client.request import Submissions
+    from worker_client.fusion.request import Submissions
 
     Submit = Callable[..., Any]
 
@@ -46,7 +47,7 @@ def submissions(request: pytest.FixtureRequest, notified: list[float]) -> Submis
             super().notify_all()  # raises unless the lock is held
             notified.append(time.monotonic())
 
-    make = implementation.select(request.param).submissions
+    make = twin(request.param)
     return make(Changed(lock), lock, lambda _done, _until: None, TIMEOUT_S, THRESHOLD)
 
 

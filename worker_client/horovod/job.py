@@ -19,13 +19,13 @@ import worker_client
 from reducer.errors import ConfigError, ReductionError
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
+from worker_client.communicators.placement import host_identity
 from worker_client.launch import Launcher
-from worker_client.nodes import host_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
 
 _NAME_BYTES = 96
 _FAREWELL_S = 5.0  # how long a rank that hosts a reducer waits for the others at the end

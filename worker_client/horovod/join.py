@@ -11,7 +11,7 @@ from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import neutral, torch_dtype
 
 if TYPE_CHECKING:
-    from worker_client.negotiation import Tensor
+    from worker_client.fusion.negotiation import Tensor
 
 
 def join(device: int = -1) -> int:

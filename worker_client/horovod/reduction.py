@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.arguments import parse_op
 from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT, part_of
 from worker_client.horovod.ops import Op, divides, on_the_wire, scale_
-from worker_client.host_buffer import find_dtype
+from worker_client.staging.arguments import parse_op
+from worker_client.staging.host_buffer import find_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.client import Client
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 

@@ -6,11 +6,11 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from worker_client.launch.notes import host_of, refuse
+from worker_client.launch.findings import host_of, refuse
 from worker_client.launch.resolved import Launcher, Role
 
 if TYPE_CHECKING:
-    from worker_client.launch.notes import Notes
+    from worker_client.launch.findings import Notes
 
 REDUCER_PORT = 5555  # `reducer serve` listens there; the port in the JSON is TensorFlow's
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from worker_client.launch.notes import refuse
+from worker_client.launch.findings import refuse
 
 MOST_HOSTS = 1 << 16  # as SLURM itself
 

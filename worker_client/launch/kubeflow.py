@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from worker_client.launch.notes import refuse
+from worker_client.launch.findings import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from worker_client.launch.notes import Notes
+    from worker_client.launch.findings import Notes
 
 
 def is_pod(environment: Mapping[str, str]) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worker_client.launch.notes import host_of, refuse
+from worker_client.launch.findings import host_of, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from worker_client.launch.notes import Notes
+    from worker_client.launch.findings import Notes
 
 AZURE_PORT = 6105  # Azure ML's own for PyTorch jobs; the batch service listens at the other one
 _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")  # several nodes; one

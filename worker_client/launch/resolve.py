@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from worker_client.launch import clusters, kubeflow, processes, slurm
-from worker_client.launch.notes import Notes
+from worker_client.launch.findings import Notes
 from worker_client.launch.resolved import Launcher, Resolved, Role
 
 if TYPE_CHECKING:

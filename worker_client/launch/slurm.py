@@ -10,7 +10,7 @@ from worker_client.launch.hostlist import hosts, tasks
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from worker_client.launch.notes import Notes
+    from worker_client.launch.findings import Notes
 
 _INTERACTIVE = {"bash", "interactive"}  # names of the jobs of shells
 

@@ -1,0 +1,1 @@
+"""What `reducer` runs besides `serve`: status, top, plan and keygen."""

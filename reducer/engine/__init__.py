@@ -1,0 +1,1 @@
+"""Jobs, rounds and slots: no I/O, no clock."""

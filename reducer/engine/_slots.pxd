@@ -1,0 +1,132 @@
+"""The compiled members, rounds and slots, for the compiled loop: `slots.h` declared once."""
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+
+from reducer._libzmq cimport libzmq, zmq_msg_t
+
+
+cdef extern from "reducer/engine/map.h" nogil:
+    struct map_entry:
+        uint64_t key
+        void *value
+
+    struct map:
+        map_entry *entries
+        size_t mask
+        size_t count
+
+    void *map_get(const map *self, uint64_t key)
+    bint map_put(map *self, uint64_t key, void *value)
+    void map_free(map *self)
+
+
+cdef extern from "reducer/engine/heap.h" nogil:
+    struct heap:
+        size_t count
+
+    uint64_t heap_least(const heap *self)
+
+
+cdef extern from "reducer/wire/header.h" nogil:
+    const int HEADER_BYTES
+
+    ctypedef struct header_t "struct header":
+        uint32_t nbytes
+        uint32_t rank
+
+
+cdef extern from "reducer/engine/slots.h" nogil:
+    ctypedef struct member_t "struct member":
+        uint64_t peer
+        uint64_t window
+        uint64_t held
+        uint64_t watermark
+        uint64_t read
+        uint64_t written
+        uint32_t rank
+        bint regular
+
+    enum:
+        ABSENT
+        PRESENT
+        CLAIMED
+
+    struct payloads:
+        zmq_msg_t *messages
+        uint8_t *present
+
+    struct slot:
+        uint64_t offset
+        uint32_t nbytes
+        uint32_t missing
+        uint32_t first_rank
+        uint32_t claims
+        bint done
+        bint is_asked
+        uint32_t asked
+        payloads *payloads
+
+    struct round:
+        uint64_t sequence
+        header_t first
+        bint has_first
+        bint viewed
+        uint32_t open
+        bint live
+        map slots
+        uint8_t *spoke
+        round *before
+        uint64_t touched
+        uint64_t born
+
+    struct rounds:
+        const libzmq *zmq
+        uint32_t world_size
+        map by_sequence
+        heap order
+        uint64_t most
+        round *latest
+        uint64_t touches
+        uint64_t departures
+        uint64_t reached
+        uint32_t viewed
+        uint64_t reserved
+        member_t **members
+        uint64_t job
+        uint64_t max_chunk_bytes
+        uint32_t generation
+
+    round *rounds_open(rounds *self, uint64_t sequence, const header_t *first) noexcept
+    slot *round_place(rounds *self, round *at, const header_t *header, zmq_msg_t *payload) noexcept
+    uint64_t rounds_taken(const rounds *self) noexcept
+    void round_finish(rounds *self, round *at, slot *finished) noexcept
+    void round_drop(rounds *self, round *at, slot *dropped) noexcept
+    void round_touch(rounds *self, round *at) noexcept
+    void round_settle(rounds *self, round *at) noexcept
+    void rounds_discard_oldest(rounds *self) noexcept
+    void rounds_free(rounds *self) noexcept
+    uint64_t peer_key(const void *id, size_t nbytes) noexcept
+
+
+# The table of the one libzmq of this process.
+cdef const libzmq *functions() except NULL
+
+
+cdef class Member:
+    cdef member_t its
+    cdef readonly bytes peer
+    cdef object _state
+
+
+cdef class Rounds:
+    cdef rounds its
+    cdef dict _views
+    cdef dict _latest
+    cdef dict _left
+    cdef dict _swept
+
+    cdef admit(self, list members, job)
+    cdef dismiss(self)
+    cdef rest(self)
+    cdef _view(self, round *found)
+    cdef _release(self, sequence)

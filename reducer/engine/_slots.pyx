@@ -1,0 +1,507 @@
+"""Members, rounds and slots over the structs of `slots.h`; see `slots.py`, their plain twin.
+
+The compiled loop works on the structs. What it leaves to the engine, the engine does through these
+classes: a `Round` is a view that is made when somebody asks for one.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.memoryview cimport PyMemoryView_FromMemory
+
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from itertools import islice
+
+from reducer.libzmq import addresses
+from reducer.engine.slots import MAX_MISSING, check_agreement, check_size
+from reducer.wire.constants import NO_SEQUENCE
+from reducer.wire.header import Header
+from reducer.wire.layout import charge
+from reducer.wire.states import LinkState
+
+
+cdef extern from "Python.h":
+    const int PyBUF_READ
+
+cdef libzmq _functions
+cdef bint _loaded = False
+
+
+cdef const libzmq *functions() except NULL:
+    global _loaded
+    cdef void **places = <void **>&_functions
+    if not _loaded:
+        for index, address in enumerate(addresses()):
+            places[index] = <void *><uintptr_t>address
+        _loaded = True
+    return &_functions
+
+
+def check():
+    """Find out whether the libzmq that pyzmq loaded can be called.
+
+    Raises:
+        ConfigError: it cannot; the message says why.
+    """
+    functions()
+
+
+cdef class Member:
+    """One rank of a job; see `reducer.engine.slots.Member`."""
+
+    def __cinit__(self, bytes peer, header):
+        self.peer = peer
+        self.its.peer = peer_key(PyBytes_AS_STRING(peer), len(peer))
+        self.its.rank = header.rank
+        self.its.window = header.window
+        self.its.watermark = header.watermark
+        self.state = LinkState.MEMBER
+
+    @property
+    def rank(self):
+        """Its rank."""
+        return self.its.rank
+
+    @property
+    def window(self):
+        """Bytes it may have in flight here."""
+        return self.its.window
+
+    @property
+    def held(self):
+        """Bytes of its window taken by contributions in open slots."""
+        return self.its.held
+
+    @held.setter
+    def held(self, value):
+        self.its.held = value
+
+    @property
+    def read(self):
+        """Bytes that the loop has taken from its connection."""
+        return self.its.read
+
+    @property
+    def written(self):
+        """Bytes that the loop has given to it."""
+        return self.its.written
+
+    @property
+    def watermark(self):
+        """Every all-reduce below this number is finished at the worker."""
+        return self.its.watermark
+
+    @watermark.setter
+    def watermark(self, value):
+        self.its.watermark = value
+
+    @property
+    def state(self):
+        """State of the link."""
+        return self._state
+
+    @state.setter
+    def state(self, value):
+        self._state = value
+        self.its.regular = value is LinkState.MEMBER
+
+
+cdef class Slot:
+    """An open slot, for as long as its round keeps it; see `reducer.engine.slots.Slot`."""
+
+    cdef slot *its
+    cdef rounds *within
+
+    @property
+    def nbytes(self):
+        """Size of the chunk."""
+        return self.its.nbytes
+
+    @property
+    def first_rank(self):
+        """Rank of the first message about it."""
+        return self.its.first_rank
+
+    @property
+    def missing(self):
+        """Number of contributions that are not here yet."""
+        return self.its.missing
+
+    @property
+    def payloads(self):
+        """Contributions by rank, None for those that are missing. Gone when the slot is."""
+        cdef const libzmq *zmq = self.within.zmq
+        cdef zmq_msg_t *message
+        found = []
+        for rank in range(self.within.world_size):
+            if self.its.payloads.present[rank] != PRESENT:
+                found.append(None)
+                continue
+            message = &self.its.payloads.messages[rank]
+            found.append(PyMemoryView_FromMemory(
+                <char *>zmq.msg_data(message), zmq.msg_size(message), PyBUF_READ
+            ))
+        return found
+
+    @property
+    def holders(self):
+        """Ranks that hold the result."""
+        return self.with_state(CLAIMED)
+
+    @property
+    def asked(self):
+        """The rank that was asked for the result, or None."""
+        return self.its.asked if self.its.is_asked else None
+
+    def ranks(self):
+        """Ranks whose contribution is here."""
+        return self.with_state(PRESENT)
+
+    cdef list with_state(self, int state):
+        return [
+            rank for rank in range(self.within.world_size)
+            if self.its.payloads.present[rank] == state
+        ]
+
+
+cdef class Round:
+    """A view of one all-reduce; see `reducer.engine.slots.Round`."""
+
+    cdef Rounds _of  # keeps the structs alive
+    cdef round *its
+    cdef readonly object error
+    cdef dict _again  # when ranks have said something since they left: first, last, in departures
+    cdef dict _told  # ranks that were sent the error: when
+
+    cdef round *it(self) except NULL:
+        if self.its == NULL:
+            raise ReferenceError("the loop has this round again: ask the rounds for a new view")
+        return self.its
+
+    @property
+    def first(self):
+        """Header of the contribution that opened the round, None if an ABORT did."""
+        if not self.it().has_first:
+            return None
+        return Header.unpack((<char *>&self.it().first)[:HEADER_BYTES])
+
+    @property
+    def open(self):
+        """Number of slots that wait for contributions."""
+        return self.it().open
+
+    def is_open(self, offset):
+        """Whether the chunk at `offset` waits for contributions."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        return at != NULL and not at.done
+
+    def holds(self, offset, uint32_t rank):
+        """Whether this rank's contribution to the chunk at `offset` was counted before."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        return at != NULL and (at.done or at.payloads.present[rank])
+
+    def place(self, header, payload):
+        """Put a contribution, or None for a claim, the first of its rank, into its slot."""
+        check_agreement(header, self.first)
+        cdef slot *at = <slot *>map_get(&self.it().slots, header.offset)
+        if at != NULL:
+            check_size(header, at.first_rank, at.nbytes)
+        cdef const libzmq *zmq = self._of.its.zmq
+        cdef bytes frame = header.pack()
+        cdef const header_t *contribution = <const header_t *>PyBytes_AS_STRING(frame)
+        cdef const unsigned char[::1] source
+        cdef zmq_msg_t message
+        if payload is None:
+            at = round_place(&self._of.its, self.it(), contribution, NULL)
+            if at == NULL:
+                raise MemoryError
+            return self._slot(at)
+        source = payload
+        if zmq.msg_init_size(&message, header.nbytes) != 0:
+            raise MemoryError
+        if header.nbytes:
+            memcpy(zmq.msg_data(&message), &source[0], header.nbytes)
+        at = round_place(&self._of.its, self.it(), contribution, &message)
+        zmq.msg_close(&message)
+        if at == NULL:
+            raise MemoryError
+        return self._slot(at)
+
+    def ask(self, offset, uint32_t rank):
+        """Take note that a holder was asked for the result of the chunk at `offset`."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        at.is_asked = True
+        at.asked = rank
+        round_touch(&self._of.its, self.it())
+
+    def asked(self, offset):
+        """Return the slot at `offset` if its result was asked for."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
+        return self._slot(at) if at != NULL and not at.done and at.is_asked else None
+
+    def finish(self, offset):
+        """Forget a slot whose result is on its way."""
+        round_finish(&self._of.its, self.it(), <slot *>map_get(&self.it().slots, offset))
+
+    def fail(self, error):
+        """Mark the round as failed and drop its slots; return what they took of the windows."""
+        self.error = error
+        error.__traceback__ = None  # its frames would keep the payloads
+        round_settle(&self._of.its, self.it())
+        return self.drop()
+
+    def drop(self):
+        """Drop the slots that are open; return what they took of the windows."""
+        taken = []
+        cdef Slot at
+        for at in self._open_slots():
+            for rank in range(self._of.its.world_size):
+                if at.its.payloads.present[rank] == PRESENT:
+                    taken.append((rank, charge(at.its.nbytes)))
+            round_drop(&self._of.its, self.it(), at.its)
+        return taken
+
+    def missing_ranks(self):
+        """Ranks without which an open slot cannot be completed."""
+        slots = self._open_slots()
+        lacking = (rank for rank in range(self._of.its.world_size) if lacks(slots, rank))
+        return tuple(islice(lacking, MAX_MISSING))
+
+    def lacks(self, uint32_t rank):
+        """Whether an open slot waits for this rank."""
+        return lacks(self._open_slots(), rank)
+
+    def departed(self, rank):
+        """Return why a rank has gone, if it has since it said something about this round."""
+        at, reason = self._of.departure(rank)
+        if at <= self.it().born:
+            return None
+        return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
+
+    def hear(self, uint32_t rank):
+        """Take note that a rank has said something about this round."""
+        left, _ = self._of.departure(rank)
+        if left <= self.it().born:
+            self.it().spoke[rank] = 1
+        else:
+            now = self._of.its.departures
+            self._again[rank] = self._again.get(rank, (now, now))[0], now
+
+    def untold(self):
+        """Ranks that know of this round, but not of its error; who came back knows of neither."""
+        found = set()
+        for rank in range(self._of.its.world_size):
+            left, _ = self._of.departure(rank)
+            if left <= self.it().born:
+                spoke = self.it().spoke[rank]
+            else:
+                spoke = self._again.get(rank, (-1, -1))[1] >= left
+            if spoke and self._told.get(rank, -1) < left:
+                found.add(rank)
+        return found
+
+    def tell(self, rank):
+        """Take note that a rank was sent the error."""
+        self._told[rank] = self._of.its.departures
+
+    cdef Slot _slot(self, slot *at):
+        cdef Slot found = Slot.__new__(Slot)
+        found.its = at
+        found.within = &self._of.its
+        return found
+
+    cdef list _open_slots(self):
+        cdef map *slots = &self.it().slots
+        cdef slot *at
+        found = []
+        if slots.count and self.it().open:
+            for place in range(slots.mask + 1):
+                at = <slot *>slots.entries[place].value
+                if at != NULL and not at.done:
+                    found.append(self._slot(at))
+        return found
+
+
+cdef bint lacks(list slots, uint32_t rank):
+    cdef Slot at
+    for at in slots:
+        if at.its.payloads.present[rank] == ABSENT:
+            return True
+        if at.its.is_asked and at.its.asked == rank:
+            return True
+    return False
+
+
+cdef class Rounds:
+    """The rounds of one job, by sequence number; see `reducer.engine.slots.Rounds`."""
+
+    def __cinit__(self, uint32_t world_size):
+        self.its.zmq = functions()
+        self.its.world_size = world_size
+        self.its.most = NO_SEQUENCE
+        self._views = {}
+        self._latest = {}  # of the views, those that were made since `rest`
+        self._left = {}  # by rank, when it left last, and why
+        self._swept = {}  # by rank, the latest touch that `lacking` has seen
+
+    def __dealloc__(self):
+        rounds_free(&self.its)
+
+    @property
+    def reserved(self):
+        """Bytes that contributions and records of the job may take."""
+        return self.its.reserved
+
+    @reserved.setter
+    def reserved(self, value):
+        self.its.reserved = value
+
+    @property
+    def most(self):
+        """Rounds that there may be."""
+        return self.its.most
+
+    @most.setter
+    def most(self, value):
+        self.its.most = value
+
+    @property
+    def oldest(self):
+        """The least sequence number of a round, None if there is no round."""
+        return heap_least(&self.its.order) if self.its.order.count else None
+
+    def taken(self):
+        """Return the bytes that the records of all rounds take."""
+        return rounds_taken(&self.its)
+
+    def __len__(self):
+        return self.its.by_sequence.count
+
+    def __iter__(self):
+        cdef map *found = &self.its.by_sequence
+        sequences = []
+        if found.count:
+            for place in range(found.mask + 1):
+                if found.entries[place].value != NULL:
+                    sequences.append(found.entries[place].key)
+        return iter(sorted(sequences))
+
+    def get(self, sequence):
+        """Return the round of an all-reduce, if there is one."""
+        cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
+        return None if found == NULL else self._view(found)
+
+    def live(self):
+        """Return the rounds that have not failed, by their sequence numbers."""
+        found = []
+        cdef round *at = self.its.latest
+        while at != NULL:
+            found.append((at.sequence, self._view(at)))
+            at = at.before
+        return sorted(found)
+
+    def between(self, low, high):
+        """Return those of them that have these numbers, or one in between."""
+        found = []
+        cdef uint64_t first = low, last = high, number
+        cdef round *at
+        if high - low < self.its.by_sequence.count:
+            for number in range(first, last + 1):
+                at = <round *>map_get(&self.its.by_sequence, number)
+                if at != NULL and at.live:
+                    found.append((number, self._view(at)))
+            return found
+        at = self.its.latest
+        while at != NULL:
+            if first <= at.sequence <= last:
+                found.append((at.sequence, self._view(at)))
+            at = at.before
+        return sorted(found)
+
+    def lacking(self, rank):
+        """Return those that lack a rank and have not failed, though it has left."""
+        cdef uint64_t since = self._swept.get(rank, 0)
+        self._swept[rank] = self.its.touches
+        found = []
+        cdef round *at = self.its.latest
+        while at != NULL and at.touched > since:
+            view = self._view(at)
+            if view.lacks(rank):
+                found.append((at.sequence, view))
+            at = at.before
+        return sorted(found)
+
+    def leave(self, rank, reason):
+        """Take note that a rank has left."""
+        self.its.departures += 1
+        self._left[rank] = self.its.departures, reason
+
+    def departure(self, rank):
+        """Return when a rank has left last, in departures, and why; 0 if it never has."""
+        return self._left.get(rank, (0, None))
+
+    def open(self, sequence, first):
+        """Begin a round, with the contribution that opens it if one does."""
+        cdef bytes frame = b"" if first is None else first.pack()
+        cdef const header_t *header = <const header_t *>PyBytes_AS_STRING(frame) if frame else NULL
+        cdef round *opened = rounds_open(&self.its, sequence, header)
+        if opened == NULL:
+            raise MemoryError
+        return self._view(opened)
+
+    def discard_oldest(self):
+        """Forget the round with the least sequence number."""
+        sequence = self.oldest
+        if sequence is None:
+            raise KeyError
+        if sequence in self._views:
+            self._release(sequence)
+        rounds_discard_oldest(&self.its)
+
+    cdef _view(self, round *found):
+        cdef Round view = self._views.get(found.sequence)
+        if view is None:
+            view = Round.__new__(Round)
+            view._of = self
+            view.its = found
+            view._again = {}
+            view._told = {}
+            self._views[found.sequence] = self._latest[found.sequence] = view
+            found.viewed = True
+            self.its.viewed += 1
+        return view
+
+    cdef _release(self, sequence):
+        cdef Round released = self._views.pop(sequence)
+        self._latest.pop(sequence, None)
+        released.its.viewed = False
+        released.its = NULL
+        self.its.viewed -= 1
+
+    cdef rest(self):
+        """Let go of the views of healthy rounds, so that the loop may have those rounds again."""
+        cdef Round view
+        for sequence, view in tuple(self._latest.items()):
+            if view.error is None and not view._again:
+                self._release(sequence)
+        self._latest.clear()
+
+    cdef admit(self, list members, job):
+        """Let the loop serve these members, one per rank."""
+        cdef Member member
+        if self.its.members == NULL:
+            self.its.members = <member_t **>calloc(self.its.world_size, sizeof(member_t *))
+            if self.its.members == NULL:
+                raise MemoryError
+        for member in members:
+            self.its.members[member.its.rank] = &member.its
+        self.its.job = job.key
+        self.its.generation = job.generation
+        self.its.max_chunk_bytes = job.max_chunk_bytes
+        self.its.reached = job.reached()
+
+    cdef dismiss(self):
+        """Leave every contribution to the engine."""
+        free(self.its.members)
+        self.its.members = NULL

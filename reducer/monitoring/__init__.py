@@ -1,0 +1,1 @@
+"""What a reducer says about itself: status, metrics, HTTP."""

@@ -1,0 +1,131 @@
+"""A reducer's status in Prometheus' text format, with labels that are bounded in number."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from prometheus_client import Metric
+
+    from reducer.monitoring.status import JobStatus, ReducerStatus
+
+MAX_LABELLED_JOBS = 32  # those with the most memory; a job's name is a tenant's to choose
+
+_COUNTERS = {
+    "contributions": "Contributions taken.",
+    "results": "Results sent, one for each rank.",
+    "bytes_in": "Bytes of contributions taken.",
+    "bytes_out": "Bytes of results sent.",
+    "duplicates": "Contributions that were here already.",
+    "late": "Contributions to all-reduces that were over.",
+    "refused": "Messages refused.",
+    "rounds_failed": "All-reduces that failed.",
+    "claims": "Chunks whose result a rank held from a reducer that was lost.",
+    "supplied": "Results that such ranks have sent for others.",
+    "unauthenticated": "Connections, HELLOs and members that were not admitted.",
+    "ignored": "Messages of peers that had been told enough.",
+    "dropped": "Peers that broke the protocol.",
+    "over_limit": "Messages refused because of a limit.",
+    "closed": "Connections closed because of what they did, or did not do.",
+}
+
+
+class Metrics:
+    """What ``/metrics`` answers.
+
+    Args:
+        status: returns the reducer's state.
+    """
+
+    def __init__(self, status: Callable[[], ReducerStatus]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_StatusCollector(status))
+        ProcessCollector(registry=self._registry)
+        self._encode, self.content_type = choose_encoder("")
+
+    def text(self) -> bytes:
+        """Return all metrics."""
+        return self._encode(self._registry)
+
+
+class _StatusCollector(Collector):
+    """Turns a status into metrics whenever it is asked for them."""
+
+    def __init__(self, status: Callable[[], ReducerStatus]) -> None:
+        self._status = status
+
+    def describe(self) -> list[Metric]:
+        """Describe nothing: a reducer that has yet to start need not be asked."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the status."""
+        status = self._status()
+        about = {"version": status.version, "incarnation": status.incarnation}
+        yield InfoMetricFamily("reducer", "The reducer's software and its start.", value=about)
+        serving = float(status.state == "serving")
+        yield GaugeMetricFamily("reducer_serving", "1 if it takes jobs.", value=serving)
+        yield GaugeMetricFamily("reducer_jobs", "Jobs that are here.", value=status.jobs_total)
+        yield from _lanes(status)
+        yield from _jobs(status)
+
+
+def _lanes(status: ReducerStatus) -> Iterator[Metric]:
+    lanes = [(str(lane.port), lane) for lane in status.lanes]
+    up = GaugeMetricFamily("reducer_lane_up", "1 if this thread answers.", labels=["port"])
+    members = GaugeMetricFamily("reducer_members", "Ranks connected.", labels=["port"])
+    connections = GaugeMetricFamily("reducer_connections", "Connections.", labels=["port"])
+    limit = _memory("limit", "Bytes that jobs may reserve.")
+    reserved = _memory("reserved", "Bytes set aside for jobs.")
+    held = _memory("held", "Bytes of contributions that wait for others.")
+    for port, lane in lanes:
+        up.add_metric([port], float(lane.answers))
+        if lane.answers:
+            members.add_metric([port], lane.members)
+            connections.add_metric([port], lane.connections)
+            limit.add_metric([port], lane.memory.limit)
+            reserved.add_metric([port], lane.memory.reserved)
+            held.add_metric([port], lane.memory.held)
+    yield from (up, members, connections, limit, reserved, held)
+    for name in status.counters:
+        about = _COUNTERS.get(name, f"The counter {name}.")
+        counter = CounterMetricFamily(f"reducer_{name}", about, labels=["port"])
+        for port, lane in lanes:
+            if lane.answers:
+                counter.add_metric([port], lane.counters[name])
+        yield counter
+
+
+def _memory(name: str, about: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"reducer_memory_{name}_bytes", about, labels=["port"])
+
+
+def _jobs(status: ReducerStatus) -> Iterator[Metric]:
+    labelled: dict[str, JobStatus] = {}
+    for job in status.jobs:
+        known = labelled.get(job.name)
+        if known is not None:
+            # Threads that have not met a later generation yet still have the earlier one.
+            labelled[job.name] = max(known, job, key=lambda each: each.generation)
+        elif len(labelled) < MAX_LABELLED_JOBS:
+            labelled[job.name] = job
+    about: dict[str, tuple[str, Callable[[JobStatus], int]]] = {
+        "generation": ("Version of the membership.", lambda job: job.generation),
+        "ranks": ("Ranks of the job.", lambda job: job.world_size),
+        "ranks_present": ("Ranks that are connected.", lambda job: job.present),
+        "rounds": ("All-reduces in progress.", lambda job: job.rounds),
+        "memory_reserved_bytes": ("Bytes set aside.", lambda job: job.reserved),
+        "memory_held_bytes": ("Bytes that wait for others.", lambda job: job.held),
+    }
+    for name, (text, value) in about.items():
+        gauge = GaugeMetricFamily(f"reducer_job_{name}", text, labels=["job"])
+        for job in labelled.values():
+            gauge.add_metric([job.name], value(job))
+        yield gauge

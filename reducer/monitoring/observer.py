@@ -1,0 +1,252 @@
+"""How other threads learn what a serving thread knows, with no lock on the data path.
+
+A serving thread looks at its own state between two steps of its loop, and only if it was asked.
+Whoever asks gets records that nobody changes any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one from 3.11 on
+from dataclasses import asdict
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
+
+from reducer.monitoring.status import (
+    MAX_JOBS,
+    JobStatus,
+    LaneStatus,
+    Memory,
+    ReducerStatus,
+    State,
+    printable,
+    ranges,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reducer.engine.engine import Engine
+    from reducer.runtime.guard import Guard
+
+FRESH_S = 0.2  # whoever asks again within this time gets the same answer
+ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
+STALLED_S = 10.0  # one that has not looked up for so long hangs
+
+
+class JobView(NamedTuple):
+    """A job as one serving thread sees it; the fields are those of `reducer.engine.jobs.Job`."""
+
+    name: str
+    generation: int
+    world_size: int
+    ranks: frozenset[int]
+    reserved: int
+    held: int
+    rounds: int
+
+
+class LaneView(NamedTuple):
+    """What one serving thread knows."""
+
+    status: LaneStatus
+    jobs: tuple[JobView, ...]
+
+
+class Desk:
+    """Where other threads put their question to a serving thread.
+
+    Args:
+        engine, guard, port: that thread's.
+
+    Attributes:
+        ticked: when the thread last looked up, seconds of the monotonic clock; 0 before it serves.
+    """
+
+    def __init__(self, engine: Engine, guard: Guard, port: int) -> None:
+        self.port = port
+        self.ticked = 0.0
+        self._engine = engine
+        self._guard = guard
+        self._asked: SimpleQueue[Future[LaneView]] = SimpleQueue()
+
+    def ask(self) -> Future[LaneView]:
+        """Ask; the answer comes when the thread looks up. To be called by other threads."""
+        future: Future[LaneView] = Future()
+        self._asked.put(future)
+        return future
+
+    def answer(self) -> None:
+        """Answer all questions. To be called by the serving thread, between two steps."""
+        self.ticked = time.monotonic()
+        while not self._asked.empty():
+            future = self._asked.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(look(self._engine, self._guard.connections, self.port))
+                except Exception as error:  # noqa: BLE001 (the asker's: work goes on without it)
+                    future.set_exception(error)
+
+
+class Observer:
+    """Reads the state of a whole reducer.
+
+    Args:
+        desks: of its serving threads.
+        threads: the serving threads themselves.
+        stopping: set when it is to stop.
+        version: the package's.
+        address, incarnation: the reducer's.
+    """
+
+    def __init__(
+        self,
+        desks: Sequence[Desk],
+        threads: Sequence[threading.Thread],
+        stopping: threading.Event,
+        *,
+        version: str,
+        address: str,
+        incarnation: str,
+    ) -> None:
+        self._version = version
+        self._address = address
+        self._incarnation = incarnation
+        self._desks = desks
+        self._threads = threads
+        self._stopping = stopping
+        self._began = time.monotonic()
+        self._lock = threading.Lock()  # of those who ask, so that they ask once for all
+        self._latest: ReducerStatus | None = None
+        self._looked = 0.0
+
+    def unhealthy(self) -> str:
+        """Say what is wrong with the serving threads; nothing if all run, or have yet to begin."""
+        now = time.monotonic()
+        for desk, thread in zip(self._desks, self._threads, strict=True):
+            if thread.ident is not None and not thread.is_alive() and not self._stopping.is_set():
+                return f"the thread at port {desk.port} has ended: see the log"
+            if thread.is_alive() and desk.ticked and now - desk.ticked > STALLED_S:
+                return f"the thread at port {desk.port} hangs: restart the reducer"
+        return ""
+
+    def unready(self) -> str:
+        """Say why no worker should connect; nothing if they may."""
+        if self._stopping.is_set():
+            return "draining: it is shutting down"
+        if not all(desk.ticked for desk in self._desks):
+            return "starting: it does not serve yet"
+        return self.unhealthy()
+
+    def status(self) -> ReducerStatus:
+        """Return the state, `FRESH_S` old at most."""
+        with self._lock:
+            if self._latest is None or time.monotonic() - self._looked > FRESH_S:
+                self._latest = self._look()
+                self._looked = time.monotonic()
+            return self._latest
+
+    def _look(self) -> ReducerStatus:
+        questions = [
+            desk.ask() if thread.is_alive() else None
+            for desk, thread in zip(self._desks, self._threads, strict=True)
+        ]
+        deadline = time.monotonic() + ANSWER_S
+        views: list[LaneView] = []
+        for desk, question in zip(self._desks, questions, strict=True):
+            view = None if question is None else _answer(question, deadline)
+            views.append(view or _silent(desk.port))
+        return self._merge(views)
+
+    def _merge(self, views: list[LaneView]) -> ReducerStatus:
+        lanes = [view.status for view in views]
+        counters: Counter[str] = Counter()
+        for lane in lanes:
+            counters.update(lane.counters)
+        jobs = merge_jobs([job for view in views for job in view.jobs])
+        return ReducerStatus(
+            version=self._version,
+            incarnation=self._incarnation,
+            address=self._address,
+            state=self._state(all(lane.answers for lane in lanes)),
+            uptime_s=round(time.monotonic() - self._began, 3),
+            memory=Memory(
+                limit=sum(lane.memory.limit for lane in lanes),
+                reserved=sum(lane.memory.reserved for lane in lanes),
+                held=sum(lane.memory.held for lane in lanes),
+            ),
+            counters=dict(counters),
+            jobs=tuple(jobs[:MAX_JOBS]),
+            jobs_total=len(jobs),
+            lanes=tuple(lanes),
+        )
+
+    def _state(self, answers: bool) -> State:
+        if self._stopping.is_set():
+            return "draining"
+        if not all(desk.ticked for desk in self._desks):
+            return "starting"
+        return "serving" if answers and not self.unhealthy() else "failing"
+
+
+def look(engine: Engine, connections: int, port: int) -> LaneView:
+    """Return what an engine knows; only the thread that it belongs to may look."""
+    jobs = tuple(
+        JobView(
+            name=printable(job.name),
+            generation=job.generation,
+            world_size=job.world_size,
+            ranks=frozenset(job.members),
+            reserved=job.reserved,
+            held=sum(member.held for member in job.members.values()),
+            rounds=len(job.rounds),
+        )
+        for job in engine.jobs
+    )
+    memory = Memory(engine.memory_limit, engine.reserved(), engine.held())
+    members = sum(len(job.ranks) for job in jobs)
+    counters = asdict(engine.counters)
+    return LaneView(LaneStatus(port, True, members, len(jobs), memory, counters, connections), jobs)
+
+
+def merge_jobs(views: Sequence[JobView]) -> list[JobStatus]:
+    """Join what threads say of the same jobs; the job that takes the most memory comes first.
+
+    A rank is present if it is at all threads that know its job.
+    """
+    groups: dict[tuple[str, int], list[JobView]] = {}
+    for view in views:
+        groups.setdefault((view.name, view.generation), []).append(view)
+    found = [_merge_job(group) for group in groups.values()]
+    return sorted(found, key=lambda job: (-job.reserved, job.name, job.generation))
+
+
+def _merge_job(group: list[JobView]) -> JobStatus:
+    first = group[0]
+    present = first.ranks.intersection(*(view.ranks for view in group))
+    return JobStatus(
+        name=first.name,
+        generation=first.generation,
+        world_size=first.world_size,
+        present=len(present),
+        ranks_present=ranges(sorted(present)),
+        ranks_absent=ranges(rank for rank in range(first.world_size) if rank not in present),
+        reserved=sum(view.reserved for view in group),
+        held=sum(view.held for view in group),
+        rounds=max(view.rounds for view in group),
+    )
+
+
+def _answer(question: Future[LaneView], deadline: float) -> LaneView | None:
+    try:
+        return question.result(max(0.0, deadline - time.monotonic()))
+    except FutureTimeout:
+        question.cancel()
+        return None
+
+
+def _silent(port: int) -> LaneView:
+    return LaneView(LaneStatus(port, False, 0, 0, Memory(0, 0, 0), {}), ())

@@ -1,0 +1,1 @@
+"""Arithmetic of links; nothing is measured."""

@@ -1,0 +1,1 @@
+"""One serving thread: its ROUTER socket, loop, guard and keys."""

@@ -1,0 +1,16 @@
+from collections.abc import Callable, Sequence
+
+from reducer.engine.engine import Engine
+from reducer.engine.rounds import Send
+from reducer.failpoints import Failpoint, Place
+from reducer.runtime import loop
+from reducer.runtime.transport import Transport
+
+class Core:
+    def __init__(self, engine: Engine, transport: Transport | None = None) -> None: ...
+    def offer(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send] | None: ...
+
+def arm(failpoints: Sequence[Failpoint]) -> Callable[[Place], bool]: ...
+def hit(place: Place) -> bool: ...
+
+class Loop(loop.Loop): ...

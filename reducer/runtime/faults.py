@@ -1,0 +1,114 @@
+"""A reducer's engine, kernels and transport with failpoints around them, for tests of failures.
+
+They stand in for the real ones if a failpoint is set. The plain loop needs no more; in the compiled
+one they see what it leaves to Python, and `loop.c` passes the places of the rest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reducer.engine.engine import Engine
+from reducer.failpoints import Place, message_type
+from reducer.runtime.transport import Transport
+from reducer.wire.constants import MessageType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy as np
+
+    from reducer.engine.rounds import Send
+    from reducer.kernels import Kernels
+    from reducer.kernels.plain import BytesLike
+    from reducer.wire.constants import DType, ReduceOp
+    from reducer.wire.header import Buffer
+
+
+class FaultyTransport(Transport):
+    """A transport whose WELCOMEs, and contributions that Python receives, pass failpoints.
+
+    Args:
+        hit: what `arm` of the chosen implementation returned; the rest is `Transport`'s.
+    """
+
+    def __init__(self, hit: Callable[[Place], bool], *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._hit = hit
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:
+        """Yield messages that are not dropped."""
+        for message in super().receive(timeout_s):
+            contribution = message_type(message[1]) == MessageType.CONTRIBUTION
+            if not (contribution and self._hit(Place.REDUCER_RECEIVED)):
+                yield message
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
+        """Send a message, unless it is dropped."""
+        welcome = message_type(header) == MessageType.WELCOME
+        if welcome and self._hit(Place.REDUCER_WELCOME):
+            return True
+        return super().send(peer, header, payload)
+
+
+class FaultyEngine(Engine):
+    """An engine that passes failpoints before, between and after what it does.
+
+    Args:
+        hit: what `arm` of the chosen implementation returned; the rest is `Engine`'s.
+        kernels: what sums.
+    """
+
+    def __init__(self, hit: Callable[[Place], bool], kernels: Kernels, *rest: Any, **more: Any):
+        super().__init__(_FaultyKernels(hit, kernels), *rest, **more)
+        self._hit = hit
+        self._real_kernels = kernels
+
+    @property
+    def kernels(self) -> Kernels:
+        """What sums in the compiled loop, which passes the places itself."""
+        return self._real_kernels
+
+    # The loop sends each message before it takes the next one, so that here is between two sends.
+    def receive(  # type: ignore[override]
+        self, peer: bytes, frame: Buffer, payload: Buffer, key: str = ""
+    ) -> Iterator[Send]:
+        """Take one message and yield the answers that are not dropped."""
+        placed, summed = self.counters.contributions, self.counters.results
+        sends = super().receive(peer, frame, payload, key)
+        results = self.counters.results - summed
+        if self.counters.contributions > placed and not results:
+            self._hit(Place.REDUCER_PLACED)
+        if results and self._hit(Place.REDUCER_AFTER_SUM):
+            return
+        sent = 0
+        for send in sends:
+            if message_type(send.header) != MessageType.RESULT:
+                yield send
+                continue
+            if sent != 1 or not self._hit(Place.REDUCER_BETWEEN_RESULTS):
+                yield send
+            sent += 1
+            if sent == results:
+                self._hit(Place.REDUCER_AFTER_RESULTS)
+
+    def tick(self, now: float) -> list[Send]:
+        """Do what is due."""
+        self._hit(Place.REDUCER_TICK)
+        return super().tick(now)
+
+
+class _FaultyKernels:
+    """Kernels that pass failpoints before they sum."""
+
+    def __init__(self, hit: Callable[[Place], bool], kernels: Kernels) -> None:
+        self.name = kernels.name
+        self._hit = hit
+        self._kernels = kernels
+
+    def reduce(
+        self, inputs: Sequence[BytesLike], out: BytesLike, dtype: DType, op: ReduceOp
+    ) -> None:
+        self._hit(Place.REDUCER_PLACED)
+        self._hit(Place.REDUCER_BEFORE_SUM)
+        self._kernels.reduce(inputs, out, dtype, op)

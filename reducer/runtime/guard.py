@@ -1,0 +1,291 @@
+"""Keeps connections in bounds: how many, how long without a job, and what they make libzmq hold.
+
+libzmq takes what a peer sends and keeps what a peer does not read, in memory that it does not
+count. So the guard compares, several times a second, what the kernel has passed on (`connections`)
+with what the reducer has taken and given, and ends connections that go beyond what was agreed. The
+rules are those of `wire/README.md`, section 5. One guard belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reducer import tcp_connections
+from reducer.engine.limits import TAKEN_PER_LOOK
+from reducer.errors import CapacityError, RemoteProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reducer.engine.engine import Engine
+    from reducer.engine.jobs import Job
+    from reducer.engine.limits import Patience
+    from reducer.engine.rounds import Send
+    from reducer.engine.slots import Member
+    from reducer.errors import ReductionError
+    from reducer.runtime.transport import Transport
+
+LOOK_S = 0.1
+LOOK_SOON_S = 0.02  # while there are strangers, or somebody has much here
+FAREWELL_S = 1.0  # for a peer that was dropped to read why
+STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
+SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
+STUCK_LOOKS = 10
+STUCK_S = 0.25
+MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
+STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
+
+
+@dataclass(slots=True, eq=False)
+class Connection(tcp_connections.Reception):
+    """One connection that libzmq has accepted.
+
+    Attributes:
+        since: when it was accepted, or ceased to be a member's.
+        base: bytes that libzmq had read from it then, and those that were under way.
+        window: bytes that a member may have under way; 0 of a stranger's.
+        born: when it was accepted.
+        ended: it was told to go; libzmq will say when it has.
+        unsent: bytes that the reducer had given to it at the last look, and libzmq had not written.
+        least: of what was given, less what was written: libzmq writes of its own, too.
+        progress: whether anything was taken from it between the last two looks.
+        stuck: looks since it took something, while more waited than a message has.
+        still: when the first of them was.
+    """
+
+    since: float = 0.0
+    base: int = 0
+    window: int = 0
+    born: float = 0.0
+    ended: bool = False
+    unsent: int = 0
+    least: int = 0
+    progress: bool = True
+    stuck: int = 0
+    still: float = 0.0
+
+    def end(self) -> bool:
+        """End it; return whether it was still there."""
+        self.ended = True
+        return tcp_connections.end(self.descriptor, self.name)
+
+    def traffic(self) -> tcp_connections.Traffic | None:
+        """Return what has passed; None if it is gone."""
+        return tcp_connections.traffic(self.descriptor, self.name)
+
+    def weigh(self, passed: tcp_connections.Traffic, taken: int, given: int, now: float) -> None:
+        """Find out what libzmq holds.
+
+        Args:
+            passed: between libzmq and the kernel.
+            taken: by the reducer, bytes on the wire.
+            given: by the reducer, likewise.
+            now: as of `Guard.look`.
+        """
+        self.progress = self.listen(passed, taken, now)
+        self.least = min(self.least, given - passed.written)
+        self.unsent = given - passed.written - self.least
+
+    def is_stuck(self, patience: int, now: float, *, much: bool) -> bool:
+        """Whether nothing was taken from it for long, though more waits than a message has."""
+        if much and not self.progress:
+            self.stuck += 1
+        else:
+            self.stuck, self.still = 0, now
+        return self.stuck >= patience and now - self.still >= STUCK_S
+
+
+class Guard:
+    """Watches the connections of one transport.
+
+    Args:
+        engine: knows whose they are.
+        transport: knows which there are.
+        patience: what they may do.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport, patience: Patience) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._patience = patience
+        self._connections: dict[int, Connection] = {}  # by the transport's numbers
+        self._farewells: dict[bytes, float] = {}  # peers that were dropped: when to close
+        self._turn = 0
+        self._looks = 0
+        self._soon = False
+        self._log = logging.getLogger(__name__)
+
+    @property
+    def connections(self) -> int:
+        """How many there are, but for those that were told to go."""
+        return len(self._here())
+
+    @property
+    def wait_s(self) -> float:
+        """How long the reducer may serve before the next look."""
+        return LOOK_SOON_S if self._soon else LOOK_S
+
+    def look(self, now: float) -> list[Send]:
+        """End what is out of bounds.
+
+        Args:
+            now: seconds of a monotonic clock that stands still while this thread does not run.
+
+        Returns:
+            What is to be said about that.
+        """
+        self._looks += 1
+        self._hear(now)
+        members: dict[int, Member] = {}
+        sends: list[Send] = []
+        held = 0
+        jobs = list(self._engine.jobs)
+        every = 1 + sum(len(job.members) for job in jobs) // MEMBERS_PER_LOOK
+        for job in jobs:
+            most, found = self._of_job(job, members, every, now)
+            held = max(held, found)
+            sends += most
+        strangers = [c for n, c in self._connections.items() if n not in members and not c.ended]
+        self._dismiss(now)
+        self._judge(strangers, now)
+        self._soon = bool(strangers) or held > 2 * SLACK_BYTES
+        return sends
+
+    def _hear(self, now: float) -> None:
+        """Learn which connections have come and gone."""
+        for opened, descriptor, number in self._transport.changes():
+            if not opened:
+                self._connections.pop(number, None)
+            elif (name := tcp_connections.name(descriptor)) is not None:
+                made = Connection(descriptor, name, looked=now, heard=now, whole=now)
+                made.since = made.born = now
+                self._connections[number] = made
+        members = {m.peer for job in self._engine.jobs for m in job.members.values()}
+        self._transport.forget(members)
+
+    def _of_job(
+        self, job: Job, members: dict[int, Member], every: int, now: float
+    ) -> tuple[list[Send], int]:
+        """Find out what libzmq holds for a job; drop who has most if that is too much.
+
+        Args:
+            job: whose members are looked at.
+            members: takes up those of them that have connections, by these.
+            every: in how many looks each member has its turn.
+            now: as of `look`.
+
+        Returns:
+            What is to be said, and the most that any member makes this reducer hold.
+        """
+        held: dict[bytes, int] = {}
+        stuck: list[Member] = []
+        silent: list[tuple[Member, Connection]] = []
+        allowed = job.reserved + job.reserved // 8
+        patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
+        for member in job.members.values():
+            number = self._transport.connection(member.peer)
+            connection = self._connections.get(number)
+            if connection is None:
+                continue
+            members[number] = member
+            connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
+            if (self._looks + number) % every == 0 and self._weigh(connection, member, now):
+                much = connection.unread > job.max_chunk_bytes + SLACK_BYTES
+                if connection.is_stuck(patience, now, much=much):
+                    stuck.append(member)
+                elif connection.silent_s > job.patience_s and not connection.ended:
+                    silent.append((member, connection))
+            held[member.peer] = member.held + connection.unread + connection.unsent
+            allowed += SLACK_BYTES
+        sends: list[Send] = []
+        for member in stuck:
+            error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
+            sends += self._drop(member, error)
+        for member, connection in silent:
+            connection.end()
+            sends += self._engine.silent(member.peer, connection.silent_s)
+        most = max(held.values(), default=0)
+        if not (stuck or silent) and sum(held.values()) > allowed:
+            worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
+            connection = self._connections[self._transport.connection(worst.peer)]
+            # Once more: a figure is of several instants, and this thread may have rested meanwhile.
+            self._weigh(connection, worst, now)
+            held[worst.peer] = worst.held + connection.unread + connection.unsent
+            if sum(held.values()) > allowed:
+                sends += self._drop(worst, _hoards(job, worst, held[worst.peer]))
+        return sends, most
+
+    def _weigh(self, connection: Connection, member: Member, now: float) -> bool:
+        """Find out what libzmq holds for a member; return whether its connection is still there."""
+        passed = connection.traffic()
+        if passed is not None:
+            connection.weigh(passed, *self._transport.moved(member), now)
+        return passed is not None
+
+    def _drop(self, member: Member, error: ReductionError) -> list[Send]:
+        self._log.warning("%s", error)
+        return self._engine.drop(member.peer, error)
+
+    def _judge(self, strangers: list[Connection], now: float) -> None:
+        """End connections of nobody that are too many, too old, or have sent too much."""
+        for connection in strangers:
+            if now - connection.since > self._patience.hello_s:
+                self._end(connection, "it joined no job in time")
+        for connection in self._slice(strangers):
+            passed = connection.traffic()
+            if passed is not None and connection.window:  # it was a member at the latest look
+                connection.base, connection.window = passed.read + connection.window, 0
+            elif passed is not None and passed.read - connection.base > STRANGER_BYTES:
+                self._end(connection, "it sent more than a HELLO, and belongs to no job")
+        here = self._here()
+        surplus = len(here) - self._patience.max_connections
+        if surplus > 0:
+            # The oldest strangers: who has just come may be about to say who it is. Then those
+            # that joined last, so that nobody pushes out a job that was here before.
+            waiting = sorted((c for c in strangers if not c.ended), key=lambda c: c.since)
+            if len(waiting) < surplus:
+                those = set(map(id, waiting))
+                waiting += sorted((c for c in here if id(c) not in those), key=lambda c: -c.born)
+            for connection in waiting[:surplus]:
+                self._end(connection, "there are too many (REDUCTION_MAX_CONNECTIONS)")
+
+    def _here(self) -> list[Connection]:
+        return [connection for connection in self._connections.values() if not connection.ended]
+
+    def _slice(self, strangers: list[Connection]) -> Iterable[Connection]:
+        waiting = [connection for connection in strangers if not connection.ended]
+        if len(waiting) <= STRANGERS_PER_LOOK:
+            return waiting
+        self._turn = (self._turn + STRANGERS_PER_LOOK) % len(waiting)
+        return (waiting + waiting)[self._turn : self._turn + STRANGERS_PER_LOOK]
+
+    def _dismiss(self, now: float) -> None:
+        """End the connections of peers that the engine has dropped and that know why."""
+        for peer in self._engine.newly_dropped():
+            self._farewells[peer] = now + FAREWELL_S
+            connection = self._connections.get(self._transport.connection(peer))
+            passed = connection and connection.traffic()
+            if connection and passed:
+                # It may read why, but not go on as before.
+                connection.base, connection.window = passed.read, 0
+        due = [peer for peer, at in self._farewells.items() if at <= now]
+        for peer in due:
+            del self._farewells[peer]
+            connection = self._connections.get(self._transport.connection(peer))
+            if connection is not None and not connection.ended:
+                self._end(connection, "it broke the protocol")
+
+    def _end(self, connection: Connection, why: str) -> None:
+        if connection.end():
+            self._engine.counters.closed += 1
+            self._log.debug("closed a connection of %s: %s", connection.name[-2:], why)
+
+
+def _hoards(job: Job, member: Member, nbytes: int) -> CapacityError:
+    return CapacityError(
+        f"rank {member.rank} of job {job.name!r} makes this reducer hold {nbytes} bytes: it sends "
+        "beyond its window, or does not read its results",
+        limit="window",
+    )

@@ -1,0 +1,86 @@
+"""Which loop serves: the plain one, or the compiled one where there is one."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reducer import failpoints
+from reducer.engine import slots
+from reducer.errors import ConfigError
+from reducer.kernels.plain import PlainKernels
+from reducer.runtime import loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reducer.engine.engine import Engine
+    from reducer.engine.slots import SlotsModule
+    from reducer.failpoints import Failpoint, Place
+    from reducer.kernels import Kernels
+    from reducer.runtime.transport import Transport
+
+NAMES = ("compiled", "plain")
+
+log = logging.getLogger(__name__)
+
+
+class MakeLoop(Protocol):
+    """The constructor of `loop.Loop` and of its compiled twin."""
+
+    def __call__(self, engine: Engine, transport: Transport) -> loop.Loop:
+        """Join an engine and a transport."""
+
+
+class Implementation(NamedTuple):
+    """Twins that belong together.
+
+    Attributes:
+        name: ``compiled`` or ``plain``.
+        slots: what the engine keeps its rounds in.
+        loop: what serves.
+        arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
+    """
+
+    name: str
+    slots: SlotsModule
+    loop: MakeLoop
+    arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
+
+
+PLAIN = Implementation("plain", slots, loop.Loop, failpoints.arm)
+
+
+def select(name: str | None, kernels: Kernels) -> Implementation:
+    """Return the implementation called `name`, or the compiled one if it can run.
+
+    Args:
+        name: ``compiled``, ``plain`` or None.
+        kernels: what will sum; the compiled loop calls compiled kernels only.
+
+    Raises:
+        ConfigError: the compiled loop is demanded and cannot run; the message says why.
+    """
+    if name == "plain":
+        return PLAIN
+    try:
+        return _compiled(kernels)
+    except ConfigError as error:
+        if name == "compiled":
+            raise
+        log.info("the plain loop serves: %s", error)
+        return PLAIN
+
+
+def _compiled(kernels: Kernels) -> Implementation:
+    if isinstance(kernels, PlainKernels):
+        raise ConfigError("the compiled loop cannot call the numpy kernels")
+    try:
+        compiled = import_module("reducer.engine._slots"), import_module("reducer.runtime._loop")
+    except ImportError as error:
+        raise ConfigError(
+            f"the compiled loop was not built: install a C compiler and reinstall ({error})"
+        ) from None
+    compiled[0].check()
+    return Implementation("compiled", compiled[0], compiled[1].Loop, compiled[1].arm)

@@ -1,0 +1,54 @@
+"""The loop of a reducer's thread: what arrives goes to the engine, what it answers is sent.
+
+`_loop.pyx` is the compiled twin, which takes healthy contributions by itself and without the GIL.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from reducer.clock import ServingTime
+from reducer.engine.limits import TAKEN_PER_LOOK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reducer.engine.engine import Engine
+    from reducer.engine.rounds import Send
+    from reducer.runtime.transport import Transport
+
+
+class Loop:
+    """Joins one engine and one transport. One thread uses it.
+
+    Attributes:
+        clock: by which peers are late.
+    """
+
+    def __init__(self, engine: Engine, transport: Transport) -> None:
+        self._engine = engine
+        self._transport = transport
+        self.clock = ServingTime(time.monotonic)
+
+    def step(self, timeout_s: float) -> None:
+        """Serve for `timeout_s` seconds at most, or until a peer is to be closed.
+
+        Until then some messages are taken all the same: the guard counts on that. Then the engine
+        sees the clock.
+        """
+        for number, message in enumerate(self._transport.receive(timeout_s), 1):
+            self.send(self._engine.receive(*message))
+            if self._engine.closing and number >= TAKEN_PER_LOOK:
+                break
+        self.send(self._engine.tick(self.clock.now()))
+
+    def send(self, sends: Iterable[Send]) -> None:
+        """Send what the engine asks for; it hears of peers that turn out to be gone."""
+        # In the engine's order, also when a thousand ranks turn out to be gone at once.
+        while sends:
+            further: list[Send] = []
+            for send in sends:
+                if not self._transport.send(*send):
+                    further += self._engine.unreachable(send.peer)
+            sends = further

@@ -1,0 +1,1 @@
+"""The public object, and the way from settings to one: who this is, where ranks meet."""

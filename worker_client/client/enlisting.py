@@ -1,0 +1,273 @@
+"""From settings to a client that has joined: what is the job called, where are the reducers."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import ConfigError
+from reducer.failpoints import parse
+from reducer.units import is_loopback
+from reducer.wire.header import fingerprint
+from reducer.wire.layout import mixed_weights
+from worker_client import config
+from worker_client.client import autotune
+from worker_client.client.client import Client
+from worker_client.communicators.membership import PATIENCE_S
+from worker_client.communicators.placement import host_identity, host_name
+from worker_client.config import NAMED
+from worker_client.fusion import submissions
+from worker_client.fusion.fusion import Fusion
+from worker_client.launch.resolved import Launcher
+from worker_client.protocol.spec import Heartbeats, Settings
+from worker_client.runtime import implementation
+from worker_client.runtime.credentials import load as load_keys
+from worker_client.staging.wire_cast import WIRE_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from reducer.server import Server
+    from worker_client.client.rendezvous import ProcessGroup
+    from worker_client.communicators.fallback import Fallback
+    from worker_client.config import WorkerConfig
+    from worker_client.launch.resolved import Resolved
+    from worker_client.runtime.credentials import Curve, Keys
+
+
+BEGIN_WITHOUT_S = 3.0  # longer than a reducer that is well takes to answer anywhere
+
+
+def enlist(
+    settings: WorkerConfig,
+    group: ProcessGroup | None,
+    who: tuple[int, int],
+    member: tuple[int, int],
+    create: Callable[[str], Callable[..., Client]],
+) -> Client:
+    """Join a job at the reducers.
+
+    Args:
+        settings: the worker's.
+        group: the job's members, if a process group knows them.
+        who: rank and world size of the client.
+        member: rank and world size in the job at the reducers.
+        create: returns what makes a client, for calls in order or for those with names.
+    """
+    rank, world_size = member
+    fallback = _fallback(settings, group)
+    named_fallback = _fallback(settings, group, announced=True)
+    addresses, weights = settings.servers, (1,) * len(settings.servers)
+    hosts: dict[int, int] = {}
+    hosted: Server | None = None
+    keys = load_keys(settings.keys)
+    if _hosts_reducer(settings, world_size):
+        hosted, own, curves = _embed(settings, group)
+        keys = replace(keys, hosts=curves)
+        hosts = {len(addresses) + at: at for at in range(world_size)}
+        addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
+    try:
+        ours = Settings(
+            job=job_name(settings, group, keys, alone=world_size == 1),
+            generation=settings.generation,
+            rank=rank,
+            world_size=world_size,
+            reducers=addresses,
+            window_bytes=int(settings.window_bytes),
+            chunk_bytes=int(settings.chunk_bytes),
+            fallback=fallback is not None,
+            outlive=settings.on_rank_lost == "continue",
+            begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
+            wait_s=settings.wait_for_reducers,
+            weights=weights,
+            hosts=hosts,
+            inproc=hosted.inproc if hosted else {},
+            agreed={
+                "REDUCTION_FALLBACK": settings.fallback,
+                "REDUCTION_FUSION_THRESHOLD": str(int(settings.fusion_threshold)),
+                "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
+                "REDUCTION_WIRE_DTYPE": settings.wire_dtype,
+            },
+            run=_run(group, world_size),
+            process=secrets.token_hex(8),
+            heartbeats=Heartbeats(settings.heartbeat, settings.patience),
+            host_name=host_name(),
+        )
+        common: dict[str, Any] = {
+            "timeout_s": settings.timeout,
+            "connect_timeout_s": settings.connect_timeout,
+            "impl": settings.impl,
+            "io_threads": settings.io_threads,
+            "context": hosted.context if hosted else None,
+            "keys": keys,
+            "failpoints": parse(settings.failpoints),
+            "wire_dtype": WIRE_DTYPES[settings.wire_dtype],
+        }
+        threshold = int(settings.fusion_threshold)
+        if settings.autotune:
+            ours, threshold = _tune(settings, ours, partial(Client, **common))
+        named = replace(ours, job=f"{ours.job}{NAMED}")
+
+        def open_channel() -> Client:
+            # Who begins when a reducer is lost already does not wait for it.
+            whole = client is None or all(client.in_use)
+            patient = replace(named, patience_s=math.inf if whole else PATIENCE_S)
+            return create("named")(patient, fallback=named_fallback, **common)
+
+        client: Client | None = None
+        fusion = Fusion(
+            open_channel,
+            *who,
+            threshold=threshold,
+            cycle_s=settings.cycle_time,
+            timeout_s=settings.timeout,
+            submissions=submissions.twin(implementation.select(settings.impl).name),
+        )
+        on_shutdown = hosted.stop if hosted else None
+        client = create("ordered")(
+            ours, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown, **common
+        )
+        if ours.fallback or ours.outlive:
+            try:
+                fusion.open()  # later some of those that it goes on without may be lost
+            except BaseException:
+                client.shutdown()
+                raise
+        return client
+    except BaseException:
+        if hosted is not None:
+            hosted.stop()
+        raise
+
+
+def job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys, *, alone: bool) -> str:
+    """Return what the job is called: as was told, or else a name that its ranks agree on.
+
+    Raises:
+        ConfigError: its ranks, unless there is one `alone`, have nothing that other runs have not.
+    """
+    if settings.job is not None:
+        return settings.job if group is None else group.named(settings.job)
+    launched = config.launch()
+    base = launched.job
+    # The pool wants names that begin as the key's.
+    ours = f"{keys.job}/" if keys.job else ""
+    if group is None:
+        if alone:
+            base = base or secrets.token_hex(8)
+        base = base or (_meeting_place(launched) and f"run-{_meeting_place(launched)}")
+        if not base:
+            raise ConfigError(
+                "this run has no name, so nothing tells its ranks from those of another run that "
+                f"uses the same reducers: set REDUCTION_JOB={ours}NAME, the same at every rank and "
+                "another one for each run; or start it with a launcher such as torchrun, set "
+                "MASTER_ADDR and MASTER_PORT, or call torch.distributed.init_process_group() first"
+            )
+        return f"{ours}{base}"
+    if group.rank == 0:
+        # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
+        group.share("job", group.named(f"{ours}{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
+    return group.read("job", 0)
+
+
+def _run(group: ProcessGroup | None, world_size: int) -> str:
+    """Return what the ranks of this run have in common, and another run of the job has not."""
+    if group is not None:
+        if group.rank == 0:
+            group.share("run", secrets.token_hex(8))
+        return group.read("run", 0)
+    launched = config.launch()
+    place = _meeting_place(launched)
+    # torchrun that goes on with more or fewer ranks does not count that as a restart.
+    ranks = f".{world_size}" if launched.launcher is Launcher.TORCHRUN else ""
+    return f"{place}.{launched.restarts}{ranks}" if place else ""
+
+
+def _meeting_place(launched: Resolved) -> str:
+    """Return what stands for where the ranks meet, which other runs cannot use meanwhile; or ""."""
+    if launched.master_addr is None or launched.reasons.get("master_port") != "MASTER_PORT":
+        return ""  # a port that all runs find is nobody's own
+    place = f"{launched.master_addr}:{launched.master_port}"
+    if is_loopback(place):
+        if launched.local_world_size not in {None, launched.world_size}:
+            return ""  # on another node it is called something else
+        place = f"{place} of {host_identity()}"
+    return f"{fingerprint(place):016x}"
+
+
+def _tune(
+    settings: WorkerConfig, ours: Settings, make: Callable[[Settings], Client]
+) -> tuple[Settings, int]:
+    """Return the job's settings and fusion threshold, found by trying unless they were given."""
+
+    def trial(name: str, chunk_bytes: int, window_bytes: int) -> Client:
+        return make(
+            replace(
+                ours,
+                job=f"{ours.job}/{name}",
+                chunk_bytes=chunk_bytes,
+                window_bytes=window_bytes,
+                fallback=False,
+                outlive=False,
+            )
+        )
+
+    fields = set(autotune.Choice._fields) & settings.model_fields_set
+    given = {name: int(getattr(settings, name)) for name in fields}
+    chunk_bytes, window_bytes, threshold = autotune.sweep(trial, given)
+    return replace(ours, chunk_bytes=chunk_bytes, window_bytes=window_bytes), threshold
+
+
+def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
+    """Whether this rank hosts a reducer: with as many others as ranks, it would have no share."""
+    if settings.embedded is False and not settings.servers:
+        raise ConfigError(
+            "there are no reducers: set REDUCTION_SERVERS=host:port,host:port, or do not set "
+            "REDUCTION_EMBEDDED=0"
+        )
+    if settings.embedded is None:
+        return not settings.servers
+    return settings.embedded and len(settings.servers) < world_size
+
+
+def _fallback(
+    settings: WorkerConfig, group: ProcessGroup | None, *, announced: bool = False
+) -> Fallback | None:
+    if settings.fallback == "error":
+        return None
+    if group is None:
+        raise ConfigError(
+            "REDUCTION_FALLBACK=process-group needs a process group: call "
+            "torch.distributed.init_process_group() before worker_client.init(), and leave out "
+            "rank= and world_size="
+        )
+    if group.make_private is None:
+        raise ConfigError(
+            "REDUCTION_FALLBACK=process-group takes all ranks of the process group, and this job "
+            "has some of them: leave it out"
+        )
+    from worker_client.communicators.fallback import Fallback  # noqa: PLC0415 (loads torch)
+
+    return Fallback(group.make_private(settings.timeout), announced=announced)
+
+
+def _embed(
+    settings: WorkerConfig, group: ProcessGroup | None
+) -> tuple[Server, tuple[str, ...], Mapping[str, Curve | None]]:
+    if group is None and settings.embedded:
+        raise ConfigError(
+            "REDUCTION_EMBEDDED=1 needs init_process_group(): call it first, and leave out rank= "
+            "and world_size=, or unset REDUCTION_EMBEDDED"
+        )
+    if group is None:
+        raise ConfigError(
+            "there are no reducers to use: start some and set REDUCTION_SERVERS=host:port,"
+            "host:port, or with PyTorch call torch.distributed.init_process_group() first, so that "
+            "each rank can host one"
+        )
+    from worker_client.client import hosting  # noqa: PLC0415 (loads the reducer's code)
+
+    return hosting.start(group)

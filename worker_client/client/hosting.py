@@ -1,0 +1,109 @@
+"""The pool that needs no pool: every rank hosts a reducer thread for its share of each buffer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+from worker_client import config
+from worker_client.communicators.placement import host_identity
+from worker_client.runtime.credentials import Curve
+from worker_client.runtime.forks import leave_in_child
+from worker_client.runtime.transport import make_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from reducer.config import ReducerConfig
+    from reducer.keyfiles import KeyPair
+    from reducer.runtime.keyring import Keyring
+    from reducer.server import Server
+    from worker_client.client.rendezvous import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+
+class Hosted(NamedTuple):
+    """The reducers of all ranks.
+
+    Attributes:
+        server: this rank's.
+        addresses: of all, in rank order.
+        curves: how to reach each thread of those that have keys, and None for the others.
+    """
+
+    server: Server
+    addresses: tuple[str, ...]
+    curves: Mapping[str, Curve | None]
+
+
+def start(group: ProcessGroup) -> Hosted:
+    """Start this rank's reducer and learn where those of the others are.
+
+    Those that other machines can reach have keys, made here, and admit the ranks of this group
+    alone: the group's store tells all of them each other's public keys.
+
+    Raises:
+        ConfigError: a setting of the reducer is wrong.
+    """
+    # The one place where a worker runs a reducer's code; most workers never load it.
+    from reducer.server import Server  # noqa: PLC0415
+
+    several_hosts = len(set(group.gather("host", host_identity()))) > 1
+    settings, exposed = _settings(several_hosts)
+    mine = make_pair()
+    others = group.gather("key", mine.public)
+    pair = make_pair() if exposed else None
+    server = Server(settings, None if pair is None else _keyring(pair, others))
+    server.start()
+    for address in server.inproc:
+        leave_in_child("", int(address.rpartition(":")[2]))
+    try:
+        told = json.dumps([server.address, list(server.inproc), pair and pair.public])
+        offers = [json.loads(offer) for offer in group.gather("reducer", told)]
+    except BaseException:
+        server.stop()
+        raise
+    log.info(
+        "embedded: each of %d ranks hosts a reducer%s",
+        len(offers),
+        " with keys" * (pair is not None),
+    )
+    curves = {
+        address: None if public is None else Curve(public, mine.secret)
+        for _, threads, public in offers
+        for address in threads
+    }
+    return Hosted(server, tuple(address for address, _, _ in offers), curves)
+
+
+def _settings(several_hosts: bool) -> tuple[ReducerConfig, bool]:
+    """Return the reducer's settings, and whether it needs keys."""
+    from reducer import config as reducer_config  # noqa: PLC0415
+    from reducer.units import is_loopback  # noqa: PLC0415
+
+    bind = None if config.bind_is_set() else f"tcp://{_own_address(several_hosts)}:0"
+    # Nothing is exposed without keys unless somebody has said that the network is private.
+    private = reducer_config.load(bind="tcp://127.0.0.1:0").insecure
+    settings = reducer_config.load(bind=bind, insecure=True)
+    return settings, not private and not is_loopback(settings.bind)
+
+
+def _keyring(pair: KeyPair, public: list[str]) -> Keyring:
+    """Return keys of a reducer that admits whoever has one of these, to any job."""
+    from reducer.engine.allow_list import ANY, AllowList  # noqa: PLC0415
+    from reducer.runtime.keyring import Keyring  # noqa: PLC0415
+
+    return Keyring(pair, AllowList({key: frozenset({ANY}) for key in public}))
+
+
+def _own_address(several_hosts: bool) -> str:
+    """Return the address by which other ranks reach this host."""
+    if not several_hosts:
+        return "127.0.0.1"
+    master = config.launch().master_addr or "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing; the kernel picks the route's own address
+        return str(probe.getsockname()[0])

@@ -1,0 +1,136 @@
+"""What torch.distributed knows of a job, if the process uses it: ranks, and a store to meet in."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from reducer.errors import ReductionTimeout
+from reducer.wire.constants import MAX_JOB_NAME_BYTES
+from reducer.wire.job_names import is_owner, owner
+from worker_client import config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
+
+STORE_TIMEOUT_S = 60.0
+_joined = [0]  # calls of `current` so far; the same number at every rank, so it names a meeting
+
+
+class ProcessGroup:
+    """One meeting of all ranks of a process group, or of some of them.
+
+    Args:
+        rank: among those who meet.
+        ranks: what the process group calls those who meet.
+        store: which they share, and nobody else writes to.
+        name: what the job is called in addition, if it is one of several of the same name.
+        timeout_s: how long to wait for a rank that has not come yet, seconds.
+        make_private: makes a group of the same ranks that nothing else uses, at the same point in
+            every rank, if that can be; what is done with it takes as many seconds at most as it is
+            given.
+
+    Attributes:
+        rank, ranks, name, make_private: as given.
+        world_size: number of those who meet.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        store: Store,
+        *,
+        make_private: Callable[[float], dist.ProcessGroup] | None = None,
+        name: str = "",
+        timeout_s: float = STORE_TIMEOUT_S,
+    ) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.world_size = len(self.ranks)
+        self.name = name
+        self.make_private = make_private
+        self._store = store
+        self._timeout_s = timeout_s
+
+    def named(self, job: str) -> str:
+        """Return the name of this group's own job, if `job` is what all of them are called."""
+        own = f"{job}.{self.name}" if self.name else job
+        if len(own.encode()) <= MAX_JOB_NAME_BYTES - len(config.NAMED):
+            return own
+        digest = hashlib.sha256(own.encode()).hexdigest()
+        # A key is bound to the first part.
+        return f"{owner(job)}.{digest}" if is_owner(owner(job)) else digest
+
+    def part(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Return the meeting of some, this one among them; each is in one part of a meeting.
+
+        Args:
+            ranks: as the default process group calls them, in the order of the part.
+        """
+        from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 (as below)
+
+        store = PrefixStore(f"part/{ranks[0]}", self._store)
+        rank = list(ranks).index(self.ranks[self.rank])
+        name = f"{self.name}.{ranks[0]}" if self.name else str(ranks[0])
+        return ProcessGroup(rank, ranks, store, name=name, timeout_s=self._timeout_s)
+
+    def share(self, topic: str, value: str) -> None:
+        """Publish this rank's value."""
+        self._store.set(f"{topic}/{self.rank}", value)
+
+    def read(self, topic: str, rank: int) -> str:
+        """Wait for a rank's value and return it.
+
+        Raises:
+            ReductionTimeout: it did not come in time.
+        """
+        key = f"{topic}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+        except RuntimeError:
+            raise ReductionTimeout(
+                f"rank {self.ranks[rank]} did not join the job within {self._timeout_s:g} s: call "
+                "worker_client.init(), or attach(), on every rank",
+                missing=(self.ranks[rank],),
+            ) from None
+        return bytes(self._store.get(key)).decode()
+
+    def gather(self, topic: str, value: str) -> list[str]:
+        """Publish this rank's value and return those of all ranks, in rank order."""
+        self.share(topic, value)
+        return [self.read(topic, rank) for rank in range(self.world_size)]
+
+
+def _private_group(timeout_s: float) -> dist.ProcessGroup:
+    import torch.distributed as dist  # noqa: PLC0415 (as below)
+
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return group
+
+
+def current() -> ProcessGroup | None:
+    """Return the initialised default process group, or None (torch is not imported for it)."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    import torch.distributed as dist  # noqa: PLC0415 (only where torch is in use anyway)
+
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch.distributed.distributed_c10d import (  # noqa: PLC0415
+        PrefixStore,
+        _get_default_store,
+    )
+
+    _joined[0] += 1
+    # torchrun keeps one store over all its restarts.
+    start = config.launch().restarts
+    store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
+    ranks = range(dist.get_world_size())
+    return ProcessGroup(dist.get_rank(), ranks, store, make_private=_private_group)

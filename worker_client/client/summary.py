@@ -1,0 +1,73 @@
+"""One line when a worker begins and one when it ends: for whoever looks at a job's output later.
+
+They are records of level INFO if the program has set up logging, which decides where they go; else
+lines on standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from worker_client.client.client import Client
+
+_NAMED = 3  # addresses of reducers in a line; of more, their number
+
+log = logging.getLogger(__name__)
+
+
+def begin(client: Client) -> None:
+    """Say who takes part in what, and say at its shutdown what came of it."""
+    client.on_end = end
+    _say(f"rank {client.rank} of {client.world_size}, {_job(client)}: {_reducers(client)}")
+
+
+def end(client: Client) -> None:
+    """Say what a client has gone through."""
+    counters = client.counters
+    said = [
+        f"{client.calls} all-reduces, {_size(client.bytes_reduced)}",
+        f"waited {client.waited_s:.1f} s",
+        f"{counters.losses} reducers lost",
+    ]
+    if counters.fallbacks:
+        said.append(f"{counters.fallbacks} all-reduces by the process group")
+    if lost := sorted({*range(client.world_size)} - {*client.present}):
+        said.append(f"went on without rank {', '.join(map(str, lost))}")
+    _say(f"rank {client.rank} of {client.world_size}, {_job(client)}, ends: {', '.join(said)}")
+
+
+def _job(client: Client) -> str:
+    settings = client.settings
+    generation = f" (generation {settings.generation})" if settings.generation else ""
+    return f"job {settings.job}{generation}"
+
+
+def _reducers(client: Client) -> str:
+    settings = client.settings
+    pool = [a for at, a in enumerate(settings.reducers) if at not in settings.hosts]
+    said = []
+    if pool:
+        listed = f" ({', '.join(pool)})" if len(pool) <= _NAMED else ""
+        said.append(f"{len(pool)} reducer{'s' * (len(pool) > 1)}{listed}")
+    if settings.hosts:
+        said.append("a reducer in every rank")
+    return f"{' and '.join(said)}, {client.impl} implementation"
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+
+
+def _say(line: str) -> None:
+    if log.hasHandlers():
+        log.info("%s", line)
+    else:
+        sys.stderr.write(f"reduction: {line}\n")  # in one piece: all ranks write to one terminal
+        sys.stderr.flush()

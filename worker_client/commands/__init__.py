@@ -1,0 +1,1 @@
+"""What `worker-client` runs: demo, doctor and launch."""

@@ -1,0 +1,110 @@
+"""The command: examines everything, and says it to people or to programs."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from reducer.errors import ConfigError
+from worker_client import config
+from worker_client.client import startup
+from worker_client.commands.doctor.examine import examine
+from worker_client.commands.doctor.findings import Health, compare, mbit
+from worker_client.commands.launch import report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from worker_client.launch import Resolved
+
+PATIENCE_S = 5.0  # for a reducer that has answered the greeting to answer a HELLO
+
+
+def doctor(*, as_json: bool) -> int:
+    """Print what was detected and what was found, and what to do about it.
+
+    Args:
+        as_json: print one JSON object instead.
+
+    Returns:
+        The exit code: 0, or 1 if anything is wrong.
+    """
+    try:
+        resolved = config.launch()
+        servers = config.load().servers
+    except ConfigError as error:
+        _print_mistake(str(error), as_json=as_json)
+        return 1
+    if not as_json:
+        for line in report(resolved):
+            typer.echo(line)
+        typer.echo("")
+    connect = partial(startup.connect_alone, connect_timeout=PATIENCE_S)
+    found = compare([examine(address, connect, servers) for address in servers])
+    if as_json:
+        typer.echo(json.dumps(_facts(resolved, found), indent=2))
+    else:
+        for line in _lines(found):
+            typer.echo(line)
+    return 1 if any(one.problem for one in found) else 0
+
+
+def _print_mistake(message: str, *, as_json: bool) -> None:
+    if as_json:
+        problem = {"address": None, "kind": "settings", "message": message, "advice": "correct it"}
+        typer.echo(json.dumps({"detected": None, "reducers": [], "problems": [problem]}, indent=2))
+    else:
+        typer.echo(f"settings: {message}")
+
+
+def _facts(resolved: Resolved, found: Sequence[Health]) -> dict[str, Any]:
+    detected = {
+        field: {"value": value, "because": because}
+        for field, value, because in resolved.described()
+    }
+    reducers = [
+        {
+            "address": one.address,
+            "resolved": one.resolved,
+            "lanes": one.lanes,
+            "round_trip_s": one.round_trip_s,
+            "bytes_per_s": one.bytes_per_s,
+        }
+        for one in found
+    ]
+    problems = [
+        {
+            "address": one.address,
+            "kind": one.problem.kind.value,
+            "message": one.problem.message,
+            "advice": one.problem.advice,
+        }
+        for one in found
+        if one.problem
+    ]
+    return {"detected": detected, "reducers": reducers, "problems": problems}
+
+
+def _lines(found: Sequence[Health]) -> Iterator[str]:
+    if not found:
+        yield "no reducers are named: every rank hosts one (set REDUCTION_SERVERS to use a pool)"
+        return
+    width = max(len(one.address) for one in found)
+    for one in found:
+        figures = ""
+        if one.round_trip_s is not None and one.bytes_per_s is not None:
+            threads = f", {one.lanes} threads" if one.lanes != 1 else ""
+            figures = (
+                f"round trip {one.round_trip_s * 1e3:.2f} ms, "
+                f"{mbit(one.bytes_per_s):.0f} Mbit/s each way{threads}"
+            )
+        if one.problem is None:
+            yield f"reducer {one.address:<{width}}  well: {figures}"
+            continue
+        yield f"reducer {one.address:<{width}}  {one.problem.kind.value}: {one.problem.message}"
+        yield f"{'':{width + 10}}what to do: {one.problem.advice}"
+    ill = sum(one.problem is not None for one in found)
+    yield f"{len(found) - ill} of {len(found)} reducers are well"

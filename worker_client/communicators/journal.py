@@ -1,0 +1,147 @@
+"""The calls that some rank may not have finished, with what it takes to make them again."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reducer.errors import ReductionError
+
+
+class Entry:
+    """One call.
+
+    Attributes:
+        operation: what the caller asked for.
+        contribution: a copy of what was in the buffer then.
+        attempt: the same call as the current membership makes it; None: not yet, or not any more.
+        result: a copy of the result.
+        error: why it has failed.
+        last: the all-reduce of the current membership that every rank must have finished before
+            this call may be forgotten.
+    """
+
+    __slots__ = ("attempt", "contribution", "error", "last", "operation", "result")
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.contribution = bytes(operation.view)
+        self.attempt: Operation | None = None
+        self.result: bytes | None = None
+        self.error: ReductionError | None = None
+        self.last = -1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended here."""
+        return self.result is not None or self.error is not None
+
+    def begin(self) -> Operation:
+        """Return a fresh attempt, with the contribution in the buffer."""
+        call = self.operation
+        if call.refusal is None:
+            call.view[:] = self.contribution
+        self.attempt = Operation(
+            call.view,
+            call.dtype,
+            call.op,
+            call.name,
+            call.timeout_s,
+            call=call.call,
+            refusal=call.refusal,
+        )
+        return self.attempt
+
+    def finish(self, result: bytes | None, error: ReductionError | None) -> None:
+        """Take note of its end, with a result or an error."""
+        if self.attempt is not None:
+            self.last = self.operation.sequence = self.attempt.sequence
+        self.result, self.error = result, error
+
+
+class Journal:
+    """Calls in their order, numbered from 0; threads may share it.
+
+    Attributes:
+        next: number of the next call.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._entries: dict[int, Entry] = {}
+        self._doomed: dict[int, ReductionError] = {}
+        self._lock = threading.Lock()  # of both, and `next`
+
+    def __iter__(self) -> Iterator[Entry]:
+        with self._lock:
+            return iter(list(self._entries.values()))
+
+    def add(self, entry: Entry) -> None:
+        """Enter a call that has not begun."""
+        with self._lock:
+            self._entries[self.next] = entry
+            if (doom := self._doomed.pop(self.next, None)) is not None:
+                entry.finish(None, doom)
+            self.next += 1
+
+    def latest(self) -> Entry | None:
+        """Return the call that was entered last, if some rank may not have finished it."""
+        with self._lock:
+            return self._entries.get(self.next - 1)
+
+    def fail(self, number: int, error: ReductionError) -> Entry | None:
+        """Have a call fail that has failed at another rank, as soon as it is made here.
+
+        Returns:
+            The call, if it was made and had not ended.
+        """
+        with self._lock:
+            entry = self._entries.get(number)
+            if entry is None and number >= self.next:
+                self._doomed[number] = error
+            if entry is None or entry.over:
+                return None
+            entry.finish(None, error)
+            return entry
+
+    def calls(self, first: int, end: int) -> list[tuple[Entry | None, bool]]:
+        """Return calls by their numbers, and whether each is yet to end here.
+
+        One that is finished at every rank, or was not made here yet, is None.
+        """
+        with self._lock:
+            found = [(number, self._entries.get(number)) for number in range(first, end)]
+            return [
+                (entry, number >= self.next if entry is None else not entry.over)
+                for number, entry in found
+            ]
+
+    def unfinished(self) -> int:
+        """Return the number of the first call that has not ended here."""
+        with self._lock:
+            calls = self._entries.items()
+            return next((number for number, entry in calls if not entry.over), self.next)
+
+    def ended(self) -> int:
+        """Return the number after the last call that has ended here, 0 if there is none."""
+        with self._lock:
+            calls = self._entries.items()
+            return max((number for number, entry in calls if entry.over), default=-1) + 1
+
+    def prune(self, reached: int) -> None:
+        """Forget what has ended at every rank.
+
+        Args:
+            reached: the sequence number below which all-reduces of the current membership have.
+        """
+        with self._lock:
+            while self._entries:
+                number, entry = next(iter(self._entries.items()))
+                if not entry.over or entry.last >= reached:
+                    return
+                del self._entries[number]

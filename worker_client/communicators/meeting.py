@@ -1,0 +1,99 @@
+"""The first all-reduces of a new membership: its ranks find out what they have of earlier calls."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from reducer.wire.constants import DType, ReduceOp
+from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from worker_client.communicators.journal import Entry, Journal
+    from worker_client.protocol.spec import Settings
+
+
+class NewLossError(Exception):
+    """One of those that are to meet is lost as well."""
+
+
+class Meeting:
+    """One meeting.
+
+    Args:
+        settings: of the new membership.
+        ask: makes an all-reduce in it and waits for its end.
+        cause: what calls end with that have failed at a rank for another reason.
+
+    Attributes:
+        ends: calls that have ended in the meeting.
+        last: sequence number of its last all-reduce.
+    """
+
+    def __init__(
+        self, settings: Settings, ask: Callable[[Operation], None], cause: ReductionError
+    ) -> None:
+        self.ends: list[Entry] = []
+        self.last = -1
+        self._me, self._ranks = settings.rank, settings.world_size
+        self._ask = ask
+        self._cause = cause
+
+    def run(self, journal: Journal, timeout_s: float) -> None:
+        """Bring to their end the calls that have ended at any rank; the others can be made again.
+
+        Args:
+            journal: this rank's calls; those that end here are changed.
+            timeout_s: for each question.
+
+        Raises:
+            RankLostError, NewLossError: another rank is lost; a smaller meeting may succeed.
+            ReductionError: the meeting failed.
+        """
+        bounds = array("q", [-journal.unfinished(), journal.ended()])
+        self._all_reduce(bounds, ReduceOp.MAX, "which calls are unfinished", timeout_s)
+        first, end = -bounds[0], bounds[1]
+        calls = journal.calls(first, end)
+        facts = array("q")  # per call: who supplies the result, whether nobody lacks it, or failed
+        for entry, lacks in calls:
+            has = entry is not None and entry.result is not None
+            failed = entry is not None and entry.error is not None
+            facts.extend([self._me if has else self._ranks, not lacks, not failed])
+        if not calls:
+            return
+        self._all_reduce(facts, ReduceOp.MIN, "who has their results", timeout_s)
+        for at, (entry, _) in enumerate(calls):
+            supplier, none_lacks, none_failed = facts[3 * at : 3 * at + 3]
+            if none_lacks:
+                continue
+            if not none_failed:
+                failed_here = journal.fail(first + at, self._cause)
+                self.ends += [] if failed_here is None else [failed_here]
+            elif supplier < self._ranks:
+                self._supply(_known(entry), supplier, timeout_s)
+
+    def _supply(self, entry: Entry, supplier: int, timeout_s: float) -> None:
+        """Give everyone the result that one rank has: the others add zeros to its bytes."""
+        mine = entry.result if supplier == self._me else None
+        data = bytearray(len(entry.contribution) if mine is None else mine)
+        question = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, "a result", timeout_s)
+        self._ask(question)
+        self.last = question.sequence
+        if not entry.over:
+            entry.operation.view[:] = data
+            entry.finish(bytes(data), None)
+            self.ends.append(entry)
+
+    def _all_reduce(self, data: array[int], op: ReduceOp, name: str, timeout_s: float) -> None:
+        view = memoryview(data).cast("B")
+        question = Operation(view, DType.INT64, op, name, timeout_s)
+        self._ask(question)
+        self.last = question.sequence
+
+
+def _known(entry: Entry | None) -> Entry:
+    assert entry is not None, "what others have yet to end is kept"
+    return entry

@@ -1,0 +1,114 @@
+"""Who takes part in a job that goes on without lost ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from reducer.errors import MismatchError, RankLostError, ReductionTimeout
+from reducer.wire.constants import MAX_JOB_NAME_BYTES
+from reducer.wire.header import fingerprint
+from reducer.wire.layout import mixed_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from reducer.errors import ReductionError
+    from worker_client.protocol.link import Link
+    from worker_client.protocol.spec import Settings
+
+PATIENCE_S = 1.0  # a reducer that is well answers in milliseconds; one that returns is used again
+_MARK_BYTES = 17  # of a job's name: what tells its memberships from each other
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The ranks that are present, and what they tell reducers.
+
+    Reducers number them from 0 on without gaps.
+
+    Attributes:
+        all: settings of the job with all ranks.
+        settings: of this membership.
+        present: ranks of `all`, ascending.
+    """
+
+    all: Settings
+    settings: Settings
+    present: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, settings: Settings) -> Membership:
+        """Return the membership that a job begins with."""
+        return cls(settings, settings, tuple(range(settings.world_size)))
+
+    def without(self, lost: Collection[int], links: Iterable[Link]) -> Membership:
+        """Return the membership of those that are left.
+
+        Args:
+            lost: ranks of `all`.
+            links: of the current membership, which know where reducers' lanes are.
+
+        Raises:
+            RankLostError: this rank itself is among the lost.
+        """
+        s = self.all
+        if s.rank in lost:
+            raise RankLostError("reducers have lost this rank, and others go on", rank=s.rank)
+        present = tuple(rank for rank in range(s.world_size) if rank not in lost)
+        pool = [at for at in range(len(s.reducers)) if at not in s.hosts]
+        hosted = [at for at, host in s.hosts.items() if host in present]
+        reducers = tuple(s.reducers[at] for at in pool + hosted)
+        lanes: dict[str, list[str]] = {address: [] for address in self.settings.reducers}
+        for link in links:
+            if link.lane:
+                lanes[self.settings.reducers[link.reducer]].append(link.address)
+        hosts = {len(pool) + at: present.index(s.hosts[one]) for at, one in enumerate(hosted)}
+        weights = mixed_weights(len(present), len(pool)) if hosted else (1,) * len(pool)
+        settings = replace(
+            s,
+            job=marked(s.job, (present, reducers)),
+            rank=present.index(s.rank),
+            world_size=len(present),
+            reducers=reducers,
+            hosts=hosts,
+            weights=weights,
+            lanes={at: lanes[address] for at, address in enumerate(reducers)},
+            outlive=True,
+            patience_s=PATIENCE_S,
+            fallback=False,
+        )
+        return replace(self, settings=settings, present=present)
+
+    def may_follow(self, before: Membership) -> bool:
+        """Whether no other ranks of an earlier membership could go on beside these."""
+        left, whole = len(self.present), len(before.present)
+        return 2 * left > whole or (2 * left == whole and before.present[0] in self.present)
+
+    def translate(self, error: ReductionError) -> ReductionError:
+        """Return an error in which ranks are numbered as in `all`."""
+        if len(self.present) == self.all.world_size:
+            return error
+        error = copy.copy(error)
+        if isinstance(error, (RankLostError, MismatchError)):
+            error.rank = self._known(error.rank)
+        if isinstance(error, MismatchError):
+            error.other_rank = self._known(error.other_rank)
+        if isinstance(error, ReductionTimeout):
+            error.missing = tuple(map(self._known, error.missing))
+        error.args = (f"{error} (numbering the ranks {self.present} from 0 on)",)
+        return error
+
+    def _known(self, rank: int) -> int:
+        return self.present[rank] if 0 <= rank < len(self.present) else rank
+
+
+def marked(job: str, what: object) -> str:
+    """Return the name of another job of the same owner, which differs for any other `what`."""
+    mark = f"{fingerprint(repr((job, what))):016x}"
+    return f"{_shortened(job, MAX_JOB_NAME_BYTES - _MARK_BYTES)}~{mark}"
+
+
+def _shortened(name: str, nbytes: int) -> str:
+    return name.encode()[:nbytes].decode(errors="ignore")

@@ -1,0 +1,225 @@
+"""The compiled twin of what is done with every named tensor; see `fusion.submissions`."""
+
+import copy
+import threading
+import time
+
+import numpy as np
+
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS,
+    PyBUF_FORMAT,
+    PyBUF_WRITABLE,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from cpython.memoryview cimport PyMemoryView_GET_BUFFER
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from reducer.wire.constants import DType
+from worker_client.staging.arguments import parse
+from worker_client.staging.host_buffer import host_buffer
+from worker_client.fusion.negotiation import MOST_KNOWN, Tensor
+from worker_client.fusion.request import Request
+from worker_client.fusion.submissions import in_progress
+
+cdef type _ARRAY = np.ndarray
+cdef object _new_lock = threading.Lock
+cdef object _now = time.monotonic
+cdef Py_ssize_t _MOST_TENSORS = MOST_KNOWN
+
+# By the one character that the buffer protocol has for a NumPy array's elements. What is not here,
+# such as another byte order, goes the longer way, and finds its error there.
+cdef list _DTYPES = [None] * 128
+for _code, _dtype in {
+    "f": DType.FLOAT32,
+    "d": DType.FLOAT64,
+    "e": DType.FLOAT16,
+    "b": DType.INT8,
+    "i": DType.INT32,
+    "q": DType.INT64,
+    "B": DType.UINT8,
+    "l": DType.INT64 if np.dtype("l").itemsize == 8 else DType.INT32,
+}.items():
+    _DTYPES[ord(_code)] = _dtype
+
+
+cdef class RequestState:
+    """The attributes of a request; see `worker_client.fusion.request.Request`."""
+
+    cdef public object tensor, data, write_back, missing
+    cdef public Py_ssize_t call
+    cdef public int warnings
+    cdef public double begun, deadline
+    cdef public object _lead, _result, _error, _future, _lock
+    cdef public bint _ended
+    # No lent buffer is kept: a memoryview that has lent one cannot be collected with its borrower.
+    cdef object _owner
+    cdef unsigned char *_memory
+    cdef Py_ssize_t _nbytes
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self._memory, self._nbytes, 0, flags)
+
+    @property
+    def view(self):
+        """Its memory, bytes: as it was accepted, whatever becomes of `data` since."""
+        return memoryview(self)
+
+
+class CompiledRequest(RequestState, Request):
+    """See `worker_client.fusion.request.Request`."""
+
+    __slots__ = ()
+
+
+cdef class Known:
+    """What a name stood for when it was last used: mostly it is the same again."""
+
+    cdef object tensor
+    cdef object op  # as the caller gave it
+    cdef object dtype
+    cdef Py_ssize_t nbytes
+
+
+cdef class CompiledSubmissions:
+    """See `worker_client.fusion.request.Submissions`; arguments are those of `PlainSubmissions`."""
+
+    cdef public dict requests, calls
+    cdef public object refusal
+    cdef public Py_ssize_t news_bytes
+    cdef public object news_since
+    cdef public double news_until
+    cdef dict _known
+    cdef object _lock, _notify, _lead
+    cdef double _timeout_s
+    cdef Py_ssize_t _threshold
+
+    def __cinit__(self, changed, lock, lead, double timeout_s, Py_ssize_t threshold):
+        self.requests, self.calls, self._known = {}, {}, {}
+        self._notify, self._lock, self._lead = changed.notify_all, lock, lead
+        self._timeout_s, self._threshold = timeout_s, threshold
+
+    def submit(self, data, op, name, timeout):
+        """Accept a tensor; see `worker_client.fusion.request.Submissions`."""
+        cdef object made = CompiledRequest()  # a variable of C's type could not hold the class
+        cdef RequestState request = <RequestState>made
+        cdef object dtype = borrow(request, data)
+        cdef double timeout_s = self._timeout_s, now
+        cdef Known known = self._known.get(name) if type(name) is str else None
+        if (
+            known is None
+            or timeout is not None
+            or known.op is not op
+            or known.dtype is not dtype
+            or known.nbytes != request._nbytes
+        ):
+            reduction, timeout_s = parse(dtype, op, name, timeout, self._timeout_s)
+            known = self.learn(Tensor(name, dtype, reduction, request._nbytes), op)
+        now = _now()
+        request.tensor, request.data, request.missing = known.tensor, data, ()
+        request.begun, request.deadline = now, now + timeout_s
+        request._lead, request._lock = self._lead, _new_lock()
+        with self._lock:
+            if self.refusal is not None:
+                raise copy.copy(self.refusal)
+            if name in self.requests:
+                raise in_progress(name)
+            self.news_bytes += known.nbytes
+            if self.news_since is None or self.news_bytes >= self._threshold:
+                self._notify()
+            if self.news_since is None:
+                self.news_since = now
+            self.news_until = now
+            request.call = self.calls.get(name, 0)
+            # Last: an exception out of a signal handler finds it accepted, or not.
+            self.requests[name], self.calls[name] = made, request.call + 1
+        return made
+
+    cdef Known learn(self, tensor, op):
+        cdef Known known = Known()
+        known.tensor, known.op = tensor, op
+        _, known.dtype, _, known.nbytes = tensor
+        if len(self._known) >= _MOST_TENSORS:
+            self._known = {}
+        self._known[tensor.name] = known
+        return known
+
+    @staticmethod
+    def pack(list requests, unsigned char[::1] into):
+        """Copy to a fusion buffer; see `worker_client.fusion.request.Submissions`."""
+        move(requests, into, packing=True)
+
+    @staticmethod
+    def unpack(list requests, unsigned char[::1] packed):
+        """Copy results and end requests; see `worker_client.fusion.request.Submissions`."""
+        cdef RequestState request
+        move(requests, packed, packing=False)
+        for made in requests:
+            request = <RequestState>made
+            if request._future is None and request.write_back is None:
+                # As `Work.finish`: the GIL stands for its lock, as nothing here gives it away. One
+                # that has failed before keeps its error.
+                request._result = request.data
+                request._ended = True
+            else:
+                made.end(None)
+
+
+cdef borrow(RequestState request, data):
+    """Take hold of an array's memory for a request, and return the type of its elements."""
+    cdef Py_buffer its
+    if type(data) is _ARRAY:
+        try:
+            PyObject_GetBuffer(data, &its, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+        except (BufferError, ValueError):
+            pass  # what can be done about it, or not, is found out below
+        else:
+            code = its.format
+            dtype = _DTYPES[<Py_ssize_t>code[0]] if code[0] > 0 and code[1] == 0 else None
+            request._owner, request._nbytes = data, its.len
+            request._memory = <unsigned char *>its.buf
+            PyBuffer_Release(&its)
+            if dtype is not None:
+                return dtype
+    buffer = host_buffer(data)
+    request.write_back = buffer.write_back
+    lent = PyMemoryView_GET_BUFFER(buffer.view)
+    request._owner, request._nbytes = buffer.view, lent.len
+    request._memory = <unsigned char *>lent.buf
+    return buffer.dtype
+
+
+cdef struct Piece:
+    unsigned char *data
+    size_t nbytes
+
+
+cdef move(list requests, unsigned char[::1] packed, bint packing):
+    """Copy between requests and a fusion buffer, without the GIL."""
+    cdef Py_ssize_t count = len(requests), at, left = packed.shape[0]
+    cdef Piece *pieces = <Piece *>malloc(max(count, 1) * sizeof(Piece))
+    cdef unsigned char *there = &packed[0] if left else NULL
+    cdef RequestState request
+    if pieces == NULL:
+        raise MemoryError
+    try:
+        for at in range(count):
+            request = <RequestState?>requests[at]
+            pieces[at].data = request._memory
+            pieces[at].nbytes = request._nbytes
+            left -= request._nbytes
+        assert left >= 0, "the fusion buffer has room for all"
+        with nogil:
+            for at in range(count):
+                if pieces[at].nbytes == 0:
+                    continue  # there may be no memory at all
+                if packing:
+                    memcpy(there, pieces[at].data, pieces[at].nbytes)
+                else:
+                    memcpy(pieces[at].data, there, pieces[at].nbytes)
+                there += pieces[at].nbytes
+    finally:
+        free(pieces)

@@ -1,0 +1,225 @@
+"""What a worker has in flight, over the structs of `flight.h`; `plain_flight.py` is its twin."""
+
+from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.memoryview cimport PyMemoryView_GET_BUFFER
+
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from reducer._libzmq cimport zmq_msg_t
+from reducer.libzmq import addresses
+from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
+from worker_client.protocol.flight import Carried, LinkStats, Send
+
+
+cdef uint64_t nanoseconds(double now) noexcept:
+    return <uint64_t>(now * 1e9)
+
+
+cdef class CompiledFlight:
+    """All all-reduces and links of a worker; see `worker_client.protocol.flight.Flight`."""
+
+    def __cinit__(self, identity):
+        cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
+        self._views = {}
+        for at, address in enumerate(addresses()):
+            (<void **>&self._zmq)[at] = <void *><uintptr_t>address
+        if not flight_init(&self.its, &self._zmq, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
+            raise MemoryError
+
+    def __dealloc__(self):
+        flight_free(&self.its)
+
+    @property
+    def watermark(self):
+        """Every all-reduce below this number is finished here."""
+        return self.its.watermark
+
+    @property
+    def reached(self):
+        """Every all-reduce below this number is finished at every rank, as far as is known."""
+        return self.its.reached
+
+    @property
+    def kept_bytes(self):
+        """Bytes of results that are kept."""
+        return self.its.kept_bytes
+
+    def add_link(self, uint64_t window, bint keep):
+        """Add a link, which is shut."""
+        if not flight_add_link(&self.its, window, keep):
+            raise MemoryError
+
+    def submit(self, operation, parts, uint64_t chunk_bytes, uint32_t epoch):
+        """Queue an all-reduce."""
+        cdef header_t said = self.its.identity
+        said.sequence = operation.sequence
+        said.epoch = epoch
+        said.dtype = said.wire_dtype = operation.dtype
+        said.op = operation.op
+        said.tag = operation.tag
+        said.since = operation.since
+        said.history = operation.history
+        cdef range_t *wanted = <range_t *>calloc(len(parts), sizeof(range_t))
+        if wanted == NULL:
+            raise MemoryError
+        cdef operation_t *submitted
+        try:
+            for at, (link, start, end) in enumerate(parts):
+                wanted[at].link = self.check(link)
+                wanted[at].start = start
+                wanted[at].end = end
+            submitted = flight_submit(
+                &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
+                &said, chunk_bytes, wanted, len(parts),
+            )
+        finally:
+            free(wanted)
+        if submitted == NULL:
+            raise MemoryError
+        self._views[submitted.header.sequence] = operation.view
+
+    def open(self, link):
+        """Let contributions be sent to a reducer."""
+        self.its.links[self.check(link)].open = True
+
+    def set_window(self, link, nbytes):
+        """Change how many bytes may be in flight on a link."""
+        self.its.links[self.check(link)].window = nbytes
+
+    def stats(self, link):
+        """Return what is known about a link."""
+        cdef flight_link *its = &self.its.links[self.check(link)]
+        return LinkStats(
+            its.window, its.in_flight, its.bytes_sent, its.bytes_received, its.results,
+            its.rtt_ns / 1e9, its.min_rtt_ns / 1e9,
+        )
+
+    def refill(self, double now):
+        """Return the contributions that the windows have room for."""
+        cdef uint64_t now_ns = nanoseconds(now)
+        cdef turn_t turn = turn_t(0, 0)
+        cdef contribution next
+        sends = []
+        while flight_next_in_turn(&self.its, &turn, now_ns, &next):
+            view = self._views[next.header.sequence]
+            payload = view[next.header.offset:next.header.offset + next.header.nbytes]
+            sends.append(Send(next.chunk.link, (<char *>&next.header)[:HEADER_BYTES], payload))
+        return sends
+
+    def take(self, link, frame, payload, double now):
+        """Take a healthy result and return what it completes; None if it is anything else."""
+        cdef const unsigned char[::1] head = frame
+        cdef const unsigned char[::1] body = payload
+        cdef zmq_msg_t message
+        if self._zmq.msg_init_size(&message, body.shape[0]) != 0:
+            raise MemoryError
+        if body.shape[0]:
+            memcpy(self._zmq.msg_data(&message), &body[0], body.shape[0])
+        cdef bint taken = flight_take(
+            &self.its, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
+            &message, nanoseconds(now),
+        )
+        self._zmq.msg_close(&message)
+        return self.completed() if taken else None
+
+    cdef list completed(self):
+        """Return the numbers of the all-reduces that have ended well, once each."""
+        cdef uint64_t sequence
+        sequences = []
+        while flight_completed(&self.its, &sequence):
+            sequences.append(sequence)
+            del self._views[sequence]
+        sequences.reverse()
+        return sequences
+
+    def expects(self, link, sequence, offset):
+        """Whether the chunk at this offset is in flight on a link."""
+        return flight_expects(&self.its, self.check(link), sequence, offset)
+
+    def waits_for(self, link, sequence):
+        """Whether any chunk of an all-reduce is in flight on a link."""
+        return flight_waits_for(&self.its, self.check(link), sequence)
+
+    def forget(self, link, sequence):
+        """Expect and send nothing more of an all-reduce on a link."""
+        flight_forget(&self.its, self.check(link), sequence)
+
+    def end(self, sequence):
+        """End an all-reduce that has failed."""
+        if not flight_end(&self.its, sequence):
+            self._views.pop(sequence, None)
+
+    def reads(self, sequence):
+        """Whether libzmq still reads the memory of an all-reduce that has failed."""
+        if flight_reads(&self.its, sequence):
+            return True
+        self._views.pop(sequence, None)
+        return False
+
+    def needs(self, link):
+        """Return the all-reduces that lack a result of this link."""
+        cdef uint32_t at = self.check(link)
+        cdef uint64_t sequence
+        cdef operation_t *found
+        needed = []
+        for sequence in range(self.its.watermark, self.its.next):
+            found = flight_find(&self.its, sequence)
+            if found != NULL and operation_needs(found, at):
+                needed.append(sequence)
+        return needed
+
+    def shut(self, link):
+        """Send nothing more over a link and expect nothing there, until it is opened anew."""
+        flight_shut(&self.its, self.check(link))
+
+    def reads_for(self, link):
+        """Whether libzmq still reads the memory of chunks that are stranded on a link."""
+        return flight_reads_for(&self.its, self.check(link))
+
+    def carried(self, link, sequence=None):
+        """Return the chunks of a link, of one all-reduce or all, with and without results."""
+        cdef walk at
+        cdef chunk_t *one
+        cdef operation_t *of
+        memset(&at, 0, sizeof(at))
+        found = []
+        while (one := flight_walk(&self.its, &at, self.check(link))) != NULL:
+            of = one.of.of
+            if sequence is None or of.header.sequence == sequence:
+                found.append(Carried(
+                    of.header.sequence, of.header.epoch, chunk_offset(one), one.of.home,
+                    one - one.of.chunks, one.state == CHUNK_DONE,
+                ))
+        return found
+
+    def move(self, sequence, offset, link):
+        """Assign a chunk to another link; it is sent there if its result is not here."""
+        cdef chunk_t *moved = flight_chunk(&self.its, sequence, offset)
+        if moved == NULL:
+            raise KeyError(sequence, offset)
+        flight_move(&self.its, moved, self.check(link))
+
+    def kept(self, sequence, offset):
+        """Return a result that is kept, as a header and the elements; None if it is not."""
+        cdef chunk_t *of = flight_chunk(&self.its, sequence, offset)
+        if of == NULL or not of.kept:
+            return None
+        cdef header_t header = of.of.of.header
+        header.type = MessageType.RETAINED
+        header.watermark = self.its.watermark
+        header.offset = chunk_offset(of)
+        header.nbytes = chunk_nbytes(of)
+        return (
+            (<char *>&header)[:HEADER_BYTES],
+            (<char *>self._zmq.msg_data(&of.result))[:header.nbytes],
+        )
+
+    def confirm(self, reached):
+        """Learn that every all-reduce below a number is finished at every rank."""
+        flight_confirm(&self.its, reached)
+    cdef uint32_t check(self, link) except? 0:
+        if not 0 <= link < self.its.link_count:
+            raise IndexError(link)
+        return link

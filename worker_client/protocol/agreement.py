@@ -1,0 +1,110 @@
+"""What ranks agree on as they go: the reducers in use, and how large chunks are.
+
+Every rank must cut a buffer alike, but each measures another rate, and learns at another time that
+a reducer is back. So before certain calls, which are the same at every rank, they find out with an
+all-reduce of its own: the slowest rank's rate counts, and the reducers that every rank can use.
+
+A reducer that is back is to be in use within two seconds, whether a job makes one call in that time
+or thousands. But no two clocks are the same. So a rank that could use one more also asks before
+calls that it chooses by its own clock. If every rank asks there, they agree; if one has gone on
+without, its reducer declines the question, and nothing was lost but a round trip. Ranks choose
+multiples of powers of two, and so meet where the slowest one asks.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from reducer.wire.constants import PLACES, DType, ReduceOp
+from reducer.wire.layout import chunk_size
+from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FIRST_CALL = 3  # then twice as late each time
+EVERY = 96  # from then on at every multiple of it
+OFTEN_S = 0.4  # between questions of a rank that could use one more reducer
+_OLD, _NEW = 0.75, 0.25  # weights in the mean time between calls
+NAME = "what the links carry"  # compared like any other, so that no call is taken for a question
+
+
+class Agreement:
+    """Says when to agree, and what the agreement means.
+
+    Args:
+        needed: whether there is anything to agree on.
+        forced: size of all chunks, bytes; 0 to choose it.
+        reducers: number of them.
+
+    Attributes:
+        every: so many calls are between agreements in the long run.
+        wanted: whether this rank could use a reducer that is not in use.
+        chunk_bytes: size of chunks.
+    """
+
+    def __init__(self, needed: bool, forced: int, reducers: int) -> None:
+        self.every = EVERY
+        self.wanted = False
+        self._called_at = 0.0  # when the latest call was made, in seconds of the caller's clock,
+        self._between_s = 0.0  # the time since the one before, and the mean of such times
+        self._mean_s = 0.0
+        self._needed = needed
+        self._forced = forced
+        self._asked = 0  # number after the latest call before which ranks were to agree
+        self._layout = struct.Struct(f"<{1 + reducers}q")
+        self._buffer = bytearray(self._layout.size)
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the chunks that every rank begins with."""
+        self.chunk_bytes = self._forced or chunk_size(0.0)
+
+    def called(self, now: float) -> None:
+        """Take note of the time of a call, in seconds of the caller's clock."""
+        self._between_s = now - self._called_at
+        self._called_at = now
+        self._mean_s = _OLD * self._mean_s + _NEW * self._between_s
+
+    def due(self, sequence: int) -> bool:
+        """Whether ranks are to agree before the call of this all-reduce, and have not been asked.
+
+        Calls count, whatever is asked for: ranks that disagree on that still count alike.
+        """
+        call = sequence // PLACES + 1
+        if not self._needed or call <= self._asked:
+            return False
+        if self.wanted and call % self._often() == 0:
+            return True
+        if call > self.every:
+            return call % self.every == 0
+        turns, rest = divmod(call, FIRST_CALL)
+        return rest == 0 and turns & (turns - 1) == 0
+
+    def _often(self) -> int:
+        """Return the largest power of two of calls that this rank makes in `OFTEN_S`, or 1."""
+        calls = OFTEN_S / max(self._between_s, self._mean_s, OFTEN_S / self.every)
+        return 1 << (max(1, int(calls)).bit_length() - 1)
+
+    def question(self, rate: float, usable: Sequence[bool], before: Operation) -> Operation:
+        """Return the all-reduce that finds what all ranks can do.
+
+        Args:
+            rate: what this rank's links carry, as measured, bytes per second.
+            usable: which reducers it can use.
+            before: the first all-reduce of the call that waits for it.
+        """
+        call = before.sequence // PLACES
+        self._asked = call + 1
+        self._buffer = bytearray(self._layout.pack(int(rate), *usable))
+        view = memoryview(self._buffer)
+        question = Operation(view, DType.INT64, ReduceOp.MIN, NAME, before.timeout_s)
+        question.sequence = call * PLACES
+        return question
+
+    def answer(self) -> list[bool]:
+        """Take the result of the latest question: which reducers every rank can use."""
+        rate, *usable = self._layout.unpack(self._buffer)
+        self.chunk_bytes = self._forced or chunk_size(rate)
+        return [bool(all_can) for all_can in usable]

@@ -1,0 +1,211 @@
+"""The life of an all-reduce in a session, from its start to its good or bad end (sans I/O)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
+from reducer.wire.constants import PLACES
+from worker_client.protocol.names import Names
+from worker_client.protocol.pending import Pending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from worker_client.protocol.aborts import Aborts
+    from worker_client.protocol.actions import Action
+    from worker_client.protocol.flight import Flight, Part
+    from worker_client.protocol.flow_control import FlowControl
+    from worker_client.protocol.link import Link
+    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.spec import Settings
+
+FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
+_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
+_SINCE_MASK = (1 << 32) - 1
+GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
+
+
+class Calls:
+    """All-reduces in progress: the callers', and at times the ranks' own question.
+
+    Args:
+        settings: who we are.
+        links: the session's.
+        flight, flow: what moves them.
+        aborts: tells reducers of a bad end.
+        ended: called with each that has ended, and its error or None.
+
+    Attributes:
+        active: those that have begun and not ended.
+        names: what the ranks call them.
+        final: why nothing is begun any more, if the ranks that are left go on elsewhere.
+        question: the one by which the ranks are agreeing, if they are.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        links: list[Link],
+        *,
+        flight: Flight,
+        flow: FlowControl,
+        aborts: Aborts,
+        ended: Callable[[Operation, ReductionError | None], list[Action]],
+    ) -> None:
+        self.active = Pending()
+        self.names = Names()
+        self.question: Operation | None = None
+        self.final: RankLostError | None = None
+        self._settings = settings
+        self._frozen: int | None = None
+        self._links = links
+        self._flight = flight
+        self._flow = flow
+        self._aborts = aborts
+        self._ended = ended
+        self._call: object = None  # the latest that was asked for,
+        self._number = -1  # its number,
+        self._place = PLACES - 1  # that of the latest operation in it,
+        self._failure: ReductionError | None = None  # and how another one of them has ended
+        self._since = self._history = 0  # as of an operation
+
+    @property
+    def end(self) -> int:
+        """Number above those of all that were asked for."""
+        return self._number * PLACES + self._place + 1
+
+    @property
+    def watermark(self) -> int:
+        """Every all-reduce below this number is finished here, or has failed for good."""
+        return self._flight.watermark if self._frozen is None else self._frozen
+
+    def freeze(self) -> None:
+        """Let the watermark stay: what ends from now on is not finished, but goes on elsewhere."""
+        if self._frozen is None:
+            self._frozen = self._flight.watermark
+
+    def number(self, operation: Operation) -> None:
+        """Give what is asked for next its number; after a failure in its call, the reason, too."""
+        if operation.call is None or operation.call is not self._call:
+            self._call, self._failure = operation.call, None
+            self._number += 1
+            self._place = FIRST_PLACE
+        elif self._place == PLACES - 1:
+            raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
+        else:
+            self._place += 1
+            operation.refusal = operation.refusal or self._failure
+        operation.sequence = self._number * PLACES + self._place
+        operation.since, operation.history = self._since & _SINCE_MASK, self._history
+        if self._number >= self._since:
+            asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
+            self._history = ((self._history ^ operation.tag) * _FACTOR + asked) & _MASK
+
+    def begin(
+        self, operation: Operation, parts: list[Part], chunk_bytes: int, epoch: int, now: float
+    ) -> None:
+        """Start an all-reduce, in seconds of the caller's clock."""
+        self._flight.submit(operation, parts, chunk_bytes, epoch)
+        self._flow.begin(operation.view.nbytes, now)
+        self.active.begin(operation, now)
+        if operation.name:
+            self.names.remember(operation)
+
+    def completed(self, sequences: list[int], now: float) -> list[Action]:
+        """Take note that the flight has all results of these all-reduces."""
+        actions: list[Action] = []
+        for sequence in sequences:
+            operation = self.active.end(sequence)
+            self._flow.end(operation.view.nbytes, now)
+            actions += self._ended(operation, None)
+        return actions
+
+    def expire(self, now: float) -> list[Action]:
+        """End what is not done by its deadline, when reducers have had time to say why."""
+        actions: list[Action] = []
+        while due := self.active.expired(now):  # an end may begin what was due already
+            for operation in due:
+                if operation.sequence in self.active:  # others of its call end with the first
+                    actions += self._expire(operation, now)
+        return actions
+
+    def _expire(self, operation: Operation, now: float) -> list[Action]:
+        missing = ", ".join(map(str, operation.missing))
+        error = ReductionTimeout(
+            f"{operation}: not done after {operation.timeout_s:g} s "
+            f"at rank {self._settings.rank}{missing and f', waiting for rank {missing}'}",
+            missing=operation.missing,
+            sequence=operation.sequence,
+        )
+        waiting = self.waiting(operation.sequence)
+        if operation.overdue or not waiting:
+            return self.fail(operation, error)
+        operation.overdue = True
+        self.active.expect(operation, now + GRACE_S)
+        return [self._aborts.abort(link, operation.sequence, error) for link in waiting]
+
+    def fail(
+        self, operation: Operation, error: ReductionError, told_by: Link | None = None
+    ) -> list[Action]:
+        """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
+        if self._settings.outlive and self.final is None and isinstance(error, RankLostError):
+            # What another rank has finished, and this one will get from it, it is to keep.
+            self.final = error
+            self.freeze()
+            return self.fail_all(error)
+        actions = self.drop(operation, error)
+        actions += self._aborts.tell(operation.sequence, error, told_by)
+        return actions + self._fail_others(operation, error)
+
+    def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
+        """End an all-reduce that cannot begin at this rank, and tell the reducers why."""
+        self._forget_history(operation, error)
+        actions: list[Action] = [*self._aborts.tell(operation.sequence, error, None)]
+        actions += self._ended(operation, error)
+        return actions + self._fail_others(operation, error)
+
+    def _fail_others(self, operation: Operation, error: ReductionError) -> list[Action]:
+        """End badly what else is in progress of a call of which one all-reduce has failed."""
+        actions: list[Action] = []
+        for other in self._others(operation):
+            actions += self.drop(other, error)
+            actions += self._aborts.tell(other.sequence, error, None)
+        return actions
+
+    def _others(self, operation: Operation) -> list[Operation]:
+        """Return the other all-reduces of a call that are in progress."""
+        if operation.call is None:
+            return []
+        return [other for other in self.active.all() if other.call is operation.call]
+
+    def fail_all(self, error: ReductionError) -> list[Action]:
+        """End everything badly."""
+        actions: list[Action] = []
+        for operation in self.active.all():
+            if operation.sequence in self.active:  # others of its call end with the first
+                actions += self.fail(operation, error)
+        return actions
+
+    def drop(self, operation: Operation, error: ReductionError) -> list[Action]:
+        """End an all-reduce badly here, and tell nobody."""
+        self.leave(operation)
+        self._forget_history(operation, error)
+        return self._ended(operation, error)
+
+    def _forget_history(self, operation: Operation, error: ReductionError) -> None:
+        """Compare later calls by what follows them: other ranks may know less of a failure."""
+        if operation.call is not None and operation.call is self._call:
+            self._failure = error
+        self._since, self._history = self._number + 1, 0
+
+    def leave(self, operation: Operation) -> None:
+        """Do nothing more for an all-reduce, whose end is another's business."""
+        self.active.end(operation.sequence)
+        self._flight.end(operation.sequence)
+        self._flow.end(operation.view.nbytes, None)
+
+    def waiting(self, sequence: int) -> list[Link]:
+        """Return the links on which results of an all-reduce are expected."""
+        return [link for link in self._links if self._flight.waits_for(link.index, sequence)]

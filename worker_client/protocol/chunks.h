@@ -1,0 +1,93 @@
+/* All-reduces and their chunks, and lists of chunks: what the flight is made of. */
+#ifndef WORKER_CHUNKS_H
+#define WORKER_CHUNKS_H
+
+#include <stdatomic.h>
+
+#include "reducer/libzmq.h"
+#include "reducer/wire/header.h"
+
+struct range {
+    uint32_t link;
+    uint64_t start, end;
+};
+
+enum chunk_state {
+    CHUNK_QUEUED,
+    CHUNK_SENT,
+    CHUNK_STRANDED, /* its link is lost */
+    CHUNK_DROPPED,  /* nothing is expected any more */
+    CHUNK_DONE
+};
+
+struct chunk {
+    struct part *of;
+    struct chunk *before, *after; /* in its link's queue or among those in flight there */
+    uint64_t sent_ns;
+    atomic_uint reads; /* messages in libzmq that lie in its memory */
+    uint32_t link;     /* that it is assigned to now */
+    uint8_t state;
+    bool kept; /* `result` holds what came */
+    zmq_msg_t result;
+};
+
+/* A part of a buffer that the plan gave to one link. */
+struct part {
+    struct operation *of;
+    uint64_t start, end;
+    uint64_t chunk_count; /* at least one: an empty buffer travels as an empty chunk */
+    struct chunk *chunks;
+    uint32_t home; /* that link */
+};
+
+/* One all-reduce. */
+struct operation {
+    /* One for the flight, and one for each message in libzmq that lies in `data`. The last one to
+     * go frees the struct: libzmq's threads drop theirs at any time. */
+    atomic_size_t uses;
+    struct operation *following; /* in the list `completed`, `lingering` or `ended` */
+    struct header header;        /* what its contributions have in common */
+    uint64_t chunk_bytes;        /* size of every chunk but the last of each part */
+    uint64_t remaining;          /* chunks whose result has not come */
+    uint64_t kept;               /* chunks whose result is kept */
+    unsigned char *data;         /* the caller's, until the operation has ended */
+    size_t part_count;
+    struct part *parts; /* in the order of their offsets */
+};
+
+/* Chunks in the order of their operations and offsets. */
+struct chunk_list {
+    struct chunk *first, *last;
+    struct chunk *latest; /* that was put in, if it is still here: the next one is likely after it */
+};
+
+#define FOR_EACH_CHUNK(chunk, operation)                                                           \
+    for (size_t part_ = 0; part_ < (operation)->part_count; part_++)                               \
+        for (struct chunk *chunk = (operation)->parts[part_].chunks,                               \
+                          *end_ = chunk + (operation)->parts[part_].chunk_count;                   \
+             chunk < end_; chunk++)
+
+/* An all-reduce over ranges that are ascending, disjoint and together the whole buffer, with one
+ * user. NULL: out of memory. */
+struct operation *operation_allocate(uint64_t chunk_bytes, const struct range *ranges, size_t count);
+void operation_drop(struct operation *operation);
+/* The chunk that starts at an offset, or NULL. */
+struct chunk *operation_chunk(const struct operation *operation, uint64_t offset);
+/* Whether an operation lacks a result of this link. */
+bool operation_needs(const struct operation *operation, uint32_t link);
+
+static inline void operation_use(struct operation *operation)
+{
+    atomic_fetch_add_explicit(&operation->uses, 1, memory_order_relaxed);
+}
+
+uint64_t chunk_offset(const struct chunk *chunk);
+uint32_t chunk_nbytes(const struct chunk *chunk);
+/* Whether a chunk comes before another one, in the order that is the same at every rank. */
+bool chunk_precedes(const struct chunk *one, const struct chunk *other);
+
+/* Puts a chunk in its place, and takes it out. */
+void chunk_list_put(struct chunk_list *list, struct chunk *chunk);
+void chunk_list_take_out(struct chunk_list *list, struct chunk *chunk);
+
+#endif

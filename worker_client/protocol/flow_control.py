@@ -1,0 +1,130 @@
+"""Flow control: how many bytes may be in flight on each link (sans I/O).
+
+Too few leave the link idle between a contribution and its result. Too many push each other out of
+the caches, and make chunks of several ranks that belong together arrive far apart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from reducer.wire.layout import LARGEST_CHUNK, charge
+
+if TYPE_CHECKING:
+    from worker_client.protocol.flight import Flight
+
+MOST_BYTES = 16 << 20  # over all links; a reducer sets aside as much for every worker
+BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
+BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
+MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
+LOOK_S = 0.2  # while a large one is in progress
+SAMPLES = 16  # the best rate of so many measurements counts
+
+
+def most_per_link(window_bytes: int, chunk_bytes: int, reducers: int) -> int:
+    """Return what a worker asks a reducer for: the most that it will ever have in flight there.
+
+    Args:
+        window_bytes: forced for all reducers together, 0 for the rule.
+        chunk_bytes: forced size of chunks, 0 for the rule.
+        reducers: how many share the window.
+
+    Returns:
+        Bytes; never below two chunks.
+    """
+    chunk = charge(chunk_bytes or LARGEST_CHUNK)
+    return max((window_bytes or MOST_BYTES) // reducers, 2 * chunk)
+
+
+class FlowControl:
+    """Chooses the windows of a worker's links from what it measures.
+
+    A link's window is the product of its rate and its shortest round trip, and what it takes
+    besides to keep both ends busy. A window that is too small for the distance so grows with every
+    look until the rate grows no more. A reducer that owns less than others gets less, so
+    that all are done at the same time: contributions to it must not fill the network card's queue,
+    while those to a larger owner wait at its end of the network, where all ranks meet.
+
+    Args:
+        flight: whose windows are set.
+        forced: use all that the reducers allow.
+
+    Attributes:
+        chunk_bytes: size of chunks.
+    """
+
+    def __init__(self, flight: Flight, chunk_bytes: int, forced: bool) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._flight = flight
+        self._forced = forced
+        self._most: dict[int, int] = {}
+        self._shares: dict[int, float] = {}
+        self._rates: dict[int, deque[float]] = {}
+        self._received: dict[int, int] = {}
+        self._measured = 0  # large all-reduces in progress
+        self._looked = 0.0
+
+    def admit(self, link: int, most: int, share: float) -> None:
+        """Begin with a link that the reducer has opened.
+
+        Args:
+            link: its index.
+            most: the window that the reducer allows, bytes.
+            share: what the reducer owns, relative to the one that owns most, 0 to 1.
+        """
+        self._most[link] = most
+        self._shares[link] = share
+        self._rates[link] = deque(maxlen=SAMPLES)
+        self._received[link] = self._flight.stats(link).bytes_received
+        self._set_window(link, 0.0)
+
+    def dismiss(self, link: int) -> None:
+        """End with a link that is lost, until it is admitted anew."""
+        self._most.pop(link, None)
+        self._rates.pop(link, None)
+
+    @property
+    def rate(self) -> float:
+        """What the links carry together, bytes per second; 0 if that is not known yet."""
+        return sum(max(rates, default=0.0) for rates in self._rates.values())
+
+    def begin(self, nbytes: int, now: float) -> None:
+        """Take note that an all-reduce of `nbytes` begins at `now`, in seconds."""
+        if nbytes < MEASURED_BYTES:
+            return
+        if self._measured == 0:
+            for link in self._most:
+                self._received[link] = self._flight.stats(link).bytes_received
+            self._looked = now
+        self._measured += 1
+
+    def end(self, nbytes: int, now: float | None) -> None:
+        """Take note that an all-reduce of `nbytes` has ended, well at `now` or badly at None."""
+        if nbytes >= MEASURED_BYTES:
+            self._measured -= 1
+            if now is not None:
+                self._look(now)
+
+    def tick(self, now: float) -> None:
+        """Look at all-reduces that take long; call it several times a second."""
+        if self._measured and now - self._looked >= LOOK_S:
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        elapsed = now - self._looked
+        if elapsed <= 0:
+            return
+        self._looked = now
+        for link in self._most:
+            stats = self._flight.stats(link)
+            received = stats.bytes_received - self._received[link]
+            self._received[link] = stats.bytes_received
+            self._rates[link].append(received / elapsed)
+            self._set_window(link, max(self._rates[link]) * stats.min_rtt_s)
+
+    def _set_window(self, link: int, distance: float) -> None:
+        most = self._most[link]
+        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
+        window = int(busy * self._shares[link] ** 2 + distance)
+        self._flight.set_window(link, most if self._forced else min(most, window))

@@ -1,0 +1,152 @@
+"""How a worker becomes a member at every reducer: HELLO, WELCOME, lanes, refusals (sans I/O)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from reducer.errors import StaleGenerationError
+from reducer.wire.messages import Hello, Welcome, decode, encode
+from reducer.wire.states import LinkState
+from worker_client.protocol.actions import Connect, Reset, Send
+from worker_client.protocol.link import Link
+
+if TYPE_CHECKING:
+    from reducer.errors import ReductionError
+    from reducer.wire.header import Buffer, Header
+    from worker_client.protocol.failover import Failover
+    from worker_client.protocol.flight import Flight
+    from worker_client.protocol.flow_control import FlowControl
+    from worker_client.protocol.plan import Plan
+    from worker_client.protocol.spec import Settings
+
+RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
+
+
+def may_pass(error: ReductionError) -> bool:
+    """Whether a refusal may end soon: ranks of an earlier run are still here."""
+    return isinstance(error, StaleGenerationError) and error.generation == error.current
+
+
+class Joining:
+    """The links of a session, from stranger to member.
+
+    Args:
+        settings: who we are and where the reducers are.
+        links: where they are kept.
+        flight, flow, plan: what hears of links.
+        failover: knows which reducers are used.
+
+    Attributes:
+        complete: every reducer has welcomed us once, or was given up.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        links: list[Link],
+        *,
+        flight: Flight,
+        flow: FlowControl,
+        plan: Plan,
+        failover: Failover,
+    ) -> None:
+        self.complete = False
+        self._settings = settings
+        self._links = links
+        self._flight = flight
+        self._flow = flow
+        self._plan = plan
+        self._failover = failover
+        self._since: float | None = None  # when some reducers had welcomed us, and others had not
+        self._retries: dict[int, float] = {}  # links that were refused: when to try again
+        self._refused: set[int] = set()  # links that were refused last
+        for reducer, address in enumerate(settings.reducers):
+            for lane, known in enumerate([address, *settings.lanes.get(reducer, ())]):
+                self._add(reducer, lane, known)
+
+    @property
+    def done(self) -> bool:
+        """Whether this worker is a member at every reducer that is in use."""
+        used = self._failover.map.uses
+        return all(link.member or not used(link.reducer) for link in self._links)
+
+    def give_up(self, now: float) -> list[int]:
+        """Return the reducers to begin without, when the others have been waited for enough."""
+        if self.complete or not any(link.member for link in self._links):
+            return []
+        if self._since is None:
+            self._since = now
+        # Who refuses us knows more than who has been restarted: of another process, perhaps.
+        begin_s = math.inf if self._refused else self._settings.begin_without_s
+        if now < self._since + min(self._settings.patience_s, begin_s):
+            return []
+        self.complete = True
+        return [link.reducer for link in self._links if not link.member]
+
+    def hello(self, link: Link, header: Header) -> Send:
+        """Introduce ourselves to a reducer that was reached."""
+        link.up = True
+        link.refusal = None
+        link.state = LinkState.JOINING
+        s = self._settings
+        body = Hello(
+            job=s.job,
+            world_size=s.world_size,
+            reducers=len(s.reducers),
+            reducer_index=link.reducer,
+            chunk_bytes=s.chunk_bytes,
+            lane=link.lane,
+            settings=dict(s.agreed),
+            run=s.run,
+            process=s.process,
+            patience_ms=round(1000 * s.heartbeats.patience_s),
+            host_name=s.host_name,
+        )
+        header = header._replace(window=s.window_per_reducer())
+        return Send(link.index, header.pack(), encode(body))
+
+    def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect]:
+        """Take note that a reducer admits us; at the start it tells where its other lanes are."""
+        welcome = decode(Welcome, payload)
+        link.incarnation = welcome.incarnation
+        self._refused.discard(link.index)
+        self._flow.admit(link.index, header.window, self._plan.share(link))
+        self._flight.open(link.index)
+        connects = []
+        if not self.complete:
+            host = link.address.rpartition(":")[0]
+            known = sum(other.reducer == link.reducer for other in self._links)
+            for lane, port in enumerate(welcome.lanes[known - 1 :], known):
+                connects.append(self._add(link.reducer, lane, f"{host}:{port}"))
+            self.complete = self.done
+        return connects
+
+    def refuse(self, link: Link, error: ReductionError, now: float) -> None:
+        """Take note that a reducer does not admit us; later it may."""
+        link.refusal = error
+        self._refused.add(link.index)
+        if self.complete or self._settings.patience_s < math.inf or may_pass(error):
+            self._retries[link.index] = now + RETRY_S
+
+    def retry(self, now: float) -> list[Reset]:
+        """Try again where it is time."""
+        due = [self._links[index] for index, at in self._retries.items() if at <= now]
+        for link in due:
+            del self._retries[link.index]
+        refused = [link for link in due if link.refusal is not None]
+        for link in refused:
+            link.close()
+        return [Reset(link.index) for link in refused]
+
+    def endpoint(self, link: Link) -> str:
+        """Return where the transport connects: ``host:port``, or ``inproc://`` in this process."""
+        return self._settings.inproc.get(link.address, link.address)
+
+    def _add(self, reducer: int, lane: int, address: str) -> Connect:
+        link = Link(len(self._links), reducer, lane, address)
+        self._links.append(link)
+        window = self._settings.window_per_reducer()
+        self._flight.add_link(window, self._failover.keeps(reducer))
+        self._plan.use(self._links, self._failover.map.base)
+        return Connect(self.endpoint(link))

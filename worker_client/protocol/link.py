@@ -1,0 +1,91 @@
+"""A worker's end of its connection to one reducer: who is there, and what it is yet to be told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reducer.wire.states import LinkState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reducer.errors import ReductionError
+    from worker_client.protocol.aborts import Failed
+
+
+class Link:
+    """One link (sans I/O); what travels over it, the flight knows.
+
+    Attributes:
+        index: which of the worker's links this is.
+        reducer: which of the job's reducers it leads to.
+        lane: to which of that reducer's threads.
+        address: ``host:port``, for errors.
+        state: as in `reducer.wire.states`.
+        up: whether the transport is connected.
+        closing: closed, but what it sent may still be read from callers' memory.
+        incarnation: what the reducer called itself when it welcomed us last; "" if it never did.
+        spent: the one that was lost with something in progress, and the last all-reduce of that.
+        absent: what is the matter while it is not connected.
+        refusal: why the reducer refused the HELLO, if it did.
+        untold: what has failed here, of which the reducer is to be told when it can be.
+    """
+
+    __slots__ = (
+        "absent",
+        "address",
+        "closing",
+        "incarnation",
+        "index",
+        "lane",
+        "reducer",
+        "refusal",
+        "spent",
+        "state",
+        "untold",
+        "up",
+    )
+
+    def __init__(self, index: int, reducer: int, lane: int, address: str) -> None:
+        self.index = index
+        self.reducer = reducer
+        self.lane = lane
+        self.address = address
+        self.state = LinkState.STRANGER
+        self.up = False
+        self.closing = False
+        self.incarnation = ""
+        self.spent: tuple[str, int] = ("", -1)
+        self.absent = "is not connected"
+        self.refusal: ReductionError | None = None
+        self.untold: list[Failed] = []
+
+    @property
+    def member(self) -> bool:
+        """Whether contributions may be sent here."""
+        return self.state in {LinkState.MEMBER, LinkState.DRAINING}
+
+    def spend(self, carried: Iterable[int]) -> None:
+        """Take note of the all-reduces in progress here, as the reducer is lost."""
+        latest = max(carried, default=-1)
+        if latest >= 0:
+            self.spent = self.incarnation, latest
+
+    def knows(self, reached: int) -> bool:
+        """Whether the reducer had a part of what is in progress when it lost us.
+
+        Args:
+            reached: all below this number is finished at every rank.
+        """
+        incarnation, latest = self.spent
+        return incarnation == self.incarnation and latest >= reached
+
+    def disconnect(self) -> None:
+        """Take note that the connection has ended."""
+        self.up = False
+        self.state = LinkState.STRANGER
+
+    def close(self) -> None:
+        """Take note that the connection is given up."""
+        self.disconnect()
+        self.closing = True

@@ -1,0 +1,375 @@
+"""The plain twin of `_flight.pyx`: what a worker has in flight, in Python (sans I/O)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from reducer.errors import ReductionError
+from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, MessageType
+from reducer.wire.header import Buffer, Header, check_chunk
+from reducer.wire.layout import charge
+from worker_client.protocol.flight import Carried, LinkStats, Part, Send
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from worker_client.protocol.operation import Operation
+
+
+class _State(Enum):
+    """Where a chunk is."""
+
+    QUEUED = auto()
+    SENT = auto()
+    STRANDED = auto()  # its link is lost
+    DROPPED = auto()  # nothing is expected any more
+    DONE = auto()
+
+
+class _Chunk:
+    """One chunk of an all-reduce.
+
+    Attributes:
+        home: the link that the plan gave it to.
+        number: within its part.
+        link: the one it is assigned to now.
+        result: what came, if it is kept.
+    """
+
+    __slots__ = ("home", "link", "nbytes", "number", "of", "offset", "result", "sent_at", "state")
+
+    def __init__(self, of: _Progress, home: int, number: int, offset: int, nbytes: int) -> None:
+        self.of = of
+        self.home = self.link = home
+        self.number = number
+        self.offset = offset
+        self.nbytes = nbytes
+        self.state = _State.QUEUED
+        self.sent_at = 0.0
+        self.result: Buffer | None = None
+
+
+class _Progress:
+    """How far an all-reduce is.
+
+    Attributes:
+        header: what its messages have in common.
+        operation: None once it has ended, and the buffer is its caller's again.
+        remaining: chunks whose result has not come.
+    """
+
+    __slots__ = ("chunks", "header", "operation", "remaining")
+
+    def __init__(
+        self, header: Header, operation: Operation, parts: Sequence[Part], chunk_bytes: int
+    ) -> None:
+        self.header = header
+        self.operation: Operation | None = operation
+        self.chunks: dict[int, _Chunk] = {}  # by offset
+        for link, start, end in parts:
+            # At least one: an empty buffer travels as an empty chunk.
+            for number, offset in enumerate(range(start, end, chunk_bytes) or (start,)):
+                nbytes = min(chunk_bytes, end - offset)
+                self.chunks[offset] = _Chunk(self, link, number, offset, nbytes)
+        self.remaining = len(self.chunks)
+
+
+class _Link:
+    """One link.
+
+    Attributes:
+        queue: chunks to send, in the order of all-reduces and offsets.
+        flying: those in flight, in the same order.
+    """
+
+    __slots__ = (
+        "flying",
+        "in_flight",
+        "keep",
+        "open",
+        "queue",
+        "received",
+        "results",
+        "rtt",
+        "rtt_min",
+        "sent",
+        "window",
+    )
+
+    def __init__(self, window: int, keep: bool) -> None:
+        self.window = window
+        self.keep = keep
+        self.open = False
+        self.in_flight = 0
+        self.queue: list[_Chunk] = []
+        self.flying: list[_Chunk] = []
+        self.sent = self.received = self.results = 0
+        self.rtt = self.rtt_min = 0.0
+
+    def measure(self, sample: float) -> None:
+        """Take note of how long a result took."""
+        self.rtt_min = min(self.rtt_min or sample, sample)
+        self.rtt += (sample - self.rtt) / 8 if self.rtt else sample
+
+
+class PlainFlight:
+    """Queues, windows, chunks and results of all links; see `protocol.flight.Flight`."""
+
+    def __init__(self, identity: Header) -> None:
+        self._identity = identity._replace(type=MessageType.CONTRIBUTION)
+        self._links: list[_Link] = []
+        self._active: dict[int, _Progress] = {}  # in the order of their sequence numbers
+        self._ended: dict[int, _Progress] = {}  # those whose results are kept
+        self._next_sequence = 0
+        self.reached = 0
+        self.kept_bytes = 0
+
+    @property
+    def watermark(self) -> int:
+        """Every all-reduce below this number is finished here."""
+        return next(iter(self._active), self._next_sequence)
+
+    def add_link(self, window: int, keep: bool) -> None:
+        """Add a link, shut until `open`."""
+        self._links.append(_Link(window, keep))
+
+    def submit(
+        self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
+    ) -> None:
+        """Queue an all-reduce."""
+        sequence = operation.sequence
+        self._next_sequence = sequence + 1
+        header = self._identity._replace(
+            epoch=epoch,
+            sequence=sequence,
+            total_bytes=operation.view.nbytes,
+            dtype=operation.dtype,
+            op=operation.op,
+            wire_dtype=operation.dtype,
+            since=operation.since,
+            tag=operation.tag,
+            history=operation.history,
+        )
+        progress = self._active[sequence] = _Progress(header, operation, parts, chunk_bytes)
+        for chunk in progress.chunks.values():
+            insort(self._links[chunk.link].queue, chunk, key=_place)
+
+    def open(self, link: int) -> None:
+        """Let contributions be sent to a reducer."""
+        self._links[link].open = True
+
+    def set_window(self, link: int, nbytes: int) -> None:
+        """Change how many bytes may be in flight on a link."""
+        self._links[link].window = nbytes
+
+    def stats(self, link: int) -> LinkStats:
+        """Return what is known about a link."""
+        its = self._links[link]
+        return LinkStats(
+            its.window, its.in_flight, its.sent, its.received, its.results, its.rtt, its.rtt_min
+        )
+
+    def refill(self, now: float) -> list[Send]:
+        """Return the contributions that the windows have room for."""
+        sends: list[Send] = []
+        before = -1
+        links = len(self._links)
+        order = [(self._identity.rank + step) % links for step in range(links)]
+        while before != len(sends):
+            before = len(sends)
+            sends += filter(None, (self._next(link, now) for link in order))
+        return sends
+
+    def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
+        """Take a healthy result and return what it completes; None if it is anything else."""
+        try:
+            header = Header.unpack(frame)
+            if header.type is not MessageType.RESULT:
+                return None
+            check_chunk(header, len(payload), MAX_CHUNK_BYTES)
+        except ReductionError:
+            return None
+        chunk = self._sent(link, header.sequence, header.offset)
+        if chunk is None:
+            return None
+        progress = chunk.of
+        ours = progress.header
+        expected = (ours.total_bytes, chunk.nbytes, ours.dtype, ours.op)
+        if (header.total_bytes, header.nbytes, header.dtype, header.op) != expected:
+            return None
+        assert progress.operation is not None
+        progress.operation.view[header.offset : header.offset + header.nbytes] = payload
+        its = self._links[link]
+        its.measure(now - chunk.sent_at)
+        self._settle(chunk, _State.DONE)
+        its.received += header.nbytes
+        its.results += 1
+        if its.keep:
+            chunk.result = payload
+            self.kept_bytes += chunk.nbytes
+        self.confirm(header.watermark)
+        progress.remaining -= 1
+        if progress.remaining:
+            return []
+        del self._active[header.sequence]
+        progress.operation = None
+        if any(chunk.result is not None for chunk in progress.chunks.values()):
+            self._ended[header.sequence] = progress
+        else:
+            self._release(progress)
+        return [header.sequence]
+
+    def expects(self, link: int, sequence: int, offset: int) -> bool:
+        """Whether the chunk at this offset is in flight on a link."""
+        return self._sent(link, sequence, offset) is not None
+
+    def waits_for(self, link: int, sequence: int) -> bool:
+        """Whether any chunk of an all-reduce is in flight on a link."""
+        chunks = self._chunks(sequence)
+        return any(chunk.link == link and chunk.state is _State.SENT for chunk in chunks)
+
+    def forget(self, link: int, sequence: int) -> None:
+        """Expect and send nothing more of an all-reduce on a link."""
+        for chunk in self._chunks(sequence):
+            if chunk.link == link:
+                self._settle(chunk, _State.DROPPED)
+
+    def end(self, sequence: int) -> None:
+        """End an all-reduce that has failed."""
+        progress = self._active.pop(sequence)
+        for chunk in progress.chunks.values():
+            self._settle(chunk, _State.DROPPED)
+        self._release(progress)
+
+    def needs(self, link: int) -> list[int]:
+        """Return the all-reduces that lack a result of this link."""
+        return [
+            sequence
+            for sequence, progress in self._active.items()
+            if any(
+                chunk.link == link and chunk.state is not _State.DONE
+                for chunk in progress.chunks.values()
+            )
+        ]
+
+    def shut(self, link: int) -> None:
+        """Send nothing more over a link and expect nothing there, until it is opened anew."""
+        self._links[link].open = False
+        for sequence in self._active:
+            for chunk in self._chunks(sequence):
+                if chunk.link == link and chunk.state is not _State.DROPPED:
+                    self._settle(chunk, _State.STRANDED)
+
+    def carried(self, link: int, sequence: int | None = None) -> list[Carried]:
+        """Return the chunks of a link, of one all-reduce or all, with and without results."""
+        alive = {**self._ended, **self._active}
+        wanted = alive if sequence is None else {sequence: alive[sequence]}
+        return [
+            Carried(
+                at,
+                progress.header.epoch,
+                chunk.offset,
+                chunk.home,
+                chunk.number,
+                chunk.state is _State.DONE,
+            )
+            for at, progress in wanted.items()
+            for chunk in progress.chunks.values()
+            if chunk.link == link and chunk.state is not _State.DROPPED
+        ]
+
+    def move(self, sequence: int, offset: int, link: int) -> None:
+        """Assign a chunk to another link; it is sent there if its result is not here."""
+        progress = self._active.get(sequence) or self._ended[sequence]
+        chunk = progress.chunks[offset]
+        self._settle(chunk, _State.STRANDED)
+        chunk.link = link
+        if chunk.state is not _State.DONE:
+            chunk.state = _State.QUEUED
+            insort(self._links[link].queue, chunk, key=_place)
+
+    def kept(self, sequence: int, offset: int) -> tuple[bytes, Buffer] | None:
+        """Return a result that is kept, as a header and the elements; None if it is not."""
+        progress = self._active.get(sequence) or self._ended.get(sequence)
+        chunk = progress.chunks.get(offset) if progress else None
+        if chunk is None or chunk.result is None:
+            return None
+        header = chunk.of.header._replace(
+            type=MessageType.RETAINED,
+            watermark=self.watermark,
+            offset=offset,
+            nbytes=chunk.nbytes,
+        )
+        return header.pack(), chunk.result
+
+    def confirm(self, reached: int) -> None:
+        """Learn that every all-reduce below a number is finished at every rank."""
+        # What is in progress here is finished nowhere, whatever a reducer says.
+        self.reached = max(self.reached, min(reached, self.watermark))
+        for sequence in [sequence for sequence in self._ended if sequence < self.reached]:
+            self._release(self._ended.pop(sequence))
+
+    def _release(self, progress: _Progress) -> None:
+        for chunk in progress.chunks.values():
+            if chunk.result is not None:
+                self.kept_bytes -= chunk.nbytes
+        # Chunks refer to what they are part of: cut that knot, and the buffer is free at once.
+        progress.chunks.clear()
+
+    def _chunks(self, sequence: int) -> Iterator[_Chunk]:
+        progress = self._active.get(sequence)
+        return iter(progress.chunks.values() if progress else ())
+
+    def _sent(self, link: int, sequence: int, offset: int) -> _Chunk | None:
+        progress = self._active.get(sequence)
+        chunk = progress.chunks.get(offset) if progress else None
+        found = chunk is not None and chunk.link == link and chunk.state is _State.SENT
+        return chunk if found else None
+
+    def _settle(self, chunk: _Chunk, state: _State) -> None:
+        """Take a chunk out of flight or off its queue, unless it is done."""
+        link = self._links[chunk.link]
+        if chunk.state is _State.QUEUED:
+            _take_out(link.queue, chunk)
+        if chunk.state is _State.SENT:
+            _take_out(link.flying, chunk)
+            link.in_flight -= charge(chunk.nbytes)
+        if chunk.state is not _State.DONE:
+            chunk.state = state
+
+    def _next(self, index: int, now: float) -> Send | None:
+        """Take the next chunk of a link, if its window has room."""
+        link = self._links[index]
+        if not link.open or not link.queue:
+            return None
+        chunk = link.queue[0]
+        header, operation = chunk.of.header, chunk.of.operation
+        if header.sequence >= self.watermark + MAX_ROUNDS_AHEAD:
+            return None
+        # What was moved here may precede all in flight; that must not wait for them, as at another
+        # rank they may wait for it.
+        first = not link.flying or _place(chunk) < _place(link.flying[0])
+        if link.in_flight + charge(chunk.nbytes) > link.window and not first:
+            return None
+        _take_out(link.queue, chunk)
+        insort(link.flying, chunk, key=_place)
+        chunk.state = _State.SENT
+        chunk.sent_at = now
+        link.in_flight += charge(chunk.nbytes)
+        link.sent += chunk.nbytes
+        header = header._replace(watermark=self.watermark, offset=chunk.offset, nbytes=chunk.nbytes)
+        assert operation is not None
+        return Send(
+            index, header.pack(), operation.view[chunk.offset : chunk.offset + chunk.nbytes]
+        )
+
+
+def _place(chunk: _Chunk) -> tuple[int, int]:
+    """Return a chunk's place in the order that is the same at every rank."""
+    return chunk.of.header.sequence, chunk.offset
+
+
+def _take_out(chunks: list[_Chunk], chunk: _Chunk) -> None:
+    del chunks[bisect_left(chunks, _place(chunk), key=_place)]

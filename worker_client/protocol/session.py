@@ -1,0 +1,472 @@
+"""The worker's protocol logic: join, failures, deadlines, farewell (sans I/O).
+
+Events and `now` go in, actions come out; the rules are those of `reducer/wire/README.md`. What is
+healthy and frequent, contributions and results, is the flight's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from reducer.errors import (
+    AuthError,
+    MembershipError,
+    MismatchError,
+    ReductionError,
+    ReductionTimeout,
+    RemoteProtocolError,
+    StaleGenerationError,
+)
+from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, PLACES, MessageType
+from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
+from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error
+from reducer.wire.states import LinkState, Role, after
+from worker_client.protocol.aborts import Aborts
+from worker_client.protocol.actions import Action, Finish, HandOver, Reset, Send
+from worker_client.protocol.agreement import Agreement
+from worker_client.protocol.calls import FIRST_PLACE, Calls
+from worker_client.protocol.failover import Failover
+from worker_client.protocol.flow_control import FlowControl
+from worker_client.protocol.handover import HandingOver, Unfinished
+from worker_client.protocol.joining import Joining, may_pass
+from worker_client.protocol.losses import Losses
+from worker_client.protocol.names import own
+from worker_client.protocol.plan import Plan
+from worker_client.protocol.roll_call import RollCall
+from worker_client.protocol.shard_map import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.protocol.flight import Flight
+    from worker_client.protocol.link import Link
+    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.spec import Settings
+
+LOOK_S = 0.05  # how often to look for what is seldom due
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One worker's part in one job.
+
+    Args:
+        settings: who we are and where the reducers are.
+        flight: class of what is in flight; whoever performs the actions also sends, after them,
+            what its `refill` returns.
+    """
+
+    def __init__(self, settings: Settings, flight: type[Flight]) -> None:
+        self.settings = settings
+        self.links: list[Link] = []
+        self._now = 0.0
+        self._identity = Header(
+            MessageType.HELLO,
+            job=fingerprint(settings.job),
+            generation=settings.generation,
+            rank=settings.rank,
+        )
+        self.flight = flight(self._identity)
+        self.failover = Failover(settings, self.links, self.flight, self._header)
+        self._map = self.failover.map
+        reducers = len(settings.reducers)
+        choose = settings.world_size > 1 and not settings.chunk_bytes
+        self._agreement = Agreement(
+            choose or self.failover.replaceable, settings.chunk_bytes, reducers
+        )
+        weights = settings.weights or (1,) * reducers
+        self._plan = Plan(weights, settings.chunk_bytes)
+        self._flow = FlowControl(
+            self.flight, self._agreement.chunk_bytes, settings.window_bytes > 0
+        )
+        self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
+        self._joining = Joining(
+            settings,
+            self.links,
+            flight=self.flight,
+            flow=self._flow,
+            plan=self._plan,
+            failover=self.failover,
+        )
+        self._aborts = Aborts(self.links, self.flight, self._map, self._header)
+        self.calls = Calls(
+            settings,
+            self.links,
+            flight=self.flight,
+            flow=self._flow,
+            aborts=self._aborts,
+            ended=self._ended,
+        )
+        self.losses = Losses(
+            settings,
+            self.links,
+            calls=self.calls,
+            failover=self.failover,
+            flight=self.flight,
+            flow=self._flow,
+            aborts=self._aborts,
+            renewed=self._renewed,
+        )
+        self._roll_call = RollCall(self.links, self._map, self.calls.active)
+        self._handing = HandingOver()
+        self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
+            MessageType.WELCOME: self._welcome,
+            MessageType.RESULT: self._result,
+            MessageType.ERROR: self._error,
+            MessageType.GOODBYE: self._goodbye,
+            MessageType.PING: self._ping,
+            MessageType.SHARD_MAP: self._shard_map,
+            MessageType.RETAINED: self._retained,
+            MessageType.STRAGGLERS: self._stragglers,
+        }
+
+    # -- what the client asks -----------------------------------------------------------------
+
+    @property
+    def joined(self) -> bool:
+        """Whether every reducer that is in use has welcomed this worker."""
+        return self._joining.done
+
+    @property
+    def refusal(self) -> ReductionError | None:
+        """Why a reducer refused this worker, if one did, and there is no going on without it."""
+        refusals = [link.refusal for link in self.links if link.refusal is not None]
+        refusals = [refusal for refusal in refusals if not may_pass(refusal)]
+        if self.settings.patience_s < math.inf:
+            barred = all(isinstance(link.refusal, AuthError) for link in self.links)
+            final = (AuthError,) if barred else (StaleGenerationError,)
+            refusals = [one for one in refusals if isinstance(one, final)]
+        return next(iter(refusals), None)
+
+    @property
+    def active(self) -> int:
+        """Number of all-reduces in progress."""
+        return len(self.calls.active)
+
+    @property
+    def watermark(self) -> int:
+        """Every all-reduce below this number is finished here."""
+        return self.calls.watermark
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether all calls are brought to their end by other means."""
+        return self._handing.done
+
+    @property
+    def gone(self) -> set[int]:
+        """Ranks that a reducer in use has lost, or that have left."""
+        return self._roll_call.gone
+
+    def next_deadline(self) -> float | None:
+        """Time of the next `tick` that matters, in seconds of the caller's clock."""
+        return self.calls.active.next_deadline()
+
+    # -- events -------------------------------------------------------------------------------
+
+    def connected(self, index: int) -> list[Action]:
+        """Introduce ourselves to a reducer that the transport has reached."""
+        link = self.links[index]
+        actions = self.disconnected(index, "was connected anew") if link.up else []
+        if Reset(index) in actions:
+            return actions  # the connection that is there now is closed as well
+        hello = self._identity._replace(watermark=self.watermark)
+        return [*actions, self._joining.hello(link, hello)]
+
+    def disconnected(self, index: int, reason: str) -> list[Action]:
+        """Go on without a reducer that the transport has lost, if that can be."""
+        link = self.links[index]
+        if self._joining.complete and not self.losses.final:
+            return self.losses.disconnected(link, reason)
+        link.disconnect()
+        self.flight.shut(index)
+        return []
+
+    def refused(self, index: int, error: AuthError) -> list[Action]:
+        """Take note that there is no connection to a reducer, for want of the right key."""
+        link = self.links[index]
+        if self._joining.complete and link.refusal is None:  # else the caller hears, or has
+            log.warning("%s", error)
+        link.disconnect()
+        self.flight.shut(index)
+        self._joining.refuse(link, error, self._now)
+        return []
+
+    def released(self, index: int) -> list[Action]:
+        """Move on what a closed link carried: nobody reads it from there any more."""
+        link = self.links[index]
+        link.closing = False
+        return self._hand_over() if self.losses.final else self.losses.rehome(link)
+
+    def submit(self, operation: Operation, now: float) -> list[Action]:
+        """Start an all-reduce; the order of calls must be the same at every rank."""
+        self.calls.number(operation)
+        if operation.sequence % PLACES == FIRST_PLACE:
+            self._agreement.called(now)
+        if self.settings.fallback and not self._handing.done:
+            self._handing.asked(operation.sequence, self.flight.reached)
+        return self._go_on(operation, now)
+
+    def _go_on(self, operation: Operation, now: float) -> list[Action]:
+        """Start what has its number, as soon as nothing stands in its way."""
+        if self._handing.done:
+            return [HandOver([Unfinished(operation.sequence, operation)])]
+        if self.calls.final is not None:
+            return [Finish(operation, own(self.calls.final, operation))]
+        question = self.calls.question
+        if self.losses.final or question is not None:
+            self._held.append((operation, now))
+        if question is not None:
+            if not question.overdue and now + operation.timeout_s < question.deadline:
+                # It keeps nobody waiting longer than the calls that wait for it.
+                self.calls.active.expect(question, now + operation.timeout_s)
+            return []
+        if self.losses.final:
+            return []
+        if self._agreement.due(operation.sequence):
+            self._held.append((operation, now))
+            usable = self.failover.usable()
+            question = self._agreement.question(self._flow.rate, usable, operation)
+            self.calls.question = question
+            return self._start(question, now)
+        return self._start(operation, now)
+
+    def _start(self, operation: Operation, now: float) -> list[Action]:
+        if operation.refusal is not None:
+            return self.calls.refuse(operation, operation.refusal)
+        parts = self._plan.cut(operation.view.nbytes, operation.sequence)
+        self.calls.begin(operation, parts, self._agreement.chunk_bytes, self._map.epoch, now)
+        self._roll_call.begin(now)
+        actions: list[Action] = []
+        for part in parts:
+            link = self.links[part.link]
+            if link.state is not LinkState.MEMBER or not self._map.intact:
+                actions += self.losses.route(operation, link)
+        return actions
+
+    def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
+        if operation is self.calls.question:
+            return self._answered(operation.sequence, error)
+        return [Finish(operation, error and own(error, operation))]
+
+    def _answered(self, sequence: int, error: ReductionError | None) -> list[Action]:
+        """Go on with what the ranks have agreed on, or with what was before."""
+        self.calls.question = None
+        actions: list[Action] = []
+        if (final := self.calls.final) is not None:
+            held, self._held = self._held, []
+            return [Finish(operation, own(final, operation)) for operation, _ in held]
+        if error is None:
+            used = {reducer for reducer in self._map.base if self._map.uses(reducer)}
+            missed = self.failover.agree(self._agreement.answer())
+            for reducer in set(self._map.base) - used:
+                log.warning("reducer %s is used again", self.settings.reducers[reducer])
+            self._cut_anew()
+            self._roll_call.agreed()
+            self._agreement.wanted = False  # as far as is known; it is looked at again soon
+            log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
+            actions += self.losses.agreed(missed)
+        elif _declined(error):
+            log.debug("a rank did not ask with the others which reducers to use")
+        elif not self.failover.renewed_after(sequence):  # others may have got the answer
+            actions += self.losses.renew(self._map.fresh(), sequence)
+        if self.losses.final:
+            return actions
+        held, self._held = self._held, []
+        for operation, now in held:
+            actions += self._go_on(operation, now)
+        return actions
+
+    def _renewed(self) -> None:
+        self._agreement.reset()
+        self._cut_anew()
+
+    def _cut_anew(self) -> None:
+        """Cut buffers from now on as the agreement and the shard map say."""
+        self._plan.use(self.links, self._map.base)
+        self._flow.chunk_bytes = self._agreement.chunk_bytes
+
+    def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:
+        """Take one message from a reducer."""
+        done = self.flight.take(index, frame, payload, now)
+        if done is not None:
+            return self.completed(done, now)
+        link = self.links[index]
+        before = link.state
+        try:
+            header = Header.unpack(frame)
+            state = after(before, Role.REDUCER, header.type)
+            if state is None:
+                raise RemoteProtocolError(f"{header.type.name} is not allowed in {before.name}")
+            link.state = state
+            return self._handlers[header.type](link, header, payload)
+        except ReductionError as error:
+            log.warning("reducer %s: %s", link.address, error)
+            if before in {LinkState.MEMBER, LinkState.DRAINING}:
+                return self.losses.lose(link, error)
+            link.state = LinkState.STRANGER
+            self._joining.refuse(link, error, self._now)
+            return []
+
+    def completed(self, sequences: list[int], now: float) -> list[Action]:
+        """Take note that the flight has all results of these all-reduces."""
+        return self.calls.completed(sequences, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due at `now`, in seconds of the same clock as for `submit`."""
+        actions = self.calls.expire(now)
+        if now - self._now >= LOOK_S:
+            self._now = now
+            actions += self._look_around(now)
+        return actions
+
+    def _look_around(self, now: float) -> list[Action]:
+        """Do what is seldom due."""
+        self._flow.tick(now)
+        actions: list[Action] = list(self._joining.retry(now))
+        for reducer in self._joining.give_up(now):
+            actions += self.losses.missed(reducer, Stage(self._map.epoch))
+        actions += self.losses.leave_drained()
+        actions += self.losses.adopt(now)
+        if self.losses.final:
+            actions += self._hand_over()
+        self._agreement.wanted = self.failover.wanted()
+        for link in self.links:
+            actions += self._aborts.pay(link)
+        for operation in self.calls.active.straggling(now):
+            operation.missing = ()  # who it was may have come since
+            sequence = operation.sequence
+            ask = self._header(MessageType.STRAGGLERS)._replace(sequence=sequence).pack()
+            actions += [Send(one.index, ask, None) for one in self.calls.waiting(sequence)]
+        return actions
+
+    def close(self, error: ReductionError) -> list[Action]:
+        """Leave the job; whatever is in progress fails with `error`."""
+        held, self._held = self._held, []
+        actions: list[Action] = []
+        for operation in self.calls.active.all():
+            if operation is self.calls.question:
+                self.calls.leave(operation)
+            else:
+                actions += self.calls.drop(operation, error)
+        self.calls.question = None
+        actions += [Finish(operation, own(error, operation)) for operation, _ in held]
+        goodbye = self._header(MessageType.GOODBYE).pack()
+        for link in self.links:
+            if link.member:
+                link.state = LinkState.LEFT
+                actions.append(Send(link.index, goodbye, None))
+        return actions
+
+    def endpoint(self, link: Link) -> str:
+        """Return where the transport connects a link to."""
+        return self._joining.endpoint(link)
+
+    def _hand_over(self) -> list[Action]:
+        """Leave all calls to others, when nothing reads their buffers any more."""
+        if self._handing.done or any(link.closing for link in self.links):
+            return []
+        held, self._held = self._held, []
+        waiting = {operation.sequence: operation for operation, _ in held}
+        unfinished = self._handing.unfinished(self.flight, self.links, self.calls.active, waiting)
+        self.calls.freeze()
+        for operation in self.calls.active.all():
+            self.calls.leave(operation)
+        self.flight.confirm(self.calls.end)  # what was kept is copied
+        return [HandOver(unfinished)]
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        connects = self._joining.welcome(link, header, payload)
+        return [*self.losses.welcomed(link), *connects]
+
+    def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        """Say what is wrong with a result that the flight did not take."""
+        check_chunk(header, len(payload), MAX_CHUNK_BYTES)
+        if self.flight.expects(link.index, header.sequence, header.offset):
+            operation = self.calls.active[header.sequence]
+            raise RemoteProtocolError(f"the result does not fit {operation}")
+        log.debug("dropped a result of all-reduce %d, which is over", header.sequence)
+        return []
+
+    def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        error = self.calls.names.restore(decode_error(payload, header.sequence))
+        if link.state is LinkState.STRANGER:
+            self._joining.refuse(link, error, self._now)
+            return []
+        if isinstance(error, MismatchError) and error.field == "epoch":
+            # Some rank has missed an answer. All hear of it, so all begin anew.
+            epoch = 1 + max(map(_epoch, (error.expected, error.got)))
+            renewed = Loss(ALL_REDUCERS, epoch, header.sequence)
+            renewed.check_epoch()
+            anew = self.losses.renew(renewed.epoch, renewed.sequence)
+            return [*anew, *self._failed(link, header, error)]
+        return self._failed(link, header, error)
+
+    def _failed(self, link: Link, header: Header, error: ReductionError) -> list[Action]:
+        if header.sequence == NO_SEQUENCE:
+            if isinstance(error, AuthError) or not self._joining.complete:
+                link.refusal = error  # what joining, or later calls, end with
+            if type(error) is MembershipError or isinstance(
+                error, (AuthError, RemoteProtocolError)
+            ):
+                return self.losses.lose(link, error)  # it does not know us, or not what we said
+            return self.calls.fail_all(error)
+        operation = self.calls.active.get(header.sequence)
+        if operation is None:
+            return []
+        self.flight.forget(link.index, header.sequence)
+        unknown = isinstance(error, ReductionTimeout) and not error.missing
+        if operation.overdue and unknown and self.calls.waiting(header.sequence):
+            return []  # this reducer does not know who is missing; another one may
+        return self.calls.fail(operation, error, told_by=link)
+
+    def _goodbye(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del header, payload
+        log.warning("reducer %s is shutting down", link.address)
+        return self.losses.draining(link)
+
+    def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        self.flight.confirm(header.watermark)
+        gone = decode(Stragglers, payload).missing if payload else ()
+        self._roll_call.hear(link, gone, self._now)
+        return []
+
+    def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del link, header
+        loss = decode(Loss, payload)
+        loss.check_epoch()
+        if loss.reducer == ALL_REDUCERS:
+            return self.losses.renew(loss.epoch, loss.sequence)
+        return self.losses.told(loss.reducer, Stage(loss.epoch, loss.stage), loss.incarnation)
+
+    def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del payload
+        return list(self.failover.supply(link, header))
+
+    def _stragglers(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        operation = self.calls.active.get(header.sequence)
+        if operation is None:
+            return []
+        missing = decode(Stragglers, payload).missing
+        error = self._roll_call.answer(operation, link, missing, self._now)
+        return [] if error is None else self.calls.fail(operation, error)
+
+    def _header(self, kind: MessageType) -> Header:
+        return self._identity._replace(type=kind, watermark=self.watermark)
+
+
+def _declined(error: ReductionError) -> bool:
+    """Whether some ranks have gone on without a question, and all are as they were."""
+    return isinstance(error, MismatchError) and error.field == "question"
+
+
+def _epoch(told: object) -> int:
+    """Return an epoch that an error names, which a reducer has worded."""
+    if not isinstance(told, int):
+        raise RemoteProtocolError(f"an epoch is a number, got {told!r:.80}")
+    return told

@@ -1,0 +1,83 @@
+"""What a session must know: who we are and where the reducers are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from reducer.wire.constants import PATIENCE_MS
+from worker_client.protocol.flow_control import most_per_link
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Heartbeats(NamedTuple):
+    """How a rank and a reducer notice that the other one is gone.
+
+    Attributes:
+        every_s: time between two of this rank's.
+        patience_s: how long either of them may be silent before the other one gives it up.
+    """
+
+    every_s: float = 0.2
+    patience_s: float = PATIENCE_MS / 1000
+
+
+HEARTBEATS = Heartbeats()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session must know; every rank of a job gives the same but for `rank`.
+
+    Attributes:
+        job, generation, rank, world_size: who we are.
+        reducers: addresses, ``host:port``, in the same order at every rank.
+        window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
+        chunk_bytes: forced chunk size, 0 for the rule of the protocol.
+        hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
+        fallback: hand all-reduces over when no reducer is left, instead of failing them.
+        outlive: the ranks that are left will go on elsewhere when one is lost, so what is in
+            progress then ends at once.
+        lanes: addresses of reducers' further threads, by the reducer's index, where known.
+        patience_s: how long to wait for all reducers at the start, before going on without those
+            that have not answered.
+        begin_without_s: how long to wait for the others, when some reducers have answered at the
+            start, if none of them refuses this worker.
+        wait_s: how long to wait for a reducer, if none answers.
+        weights: share of each reducer, relative to the others; equal if empty.
+        inproc: endpoints of reducers' threads in this process, by address.
+        agreed: what else ranks must have in common, by the names of variables.
+        run: what tells this run of the job from another; "" if there is nothing like that.
+        process: what tells this process from any other.
+        heartbeats: the job's.
+        host_name: of this machine, for other ranks' errors.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    world_size: int
+    reducers: tuple[str, ...]
+    window_bytes: int
+    chunk_bytes: int = 0
+    fallback: bool = False
+    outlive: bool = False
+    lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    patience_s: float = math.inf
+    begin_without_s: float = math.inf
+    wait_s: float = 0.0
+    weights: tuple[int, ...] = ()
+    hosts: Mapping[int, int] = field(default_factory=dict)
+    inproc: Mapping[str, str] = field(default_factory=dict)
+    agreed: Mapping[str, str] = field(default_factory=dict)
+    run: str = ""
+    process: str = ""
+    heartbeats: Heartbeats = HEARTBEATS
+    host_name: str = ""
+
+    def window_per_reducer(self) -> int:
+        """Return the most bytes that will be in flight at one reducer."""
+        return most_per_link(self.window_bytes, self.chunk_bytes, len(self.reducers))

@@ -1,0 +1,1 @@
+"""Threads, clock and sockets: who moves a session on, and over what."""

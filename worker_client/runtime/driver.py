@@ -1,0 +1,365 @@
+"""Who moves a session and its transport on: a thread of its own, or whoever waits for a result.
+
+One thread leads at a time: it alone uses the session and the transport. Usually that is the
+driver's own, and so all-reduces go on while their callers compute. But handing every call and
+every result from thread to thread takes longer than a small all-reduce itself. So a thread that
+waits for one after another leads in its place, and sends what it asks for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from reducer.errors import LocalProtocolError
+from worker_client.protocol.actions import Connect, Finish, Reset, Send
+from worker_client.runtime.forks import forks
+from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused, Released
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from worker_client.protocol.actions import Action
+    from worker_client.protocol.handover import Unfinished
+    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.session import Session
+    from worker_client.runtime.transport import Event, Transport
+
+IDLE_S = 0.1  # the leader looks at its clock this often
+LISTEN_S = 0.1  # between two looks at when reducers were heard last
+LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
+UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
+REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
+OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
+ASKING_S = 0.005  # how long it does
+STOP_S = 5.0  # several times what a farewell takes
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    """Moves all all-reduces of a client on.
+
+    Args:
+        session: decides.
+        transport: sends, receives and waits.
+        ended: called for every all-reduce that has ended, by the thread that leads.
+        left: called once, after the farewell, with the all-reduces whose buffers may now be given
+            back, and the error of all others that have not ended.
+        hand_over: called with calls that are to end by other means.
+
+    Attributes:
+        closing: nothing may be submitted any more.
+        settled: set once the session has joined, was refused, or has ended.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        transport: Transport,
+        ended: Callable[[Operation, ReductionError | None], None],
+        left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
+        hand_over: Callable[[list[Unfinished]], None],
+    ) -> None:
+        self.closing = False
+        self.settled = threading.Event()
+        self._session = session
+        self._transport = transport
+        self._ended = ended
+        self._left = left
+        self._hand_over = hand_over
+        self._queue: deque[Operation] = deque()
+        self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
+        self._failing: ReductionError | None = None  # what is in progress is to end with it
+        self._failure: BaseException | None = None  # of a thread that led for a while
+        # Keeps the order of calls; guards `closing`. A signal handler may call `stop` any time.
+        self._order = threading.RLock()
+        self._lead = threading.RLock()  # whoever has it leads; only that thread can release it
+        self._leader = 0  # that thread
+        self._wanted_until = 0.0  # another thread asks the driver's own to step aside
+        self._listened = 0.0  # when it was looked at last who was heard
+        self._waits = 0  # how often another thread has led
+        self._waited_at = 0.0
+        # What is put in ends the rest of the driver's own thread; unlike Event.set, in any handler.
+        self._resume: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._forks = forks()
+        self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
+        self._thread.start()
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread leads: it is in a callback, or in a signal handler meanwhile."""
+        return self._leader == threading.get_ident()
+
+    def submit(self, operation: Operation) -> None:
+        """Start an all-reduce.
+
+        Raises:
+            LocalProtocolError: the driver has stopped.
+        """
+        with self._order:
+            if self.closing:
+                raise LocalProtocolError("this client was shut down")
+            first = not self._queue
+            self._queue.append(operation)
+        if not self._lead_with(self._take_lead, self._start_now) and first:
+            self._wake()  # otherwise the leader was woken already
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        """Lead until `done`, or the clock says `until`, if that is faster; else return at once.
+
+        Raises:
+            LocalProtocolError: this thread leads already, in whose callback or signal handler this
+                is: nobody else could bring the end.
+        """
+        if forks() != self._forks or self._session.handed_over:
+            return
+        if self.in_callback:
+            raise LocalProtocolError(
+                "waiting here would last for ever: this is a callback of an all-reduce, or a "
+                "signal handler that interrupted a wait for one"
+            )
+
+        def take() -> bool:
+            return self._take_lead() or self._ask_for_lead(until)
+
+        def lead() -> None:
+            self._waits += 1
+            while (
+                not (done() or self.closing or self._failure) and (now := time.monotonic()) < until
+            ):
+                # An interrupt may end this wait, which loses nothing, ...
+                self._transport.wait(min(self._patience(now), until - now))
+                self._step(self._advance)
+            self._waits += 1
+
+        if self._lead_with(take, lead) and (self._session.active or self._queue):
+            self._resume.put(None)
+        self._waited_at = time.monotonic()
+
+    def fail(self, error: ReductionError) -> None:
+        """End badly what is in progress, and tell the reducers."""
+        self._failing = error
+        self._wake()
+
+    def stop(self) -> None:
+        """Leave the job; what is in progress fails. May be called again.
+
+        Where waiting for the end could last for ever, it returns before: in a callback, and after
+        `STOP_S` in the main thread, which a signal handler may have interrupted.
+        """
+        with self._order:
+            first, self.closing = not self.closing, True
+            if first:
+                self._transport.wake()
+        self._resume.put(None)
+        if threading.get_ident() not in {self._thread.ident, self._leader}:
+            main = threading.current_thread() is threading.main_thread()
+            self._thread.join(STOP_S if main else None)
+            if self._thread.is_alive():
+                log.warning("the client still shuts down after %g s", STOP_S)
+
+    # -- who leads ----------------------------------------------------------------------------
+
+    def _lead_with(self, take: Callable[[], bool], work: Callable[[], None]) -> bool:
+        """Do some work as the leader, if this thread is to lead; return whether it was.
+
+        Whatever interrupts it, Ctrl-C at any instant, leaves the lead free for others.
+        """
+        me = threading.get_ident()
+        if self._leader == me or self._failure or not self._transport.any_thread:
+            return False  # a callback in the middle of a step; things half done; not made for it
+        leads = False
+        try:
+            leads = take()
+            if leads and not (self.closing or self._failure):  # it may just have ended
+                work()
+        except BaseException:
+            leads = True  # perhaps
+            raise
+        finally:
+            if leads:  # from here to the release nothing is called, so nothing interrupts
+                if self._leader == me:
+                    self._leader = 0
+                try:  # noqa: SIM105 (suppress() would be a call)
+                    self._lead.release()
+                except RuntimeError:
+                    pass  # it was interrupted before it led
+        return leads
+
+    def _take_lead(self, timeout_s: float = 0.0) -> bool:
+        if not self._lead.acquire(timeout=timeout_s):
+            return False
+        self._leader = threading.get_ident()
+        return True
+
+    def _ask_for_lead(self, until: float) -> bool:
+        """Have the driver's own thread step aside, if that is likely to pay."""
+        now = time.monotonic()
+        again = now - self._waited_at < OFTEN_S
+        if not again or self._leader != self._thread.ident or self._session.active > 1:
+            return False
+        patience = max(0.0, min(ASKING_S, until - now))
+        self._wanted_until = now + patience
+        self._wake()
+        leads = self._take_lead(patience)
+        self._wanted_until = 0.0
+        return leads
+
+    def _wake(self) -> None:
+        with self._order:
+            if not self.closing:  # and so perhaps closed
+                self._transport.wake()
+
+    def _rest(self) -> None:
+        """Let others lead for as long as they do so again and again."""
+        waits = -1
+        while not self.closing and (self._is_wanted(time.monotonic()) or waits != self._waits):
+            waits = self._waits
+            with contextlib.suppress(queue.Empty):
+                self._resume.get(timeout=REST_S)
+                while not self._resume.empty():
+                    self._resume.get_nowait()
+                return
+
+    def _is_wanted(self, now: float) -> bool:
+        return now < self._wanted_until and self._session.active <= 1
+
+    def _run(self) -> None:
+        try:
+            while not (self.closing or self._failure):
+                self._lead_and_rest()
+        except BaseException as error:
+            log.exception("the client stopped because of an error of its own")
+            self._failure = error
+            raise
+        finally:
+            how = "was shut down" if self._failure is None else f"failed: {self._failure!r}"
+            self._close(LocalProtocolError(f"the client {how}"))
+
+    def _lead_and_rest(self) -> None:
+        with self._lead:
+            self._leader = threading.get_ident()
+            while not (self.closing or self._failure):
+                now = time.monotonic()
+                if self._is_wanted(now):
+                    break
+                self._transport.wait(self._patience(now))
+                self._advance()
+            self._leader = 0
+        if not self._failure:
+            self._rest()
+
+    # -- what the leader does -----------------------------------------------------------------
+
+    def _patience(self, now: float) -> float:
+        longest = UNSENT_S if self._unsent else IDLE_S
+        if self._transport.leaving:
+            longest = LEAVING_S
+        deadline = self._session.next_deadline()
+        if deadline is None or deadline - now >= longest:
+            return longest
+        return max(0.0, deadline - now)
+
+    def _start(self) -> None:
+        """Start what has been submitted, and send what there is room for."""
+        while self._queue:
+            self._do(self._session.submit(self._queue.popleft(), time.monotonic()))
+        self._transport.refill()
+
+    def _advance(self) -> None:
+        """Do everything that is due."""
+        session = self._session
+        for event in self._transport.events():
+            self._do(self._take(event))
+        self._start()
+        if self._failing is not None:
+            error, self._failing = self._failing, None
+            self._do(session.calls.fail_all(error))
+        now = time.monotonic()
+        if overdue := session.tick(now):
+            self._do(overdue)
+            self._transport.refill()
+        if now - self._listened >= LISTEN_S:
+            self._listened = now
+            self._transport.listen()
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            for failed in unsent:
+                self._finish(*failed)
+        if not self.settled.is_set() and (session.joined or session.refusal is not None):
+            self.settled.set()
+
+    def _start_now(self) -> None:
+        self._step(self._start)
+
+    def _step(self, step: Callable[[], None]) -> None:
+        """Do a step as a leader that is not the driver's own thread."""
+        try:
+            step()
+        except BaseException as error:
+            # ... but one in here, such as Ctrl-C, may leave things half done.
+            self._failure = error
+            self._resume.put(None)
+            raise  # as it is: it may come out of a signal handler, for whoever is above
+
+    def _take(self, event: Event) -> list[Action]:
+        if isinstance(event, Completed):
+            return self._session.completed(event.sequences, time.monotonic())
+        if isinstance(event, Connected):
+            return self._session.connected(event.link)
+        if isinstance(event, Disconnected):
+            return self._session.disconnected(event.link, event.reason)
+        if isinstance(event, Refused):
+            return self._session.refused(event.link, event.error)
+        if isinstance(event, Released):
+            return self._session.released(event.link)
+        return self._session.receive(*event, time.monotonic())
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Finish):
+                self._finish(action.operation, action.error)
+            elif isinstance(action, Send):
+                self._transport.send(*action)
+            elif isinstance(action, Connect):
+                self._transport.connect(action.endpoint)
+            elif isinstance(action, Reset):
+                self._transport.reset(action.link)
+            else:
+                self._hand_over(action.calls)
+
+    def _finish(self, operation: Operation, error: ReductionError | None) -> None:
+        # Whoever hears of an error may write to the buffer, and other ranks must not see that.
+        begun = operation.sequence >= 0
+        if error is not None and begun and self._transport.reads(operation):
+            self._unsent.append((operation, error))
+        else:
+            self._ended(operation, error)
+
+    def _close(self, error: ReductionError) -> None:
+        with self._order:
+            self.closing = True
+        with self._lead:
+            self._leader = threading.get_ident()
+            try:
+                self._do(self._session.close(error))
+            except Exception:
+                if self._failure is None:
+                    raise
+                log.debug("a client with things half done says no goodbye", exc_info=True)
+            finally:
+                try:
+                    self._transport.close()
+                finally:
+                    self._left(self._unsent, error)
+                    self.settled.set()  # who waits for that finds that it has ended
+                    self._leader = 0

@@ -1,0 +1,85 @@
+"""Which twins serve a client: the plain ones or the compiled ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from reducer import failpoints
+from reducer.errors import ConfigError
+from worker_client.protocol.plain_flight import PlainFlight
+from worker_client.runtime.transport import PlainTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from reducer.failpoints import Failpoint, Place
+    from worker_client.protocol.flight import Flight
+    from worker_client.protocol.spec import Heartbeats
+    from worker_client.runtime.credentials import Keys
+    from worker_client.runtime.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+class MakeTransport(Protocol):
+    """The constructor of the two transports."""
+
+    def __call__(
+        self,
+        flight: Any,
+        io_threads: int,
+        context: Any = None,
+        keys: Keys | None = None,
+        heartbeats: Heartbeats = ...,
+    ) -> Transport:
+        """Make a transport for a flight of the same implementation."""
+
+
+class Implementation(NamedTuple):
+    """Twins that belong together.
+
+    Attributes:
+        name: ``compiled`` or ``plain``.
+        flight: what the session keeps its chunks in.
+        transport: what moves them.
+        arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
+    """
+
+    name: str
+    flight: type[Flight]
+    transport: MakeTransport
+    arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
+
+
+PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm)
+
+
+def select(name: str | None) -> Implementation:
+    """Return the implementation called ``plain`` or ``compiled``; of None, the best there is.
+
+    Raises:
+        ConfigError: the compiled one was asked for and cannot be had; the message says why.
+    """
+    if name == "plain":
+        return PLAIN
+    try:
+        return _compiled()
+    except ConfigError as error:
+        if name is not None:
+            raise
+        log.info("the plain implementation serves, which is slower: %s", error)
+        return PLAIN
+
+
+def _compiled() -> Implementation:
+    try:
+        from worker_client.protocol import _flight  # noqa: PLC0415 (may not be there)
+        from worker_client.runtime import _loop  # noqa: PLC0415
+        from worker_client.runtime.compiled_transport import CompiledTransport  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"the compiled loop was not built: install a C compiler and reinstall ({error})"
+        ) from None
+    CompiledTransport.check()
+    return Implementation("compiled", _flight.CompiledFlight, CompiledTransport, _loop.arm)

@@ -1,0 +1,1 @@
+"""Callers' arrays and tensors as host memory, and back: views, page-locked copies, casts."""

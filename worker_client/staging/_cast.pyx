@@ -1,0 +1,115 @@
+"""The Python edge of the compiled casts: checks, pointers, one call without the GIL."""
+
+from reducer.wire.constants import DType
+
+
+cdef extern from "<fenv.h>" nogil:
+    ctypedef struct fenv_t:
+        pass
+
+cdef extern from "worker_client/staging/cast.h" nogil:
+    enum: CAST_FLOAT16, CAST_BFLOAT16, CAST_TABLES
+
+    ctypedef void (*cast_fn)(void *out, const void *values, size_t count) noexcept nogil
+    ctypedef void (*keeping_fn)(
+        void *out, const void *values, void *residual, size_t count
+    ) noexcept nogil
+    ctypedef void (*divide_f32_fn)(void *values, float by, size_t count) noexcept nogil
+    ctypedef void (*divide_f64_fn)(void *values, double by, size_t count) noexcept nogil
+
+    struct cast_table:
+        const char *name
+        cast_fn narrow[2]
+        keeping_fn narrow_keeping[2]
+        cast_fn widen[2]
+        divide_f32_fn divide_f32
+        divide_f64_fn divide_f64
+
+    size_t cast_usable(const cast_table **usable) noexcept
+    void cast_begin(fenv_t *callers) noexcept
+    void cast_end(const fenv_t *callers) noexcept
+
+_TYPES = {DType.FLOAT16: CAST_FLOAT16, DType.BFLOAT16: CAST_BFLOAT16}
+
+
+def usable():
+    """Return the variants that this CPU can run, best first."""
+    cdef const cast_table *tables[CAST_TABLES]
+    return [CompiledCasts(place) for place in range(cast_usable(tables))]
+
+
+cdef class CompiledCasts:
+    """The compiled casts at one place of `usable()`; see `worker_client.staging.casts.Casts`."""
+
+    cdef const cast_table *table
+
+    def __cinit__(self, size_t place):
+        cdef const cast_table *tables[CAST_TABLES]
+        if place >= cast_usable(tables):
+            raise IndexError(place)
+        self.table = tables[place]
+
+    @property
+    def name(self):
+        """Name of the instruction set."""
+        return self.table.name.decode()
+
+    def narrow(self, const unsigned char[::1] values, unsigned char[::1] out, dtype):
+        """Round floats; see `worker_client.staging.casts.Casts.narrow`."""
+        cdef size_t count = values.shape[0] // 4
+        cdef int to = _TYPES[dtype]
+        cdef fenv_t callers
+        assert values.shape[0] == <Py_ssize_t>count * 4 and out.shape[0] == <Py_ssize_t>count * 2
+        if count:
+            with nogil:
+                cast_begin(&callers)
+                self.table.narrow[to](&out[0], &values[0], count)
+                cast_end(&callers)
+
+    def narrow_keeping(
+        self,
+        const unsigned char[::1] values,
+        unsigned char[::1] residual,
+        unsigned char[::1] out,
+        dtype,
+    ):
+        """Round floats and keep the rest; see `Casts.narrow_keeping`."""
+        cdef size_t count = values.shape[0] // 4
+        cdef int to = _TYPES[dtype]
+        cdef fenv_t callers
+        assert values.shape[0] == <Py_ssize_t>count * 4 and out.shape[0] == <Py_ssize_t>count * 2
+        assert residual.shape[0] == values.shape[0]
+        if count:
+            with nogil:
+                cast_begin(&callers)
+                self.table.narrow_keeping[to](&out[0], &values[0], &residual[0], count)
+                cast_end(&callers)
+
+    def widen(self, const unsigned char[::1] values, unsigned char[::1] out, dtype):
+        """Cast back to floats; see `worker_client.staging.casts.Casts.widen`."""
+        cdef size_t count = out.shape[0] // 4
+        cdef int of = _TYPES[dtype]
+        cdef fenv_t callers
+        assert out.shape[0] == <Py_ssize_t>count * 4 and values.shape[0] == <Py_ssize_t>count * 2
+        if count:
+            with nogil:
+                cast_begin(&callers)
+                self.table.widen[of](&out[0], &values[0], count)
+                cast_end(&callers)
+
+    def divide(self, unsigned char[::1] values, double by, dtype):
+        """Divide in place; see `worker_client.staging.casts.Casts.divide`."""
+        cdef size_t itemsize = dtype.itemsize
+        cdef size_t count = values.shape[0] // itemsize
+        cdef bint single = dtype is DType.FLOAT32
+        cdef fenv_t callers
+        assert single or dtype is DType.FLOAT64
+        assert values.shape[0] == <Py_ssize_t>(count * itemsize)
+        if count:
+            with nogil:
+                cast_begin(&callers)
+                if single:
+                    self.table.divide_f32(&values[0], <float>by, count)
+                else:
+                    self.table.divide_f64(&values[0], by, count)
+                cast_end(&callers)

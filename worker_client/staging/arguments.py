@@ -1,0 +1,95 @@
+"""What callers may pass to an all-reduce, beside the data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import ReduceOp
+from worker_client import config
+
+if TYPE_CHECKING:
+    from reducer.wire.constants import DType
+    from worker_client.staging.host_buffer import HostBuffer
+
+
+# What one call asks for: buffer, op, name, timeout_s, data, weight, residual and rounded, which
+# `Client.submit` describes. No class, which would cost every small call another one.
+Arguments: TypeAlias = (
+    "tuple[HostBuffer, ReduceOp, str | None, float, Any, float | None, Any, bool | None]"
+)
+_REDUCTIONS = {op.name.lower(): op for op in ReduceOp}
+
+
+def parse(
+    dtype: DType,
+    op: str | ReduceOp,
+    name: str | None,
+    timeout: float | str | None,
+    default_s: float,
+) -> tuple[ReduceOp, float]:
+    """Check the arguments of a call, and return what is to be done and for how many seconds.
+
+    Args:
+        dtype: of the data.
+        op: as of `Client.all_reduce`, as are `name` and `timeout`.
+        name: of the call.
+        timeout: seconds, or text such as ``"5ms"``.
+        default_s: timeout if None was given.
+
+    Raises:
+        ConfigError: one of them is not supported, or does not go with the data.
+    """
+    reduction = parse_op(op)
+    if reduction is ReduceOp.MEAN and not dtype.is_floating:
+        raise ConfigError(
+            f"the mean of {dtype.name.lower()} is not defined: "
+            "use op='sum' and divide, or a floating type"
+        )
+    if name is not None:
+        _check_name(name)
+    return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
+
+
+def describe(name: str | None, nbytes: int) -> str:
+    """Name an all-reduce in errors."""
+    return f"all-reduce{f' {name!r}' if name else ''} of {nbytes} bytes"
+
+
+def refuse_extras(weight: float | None, residual: Any, what: str) -> None:
+    """Refuse what only plain calls can have.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    if weight is not None or residual is not None:
+        raise ConfigError(f"weight= and residual= do not go with {what}")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise ConfigError(f"name must be a string, got {name!r}")
+    try:
+        name.encode()  # as the ranks tell it to each other
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"name must be text that UTF-8 can express, got {name!r}: {error.reason}"
+        ) from None
+
+
+def parse_op(op: str | ReduceOp) -> ReduceOp:
+    """Return the reduction that a caller names.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    if isinstance(op, str) and op in _REDUCTIONS:
+        return _REDUCTIONS[op]  # as nearly always
+    name = getattr(op, "name", op)  # torch.distributed.ReduceOp.SUM has one
+    try:
+        return ReduceOp["MEAN" if name == "AVG" else name.upper()]
+    except (KeyError, AttributeError):
+        known = ", ".join(repr(known.name.lower()) for known in ReduceOp)
+        raise ConfigError(f"unknown op {op!r}: use one of {known}") from None

@@ -1,0 +1,105 @@
+"""A CUDA device as staging sees it: two streams, and events on them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from reducer.errors import ConfigError, DeviceError, ReductionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+
+class CudaDevice:
+    """One GPU, by `worker_client.staging.device.Device`.
+
+    Both streams are apart from those that compute, so that a GPU copies both ways and computes at
+    the same time: it has engines for each.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with self._errors():
+            self._to_host = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked memory, which the GPU reads and writes without the CPU's help."""
+        with self._errors(), torch.cuda.device(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def follow(self, *tensors: torch.Tensor) -> None:
+        """Let later copies to the host wait for what this thread's current stream has to do."""
+        with self._errors(), torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    "an all-reduce cannot become part of a CUDA graph: call it outside of "
+                    "torch.cuda.graph()"
+                )
+            self._to_host.wait_stream(torch.cuda.current_stream(self._device))
+            for tensor in tensors:
+                # Freed memory is not given away while one of these streams may still use it.
+                tensor.record_stream(self._to_host)
+                tensor.record_stream(self._to_device)
+
+    def to_host(self, block: torch.Tensor, source: torch.Tensor) -> CudaCopy:
+        """Ask for a copy from the GPU to page-locked memory."""
+        return self._copy(self._to_host, block, source)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> CudaCopy:
+        """Ask for a copy to the GPU's memory."""
+        return self._copy(self._to_device, target, source)
+
+    def returning(self) -> AbstractContextManager[object]:
+        """Make the stream of copies to the GPU this thread's current one."""
+        return torch.cuda.stream(self._to_device)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor
+    ) -> CudaCopy:
+        with self._errors(), torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            # Who waits for it sleeps, rather than spin.
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
+        return CudaCopy(done, self._errors)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except ReductionError:
+            raise
+        except RuntimeError as error:  # what torch makes of every error of CUDA
+            raise DeviceError(
+                f"{self._device} failed: {error}", device=str(self._device)
+            ) from error
+
+
+class CudaCopy:
+    """A copy that a stream has been given, by `worker_client.staging.device.Copy`.
+
+    Args:
+        done: recorded after it.
+        errors: makes torch's errors ours.
+    """
+
+    __slots__ = ("_done", "_errors")
+
+    def __init__(
+        self, done: torch.cuda.Event, errors: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._done = done
+        self._errors = errors
+
+    def wait(self) -> None:
+        """Block until it has been made."""
+        with self._errors():
+            self._done.synchronize()

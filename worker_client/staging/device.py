@@ -1,0 +1,76 @@
+"""What staging needs of a device: page-locked host memory, and copies that run by themselves.
+
+A device has one stream for each way, a queue of copies that it makes one after another while
+nobody waits. `worker_client.staging.cuda` has the one there is so far.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from worker_client.staging.staging import Flat
+
+_MODULES = {"cuda": ("worker_client.staging.cuda", "CudaDevice")}  # by type of torch's devices
+
+
+class Copy(Protocol):
+    """A copy that was asked for."""
+
+    def wait(self) -> None:
+        """Block until it has been made; any thread may.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+
+
+class Device(Protocol):
+    """One device; any thread may call it. Each of its methods may raise `DeviceError`."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked memory of the host, as bytes."""
+
+    def follow(self, *tensors: torch.Tensor) -> None:
+        """Let later copies to the host wait for what this thread's current stream has to do so far.
+
+        Args:
+            tensors: what will be copied, or copied to; their memory is kept for as long.
+
+        Raises:
+            ConfigError: the current stream is being captured, not run.
+        """
+
+    def to_host(self, block: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Ask for a copy from the device to page-locked memory, of the same shape and dtype."""
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Ask for a copy to the device, from page-locked memory or from the device itself."""
+
+    def returning(self) -> AbstractContextManager[object]:
+        """Make the stream of copies to the device this thread's current one."""
+
+
+def is_on_device(data: Any) -> bool:
+    """Whether `data` is a torch tensor in the memory of a device that can be staged."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor) and data.device.type in _MODULES
+
+
+def flatten(tensor: torch.Tensor) -> Flat:
+    """Give access to a tensor's bytes where they are; `staging.staging.flatten` does."""
+    flat: Flat = import_module("worker_client.staging.staging").flatten(tensor)
+    return flat
+
+
+def open_device(device: torch.device) -> Device:
+    """Return a device with streams of its own."""
+    module, name = _MODULES[device.type]
+    opened: Device = getattr(import_module(module), name)(device)
+    return opened

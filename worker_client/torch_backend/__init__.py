@@ -1,0 +1,359 @@
+"""torch.distributed backend ``reduction``: all-reduces through reducers, the rest through Gloo.
+
+``import worker_client.torch_backend`` registers it, and then
+``torch.distributed.init_process_group("reduction")`` is all that a script changes. A group keeps a
+Gloo group of the same ranks inside, registered as the backend of its devices, which does the rest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import threading
+from datetime import timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # what torch.distributed's are, with types
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BuiltinCommHookType,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceScatterOptions,
+)
+from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _world
+from torch.nn.parallel import DistributedDataParallel
+
+from reducer.errors import ConfigError, LocalProtocolError
+from worker_client.client import startup
+from worker_client.client.hierarchical import HierarchicalClient
+from worker_client.client.rendezvous import ProcessGroup
+from worker_client.staging.arguments import parse_op
+from worker_client.torch_backend.collectives import (
+    DEVICES,
+    OPS,
+    Reduction,
+    asked,
+    either,
+    inner,
+    op_name,
+    packed,
+    reducible,
+    scattered,
+    take_in,
+)
+from worker_client.torch_backend.work import ReductionWork, untraced
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Work as TorchWork
+
+    from worker_client.client.client import Client
+
+NAME = "reduction"
+OLDEST = "2.7.0.dev0"  # torch
+
+log = logging.getLogger(__name__)
+
+
+_GLOOS = ConfigError("Gloo makes this reduction: not every tensor and reduction can go to reducers")
+
+
+@untraced
+class ReductionGroup(TorchProcessGroup):
+    """A process group whose all-reduces and reduce-scatters go through reducers.
+
+    The default group joins its job at once. Each group made of it is a job of its own on the
+    reducers, ``JOB.GROUP``, which its members join with their first reduction.
+
+    Args:
+        options: what torch knows of the group: its store, ranks, name and timeout.
+
+    Raises:
+        ConfigError: a setting is wrong; the message says what to write.
+        ReducerLostError: a reducer did not answer; the message names it.
+    """
+
+    def __init__(self, options: Any, _: object = None) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo = ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        take_in(self, self._gloo)
+        # The same without this class's methods, which C++ code would call again.
+        self._inner = TorchProcessGroup(options.store, rank, size)
+        take_in(self._inner, self._gloo)
+        self._options = options
+        self._client: Client | None = None
+        self._closed = self._warned = False
+        self._declined = 0  # reductions that Gloo has made before there was a client
+        self._joining = threading.Lock()
+        if not options.global_ranks_in_group and size > 1:
+            self.join()  # all ranks are here, which later need not be so
+
+    @property
+    def client(self) -> Client | None:
+        """The client that this group's reductions go through, None while it has none."""
+        return self._client
+
+    def join(self) -> Client:
+        """Return the group's client, made if there is none; then all members must come here.
+
+        Raises:
+            ReductionError: as `worker_client.init`.
+        """
+        with self._joining:
+            if self._closed:
+                raise LocalProtocolError("the process group was destroyed: make a new one")
+            if self._client is None:
+                self._client = self._connect()
+                for _ in range(self._declined):
+                    self._client.decline(_GLOOS)
+                atexit.register(self._client.shutdown)  # for scripts that destroy no group
+            return self._client
+
+    def _connect(self) -> Client:
+        """Join the job of this group: the parent's name and its own, or what its ranks agree on."""
+        options = self._options
+        rank, size, store = options.group_rank, options.group_size, options.store
+
+        number = count()
+
+        def make_private(timeout_s: float) -> TorchProcessGroup:
+            apart = PrefixStore(f"reduction/private/{next(number)}", store)
+            group = TorchProcessGroup(apart, rank, size)
+            timeout = timedelta(seconds=timeout_s)
+            take_in(group, ProcessGroupGloo(apart, rank, size, timeout=timeout))
+            return group
+
+        parent = dist.group.WORLD if dist.is_initialized() else None
+        known = parent.client if isinstance(parent, ReductionGroup) else None
+        if isinstance(known, HierarchicalClient):
+            known = None  # each local rank has a job of its own
+        return startup.connect(
+            job=None if known is None else known.settings.job,
+            timeout=self._given_timeout_s(),
+            group=ProcessGroup(
+                rank,
+                options.global_ranks_in_group or range(size),
+                PrefixStore("reduction", store),
+                make_private=make_private,
+                name=str(options.group_id) if options.global_ranks_in_group else "",
+                timeout_s=options.timeout.total_seconds(),
+            ),
+        )
+
+    def _given_timeout_s(self) -> float | None:
+        """Return the group's timeout in seconds, None if it is torch's default.
+
+        It is the inner group's, where torch keeps the one that is set later.
+        """
+        timeout = self._gloo.options._timeout  # noqa: SLF001 (no public name)
+        return None if timeout == default_pg_timeout else timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the job and the inner group; what is in progress fails."""
+        self._leave()
+        self._inner.shutdown()
+
+    def abort(self) -> None:
+        """Do as `shutdown` does, which waits for nobody either."""
+        self._leave()
+        self._inner.abort()
+
+    def _leave(self) -> None:
+        with self._joining:
+            self._closed = True
+            if self._client is not None:
+                atexit.unregister(self._client.shutdown)
+                self._client.shutdown()
+
+    # -- what reducers do ---------------------------------------------------------------------
+
+    def allreduce(  # type: ignore[override] # (one method for its overloads)
+        self,
+        tensors: torch.Tensor | list[torch.Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+    ) -> TorchWork:
+        """Reduce a tensor in place; `torch.distributed.all_reduce` describes it."""
+        given = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        options = asked(AllreduceOptions(), opts if op is None else op, timeout)
+        if self._can_reduce(given, options.reduceOp):
+            return self._reduce(Reduction(given, given), options)
+        self._count()
+        return self._inner.allreduce(given, options)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
+        """Reduce tensors in place, those of one dtype as one buffer."""
+        options = asked(AllreduceCoalescedOptions(), opts, None)
+        if self._can_reduce(tensors, options.reduceOp):
+            op = parse_op(OPS[op_name(options.reduceOp)])
+            return self._reduce(packed(tensors, self.join(), op), options)
+        self._count()
+        return self._inner.allreduce_coalesced(tensors, options)
+
+    def reduce_scatter(
+        self,
+        outputs: torch.Tensor | list[torch.Tensor],
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> TorchWork:
+        """Keep the reduction of this rank's tensor of a list; see `reduce_scatter`."""
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        options = asked(ReduceScatterOptions(), opts, timeout)
+        if self._can_reduce([one for per_rank in inputs for one in per_rank], options.reduceOp):
+            return self._reduce(scattered(outputs, inputs, self.rank()), options)
+        self._count()
+        return self._inner.reduce_scatter(outputs, inputs, options)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
+    ) -> TorchWork:
+        """Keep this rank's part of a tensor's reduction; see `reduce_scatter_tensor`."""
+        options = asked(ReduceScatterOptions(), opts, None)
+        if self._can_scatter([output], [whole], options.reduceOp):
+            return self._scatter([output], [whole], options)
+        self._count()
+        theirs = either(self._inner, "reduce_scatter_single", "_reduce_scatter_base")
+        return theirs(output, whole, options)
+
+    def reduce_scatter_single_coalesced(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: Any = None,
+    ) -> TorchWork:
+        """Do as `reduce_scatter_single` does for several tensors."""
+        options = asked(ReduceScatterOptions(), opts, None)
+        if self._can_scatter(outputs, inputs, options.reduceOp):
+            return self._scatter(outputs, inputs, options)
+        self._count()
+        names = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+        return either(self._inner, *names)(outputs, inputs, options)
+
+    # As torch called them before 2.13.
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    # -- what Gloo does -----------------------------------------------------------------------
+
+    # C++ code looks for these in this class. Where it finds none it calls Gloo itself, and takes
+    # the GIL with it (torch's PyProcessGroup): Gloo's lock may then be held by a thread of Gloo's
+    # that waits for the GIL to free the last reference to a tensor, and both wait for ever.
+    allgather = inner("allgather")
+    all_gather_single = inner("all_gather_single", "_allgather_base")
+    all_gather_single_coalesced = inner(
+        "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+    )
+    all_to_all_single = inner("all_to_all_single", "alltoall_base")
+    alltoall = inner("alltoall")
+    barrier = inner("barrier")
+    broadcast = inner("broadcast")
+    gather = inner("gather")
+    recv = inner("recv")
+    recvAnysource = inner("recv_anysource")  # noqa: N815 (C++ looks for it by its name there)
+    reduce = inner("reduce")
+    scatter = inner("scatter")
+    send = inner("send")
+    # As torch called them before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _count(self) -> None:
+        """Count a reduction that Gloo makes: where reducers make it, at other ranks, it fails."""
+        with self._joining:
+            if self._client is None:
+                self._declined += self.size() > 1
+            elif self._client.usable:
+                self._client.decline(_GLOOS)
+
+    def _can_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp) -> bool:
+        if not self._warned and any(tensor.device.type != "cpu" for tensor in tensors):
+            self._warned = True
+            log.warning("tensors that are not on the CPU are reduced by Gloo, not by reducers")
+        return self.size() > 1 and reducible(tensors, op)
+
+    def _can_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: dist.ReduceOp
+    ) -> bool:
+        return self._can_reduce(inputs, op) and all(
+            output.dtype == whole.dtype and output.numel() * self.size() == whole.numel()
+            for output, whole in zip(outputs, inputs, strict=True)
+        )
+
+    def _scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
+    ) -> TorchWork:
+        parts = [whole.reshape(-1).tensor_split(self.size()) for whole in inputs]
+        return self._reduce(scattered(outputs, parts, self.rank()), options)
+
+    def _reduce(self, reduction: Reduction, options: Any) -> ReductionWork:
+        client = self.join()
+        timeout_s = options.timeout.total_seconds()
+        if timeout_s <= 0:  # torch's way to say: the group's
+            timeout_s = self._given_timeout_s() or client.timeout_s
+        op = OPS[op_name(options.reduceOp)]
+        works = [client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers]
+        return ReductionWork(
+            works,
+            reduction.results,
+            reduction.finish,
+            in_callback=lambda: client.in_callback,
+        )
+
+
+def register() -> None:
+    """Make ``init_process_group("reduction")`` known to torch, which it may be already.
+
+    Raises:
+        ConfigError: this torch cannot have it.
+    """
+    if torch.__version__ < OLDEST:  # and before its pre-releases
+        raise ConfigError(
+            f"the backend needs torch 2.7 or later, this is {torch.__version__}: DDP asks a "
+            "Python backend's work for its future, which older ones refuse. Install a later torch, "
+            "or use worker_client.attach(), which works with 2.6"
+        )
+    if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
+        dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
+        _replace_fp16_compress()
+
+
+def _replace_fp16_compress() -> None:
+    """Give DDP models over this backend torch's Python hook where they ask for its C++ twin.
+
+    `FP16_COMPRESS` asserts that the all-reduce's future holds a C++ list, and a future made in
+    Python holds an object. There is no such assertion in `ALLREDUCE`, DDP's default.
+    """
+    ddp: Any = DistributedDataParallel
+    builtin = ddp._register_builtin_comm_hook  # noqa: SLF001 (no public name)
+
+    @functools.wraps(builtin)
+    def register_hook(model: Any, comm_hook_type: BuiltinCommHookType) -> None:
+        fp16 = comm_hook_type == BuiltinCommHookType.FP16_COMPRESS
+        if fp16 and isinstance(model.process_group, ReductionGroup):
+            model.register_comm_hook(model.process_group, fp16_compress_hook)
+        else:
+            builtin(model, comm_hook_type)
+
+    ddp._register_builtin_comm_hook = register_hook  # noqa: SLF001
+
+
+def bytes_reduced() -> int:
+    """Return the bytes that reducers have reduced for all groups of this process that there are."""
+    groups = [group for group in _world.pg_map if isinstance(group, ReductionGroup)]
+    return sum(group.client.bytes_reduced for group in groups if group.client is not None)
+
+
+register()

@@ -1,0 +1,136 @@
+"""Which of torch.distributed's collectives reducers can do, and how these become all-reduces."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo  # torch.distributed's, typed
+
+from worker_client.staging.host_buffer import DTYPES, find_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import Work
+
+    from reducer.wire.constants import ReduceOp
+    from worker_client.client.client import Client
+
+DEVICES = ["cpu", "cuda"]
+OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
+_DTYPES = {getattr(torch, name) for name in DTYPES}
+
+
+class Reduction(NamedTuple):
+    """A collective as all-reduces.
+
+    Attributes:
+        buffers: what is all-reduced, in this order, in place.
+        results: the tensors that hold the result at the end.
+        finish: fills `results` from `buffers`; None if they are the same.
+    """
+
+    buffers: list[torch.Tensor]
+    results: list[torch.Tensor]
+    finish: Callable[[], None] | None = None
+
+
+def op_name(op: Any) -> str:
+    """Return the name of a torch.distributed.ReduceOp, such as ``"SUM"``."""
+    return str(op.op.name)
+
+
+def reducible(tensors: Sequence[torch.Tensor], op: Any) -> bool:
+    """Whether reducers can do this, by what is alike at all ranks."""
+    name = op_name(op)
+    return (
+        name in OPS
+        and bool(tensors)
+        and all(
+            tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and tensor.dtype in _DTYPES
+            and (name != "AVG" or tensor.dtype.is_floating_point)
+            for tensor in tensors
+        )
+    )
+
+
+def packed(tensors: list[torch.Tensor], client: Client, op: ReduceOp) -> Reduction:
+    """Return the reduction of tensors in place, packed where each travels as it would alone."""
+    kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in tensors]
+    packs = [[tensors[at] for at in group] for group in client.packs(kinds, op)]
+    buffers = [torch.cat([tensor.detach().reshape(-1) for tensor in pack]) for pack in packs]
+
+    def unpack() -> None:
+        for pack, buffer in zip(packs, buffers, strict=True):
+            for tensor, part in zip(pack, _split(buffer, pack), strict=True):
+                _fill(tensor, part)
+
+    return Reduction(buffers, tensors, unpack)
+
+
+def scattered(
+    outputs: list[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], rank: int
+) -> Reduction:
+    """Return the reduction of inputs of which each rank keeps its own.
+
+    The whole is reduced: reducers send every result to all ranks.
+
+    Args:
+        outputs: one per collective, of the shape of this rank's input.
+        inputs: for each of them one tensor per rank; left as they are.
+        rank: this rank.
+    """
+    buffers = [torch.cat([one.detach().reshape(-1) for one in per_rank]) for per_rank in inputs]
+
+    def keep() -> None:
+        for output, buffer, per_rank in zip(outputs, buffers, inputs, strict=True):
+            _fill(output, _split(buffer, per_rank)[rank])
+
+    return Reduction(buffers, outputs, keep)
+
+
+def _split(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return torch.split_with_sizes(buffer, [tensor.numel() for tensor in tensors])
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.detach().copy_(values.view(tensor.shape))
+
+
+def take_in(group: ProcessGroup, gloo: ProcessGroupGloo) -> None:
+    """Let Gloo do what this group does not do itself, on all devices."""
+    gloo._set_sequence_number_for_group()  # noqa: SLF001 (this, and what follows, as torch does)
+    for device in DEVICES:
+        kind = ProcessGroup.BackendType.GLOO
+        group._register_backend(torch.device(device), kind, gloo)  # noqa: SLF001
+    group._set_default_backend(kind)  # noqa: SLF001
+
+
+def asked(options: Any, given: Any, timeout: timedelta | None) -> Any:
+    """Return what is asked for, of which torch takes either options or an operation."""
+    if isinstance(given, type(options)):
+        options = given
+    elif given is not None:
+        options.reduceOp = given
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def either(group: ProcessGroup, new: str, old: str) -> Callable[..., Work]:
+    """Return a method that torch calls by another name since 2.13."""
+    method: Callable[..., Work] = getattr(group, new, None) or getattr(group, old)
+    return method
+
+
+def inner(name: str, old: str = "") -> Any:
+    """Return a method that does what the group in ``self._inner`` does under this name."""
+
+    def delegate(self: Any, *given: Any, **options: Any) -> Work:
+        return either(self._inner, name, old)(*given, **options)
+
+    return delegate
