@@ -92,10 +92,13 @@ def _hear(ranks: Ranks) -> list[dict[str, Any]]:
     Raises:
         CrewError: one did not come in time.
     """
-    said = [ranks.hear(PATIENCE_S) for _ in range(WORKERS)]
-    found = [one for one in said if one is not None]
-    if len(found) < WORKERS:
-        raise ranks.stalled(f"{PATIENCE_S:g} s did not suffice for the ranks to say something")
+    found: list[dict[str, Any]] = []
+    while len(found) < WORKERS:
+        running = ranks.running
+        if (said := ranks.hear(PATIENCE_S)) is not None:
+            found.append(said)
+        elif ranks.running == running:  # else one has said its line and ended before another did
+            raise ranks.stalled(f"{PATIENCE_S:g} s did not suffice for the ranks to say something")
     return found
 
 
