@@ -39,7 +39,7 @@ SOURCES = {
         *FLIGHT,
         "reducer/failpoints/failpoints.c",
     ],
-    "worker_client.fusion._submissions": [],
+    "worker_client.fusion._tensor_queue": [],
     "worker_client.staging._cast": [
         f"worker_client/staging/cast_{name}.c" for name in ("dispatch", "generic", "avx2", "avx512")
     ],

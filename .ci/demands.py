@@ -42,7 +42,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # -- workers
     (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
     (_modules("fallback handover returning"), (f"{JOBS}fallback.py",)),
-    (_modules("survivors part journal meeting"), (f"{JOBS}survivors.py",)),
+    (_modules("elastic flat replay_log reconcile"), (f"{JOBS}survivors.py",)),
     (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
     (
         _modules("hierarchical node_* placement"),

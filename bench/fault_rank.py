@@ -20,7 +20,7 @@ import numpy as np
 import worker_client
 from bench import oracle
 from reducer.errors import ReductionError
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from worker_client.client.client import Client

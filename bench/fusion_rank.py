@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from worker_client import config
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -31,7 +31,7 @@ from bench.guarantee_judge import Judge
 from bench.guarantee_plan import MAIN, NAMED, THREADS, Call, Plan
 from bench.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter
 from reducer.errors import ConfigError, ReductionError, ReductionTimeout
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

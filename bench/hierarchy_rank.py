@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 MODES = {"flat": "off", "hierarchical": "auto"}
 DEVICE = "eth0"

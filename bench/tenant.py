@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 
 def main() -> None:

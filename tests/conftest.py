@@ -17,7 +17,7 @@ import reducer
 from reducer.runtime import implementation
 from tests.extended import ROWS
 from tests.ranks import SETTINGS, Forked
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ FLOORS = {
 }
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {
-    "_submissions": {"fusion", "staging"},
+    "_tensor_queue": {"fusion", "staging"},
 }
 FRAMEWORKS = {
     *("torch", "lightning", "accelerate", "transformers", "deepspeed"),

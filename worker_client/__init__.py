@@ -72,7 +72,7 @@ def init(
         ReducerLostError: a reducer did not answer; the message names it.
         ReductionError: a reducer refused this worker; the class says why.
     """
-    default = import_module("worker_client.client.startup").DEFAULT
+    default = import_module("worker_client.client.bootstrap").DEFAULT
     client: Client = default.get(
         servers=servers,
         embedded=embedded,

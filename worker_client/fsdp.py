@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 import worker_client
 from reducer.errors import ConfigError
 from reducer.wire.constants import ReduceOp
-from worker_client.client.startup import connect_part
+from worker_client.client.bootstrap import connect_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

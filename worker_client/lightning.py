@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
 from worker_client import config, ddp
-from worker_client.client import startup
+from worker_client.client import bootstrap
 
 if TYPE_CHECKING:
     from worker_client.client.client import Client
@@ -84,7 +84,7 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
         """Wrap the model, and attach to it; Lightning calls this when a fit begins."""
         super().configure_ddp()
         self._failed = False
-        self._ours = self._given is None and not startup.DEFAULT.exists
+        self._ours = self._given is None and not bootstrap.DEFAULT.exists
         self.client = ddp.attach(self.model, self._given, wrapper=self._wrapper)
 
     def on_exception(self, exception: BaseException) -> None:

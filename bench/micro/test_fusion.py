@@ -13,12 +13,12 @@ import pytest
 
 from reducer.runtime.implementation import NAMES
 from worker_client.fusion.fusion_buffers import FusionBuffers
-from worker_client.fusion.submissions import twin
+from worker_client.fusion.tensor_queue import twin
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-    from worker_client.fusion.request import Request, Submissions
+    from worker_client.fusion.tensor_queue import Request, Submissions
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -17,7 +17,7 @@ SERVE = ["-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level",
 # Rank 0 of 2: all-reduces of 3 chunks of ones, until it is told to stop by the end of its input.
 WORK = """
 import sys, numpy as np
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 with connect(rank=0, world_size=2, connect_timeout="500ms", timeout="300ms") as client:
     print("joined", flush=True)
     for _ in sys.stdin:

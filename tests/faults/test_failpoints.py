@@ -18,7 +18,7 @@ from reducer.failpoints import DROPPING, LEAVE_S, Action, Failpoint, Place, pars
 from reducer.runtime import _loop as reducer_loop
 from tests.faults.processes import reducer, worker
 from tests.integration.calls import ones
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.runtime import _loop as worker_loop
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ def refusals(mesh: Any) -> dict[str, str]:
     fsdp.attach(twice)
     everybody = mesh["replicate"].get_group()
     whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    with worker_client.client.startup.connect(
+    with worker_client.client.bootstrap.connect(
         rank=0, world_size=1, job=f"alone-{dist.get_rank()}"
     ) as alone:
         return {

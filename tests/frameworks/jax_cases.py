@@ -12,7 +12,7 @@ import pytest
 import worker_client
 from reducer.errors import ConfigError, MismatchError
 from tests.frameworks.cases import main
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.jax import all_reduce, broadcast, value_and_grad
 
 client = worker_client.init()

@@ -14,7 +14,7 @@ import tensorflow as tf
 import worker_client
 from reducer.errors import ConfigError
 from tests.frameworks.cases import main
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.keras import (
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,

@@ -12,7 +12,7 @@ import tensorflow as tf
 import worker_client
 from reducer.errors import ConfigError, MismatchError, RankLostError
 from tests.frameworks.cases import main
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.tensorflow import DistributedGradientTape, all_reduce, broadcast_variables
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import ConfigError, ReductionError
 from tests.ranks import write_result
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.collectives import all_gather_bytes
 
 STEPS = 20

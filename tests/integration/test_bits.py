@@ -15,7 +15,7 @@ import pytest
 from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import local_pool
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

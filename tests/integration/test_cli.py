@@ -17,7 +17,7 @@ import pytest
 
 from reducer import config, local_pool
 from reducer.errors import ConfigError, ReducerLostError, ReductionError
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 REDUCER = str(Path(sys.executable).with_name("reducer"))
 

@@ -31,7 +31,7 @@ from reducer.wire.constants import ReduceOp
 from tests.conftest import local_pool
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.commands.demo.ranks import free_port
 from worker_client.staging.host_buffer import host_buffer
 

@@ -17,7 +17,7 @@ from bench.ranks import Ranks
 from reducer.errors import ConfigError
 from tests.conftest import local_pool
 from tests.ranks import Loopback
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

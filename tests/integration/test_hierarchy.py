@@ -28,7 +28,7 @@ from worker_client.client.hierarchical import HierarchicalClient
 from worker_client.communicators.node_sockets import meet
 from worker_client.communicators.placement import arrange
 from worker_client.fusion.fusion import Fusion
-from worker_client.fusion.submissions import twin
+from worker_client.fusion.tensor_queue import twin
 from worker_client.protocol.spec import Settings
 from worker_client.runtime import implementation
 

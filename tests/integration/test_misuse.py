@@ -21,7 +21,7 @@ from reducer.errors import (
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,7 +24,7 @@ from reducer.errors import (
 )
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

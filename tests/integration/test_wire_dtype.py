@@ -17,7 +17,7 @@ from reducer.wire.constants import ReduceOp
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of
 from worker_client._packing import all_reduce_arrays
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.staging import casts, wire_cast
 
 if TYPE_CHECKING:

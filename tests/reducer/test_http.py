@@ -26,7 +26,7 @@ from reducer.monitoring.observer import Desk, JobView, Observer, merge_jobs
 from reducer.server import Server
 from tests.conftest import joined
 from tests.reducer.ports import ask, serving
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

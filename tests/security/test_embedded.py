@@ -14,7 +14,7 @@ RANK = """
 import numpy, torch, torch.distributed as dist, worker_client
 from reducer.errors import AuthError
 from worker_client.runtime.zmtp_greeting import greet, split
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
 client = worker_client.init()

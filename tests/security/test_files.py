@@ -23,7 +23,7 @@ from reducer.runtime.keyring import LOOK_S, Keyring
 from reducer.runtime.transport import make_pair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner, owner
 from tests.security.conftest import serving, until
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 from worker_client.runtime import credentials as worker_keys
 
 A, B = (make_pair().public for _ in range(2))

@@ -27,7 +27,7 @@ from reducer.wire.messages import Hello, decode_error, encode
 from tests.conftest import joined, local_pool
 from tests.integration.calls import all_reduce, errors_of, ones
 from tests.security.conftest import WAIT_S, busy, until
-from worker_client.client.startup import connect
+from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

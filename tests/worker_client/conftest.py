@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.conftest import local_pool
-from worker_client.client import startup
+from worker_client.client import bootstrap
 from worker_client.runtime import driver
 from worker_client.staging import device, staged_call
 
@@ -36,7 +36,7 @@ def make(
     def one(rank: int = 0, world_size: int = 1) -> Client:
         job = f"{request.node.name}-{time.monotonic_ns() if world_size == 1 else ''}"
         made.append(
-            startup.connect(servers=pool, rank=rank, world_size=world_size, job=job, timeout=20)
+            bootstrap.connect(servers=pool, rank=rank, world_size=world_size, job=job, timeout=20)
         )
         return made[-1]
 

@@ -65,7 +65,7 @@ STORM = """
 import signal, sys, threading
 import numpy as np
 from reducer.errors import LocalProtocolError
-from worker_client.client import startup
+from worker_client.client import bootstrap
 
 calm = True
 
@@ -86,7 +86,7 @@ signal.signal(signal.SIGINT, interrupt)
 print("ready", flush=True)
 caught = clients = 0
 while caught < 400:
-    client = startup.connect(servers=sys.argv[1], rank=0, world_size=1, job=f"storm {clients}")
+    client = bootstrap.connect(servers=sys.argv[1], rank=0, world_size=1, job=f"storm {clients}")
     clients += 1
     try:
         work(client)

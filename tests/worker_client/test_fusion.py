@@ -23,7 +23,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import PLACES
 from tests.conftest import joined, local_pool
-from worker_client.fusion import waiting
+from worker_client.fusion import tensor_queue
 from worker_client.protocol import pending
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None
 def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
     job: Job, busy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in (pending, waiting):
+    for module in (pending, tensor_queue):
         monkeypatch.setattr(module, "STRAGGLER_S", 0.3)
     caplog.set_level(logging.WARNING)
     clients = job(3)

@@ -21,9 +21,9 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
-from worker_client.communicators.journal import Entry, Journal
-from worker_client.communicators.meeting import Meeting
 from worker_client.communicators.membership import Membership
+from worker_client.communicators.reconcile import Meeting
+from worker_client.communicators.replay_log import Entry, Journal
 from worker_client.protocol.link import Link
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import Settings

@@ -18,7 +18,7 @@ from reducer.runtime.implementation import NAMES
 from worker_client.fusion import fusion, negotiation
 from worker_client.fusion.fusion import Fusion
 from worker_client.fusion.negotiation import GivenUp
-from worker_client.fusion.submissions import twin
+from worker_client.fusion.tensor_queue import twin
 from worker_client.work import PlainWork
 
 if TYPE_CHECKING:

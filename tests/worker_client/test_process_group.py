@@ -6,7 +6,7 @@ import pytest
 
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import MAX_OWNER_BYTES, owner
-from worker_client.client import enlisting
+from worker_client.client import bootstrap
 from worker_client.client.rendezvous import ProcessGroup
 from worker_client.config import NAMED
 
@@ -47,7 +47,7 @@ def test_ranks_of_a_run_share_what_others_have_not() -> None:
     for _ in range(2):
         store = torch.distributed.HashStore()
         ranks = [ProcessGroup(rank, [0, 1], store, make_private=none) for rank in range(2)]
-        runs = {enlisting._run(each, 2) for each in ranks}
+        runs = {bootstrap._run(each, 2) for each in ranks}
         assert len(runs) == 1
         said += runs
     assert len(set(said)) == 2

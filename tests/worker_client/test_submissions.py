@@ -18,14 +18,14 @@ from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.fusion import negotiation
 from worker_client.fusion.negotiation import Tensor
-from worker_client.fusion.submissions import twin
+from worker_client.fusion.tensor_queue import twin
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from worker_client.fusion.request import Submissions
+    from worker_client.fusion.tensor_queue import Submissions
 
     Submit = Callable[..., Any]
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.communicators.part import Part
+from worker_client.communicators.elastic import Survivors
+from worker_client.communicators.flat import Part
 from worker_client.communicators.returning import Past, Returning
-from worker_client.communicators.survivors import Survivors
 from worker_client.protocol.names import own, refused
 from worker_client.protocol.operation import Operation
 from worker_client.runtime import faults, implementation
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reducer.failpoints import Failpoint
+    from worker_client.communicators.elastic import Ended, Left
     from worker_client.communicators.fallback import Fallback
-    from worker_client.communicators.survivors import Ended, Left
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
     from worker_client.protocol.handover import Unfinished

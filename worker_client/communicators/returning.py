@@ -28,7 +28,7 @@ from worker_client.runtime.driver import STOP_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.communicators.part import Part
+    from worker_client.communicators.flat import Part
     from worker_client.protocol.spec import Settings
 
     Ended = Callable[[Operation, ReductionError | None], None]

@@ -27,7 +27,7 @@ from reducer.errors import (
 )
 from worker_client.fusion.fusion_buffers import FusionBuffers, group
 from worker_client.fusion.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation
-from worker_client.fusion.waiting import Waiting
+from worker_client.fusion.tensor_queue import Waiting
 from worker_client.staging.host_buffer import HostBuffer
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.constants import DType, ReduceOp
     from worker_client.fusion.negotiation import Decision, Tensor
-    from worker_client.fusion.request import MakeSubmissions, Request
+    from worker_client.fusion.tensor_queue import MakeSubmissions, Request
     from worker_client.work import Work
 
     StandIn = Callable[[Tensor], Any]

@@ -26,7 +26,6 @@ from worker_client.horovod.broadcasting import (
     broadcast_async,
     broadcast_async_,
 )
-from worker_client.horovod.compression import Compression
 from worker_client.horovod.gather import (
     allgather,
     allgather_async,
@@ -34,11 +33,21 @@ from worker_client.horovod.gather import (
     grouped_allgather_async,
     reducescatter,
 )
-from worker_client.horovod.handles import Handle, poll, synchronize
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.join import join
 from worker_client.horovod.objects import allgather_object, broadcast_object
-from worker_client.horovod.ops import Adasum, Average, Max, Min, Product, Sum
+from worker_client.horovod.ops import (
+    Adasum,
+    Average,
+    Compression,
+    Handle,
+    Max,
+    Min,
+    Product,
+    Sum,
+    poll,
+    synchronize,
+)
 from worker_client.horovod.optimizer import DistributedOptimizer
 from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
 

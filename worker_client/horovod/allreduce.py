@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.compression import Compression
-from worker_client.horovod.ops import Op, choose
+from worker_client.horovod.ops import Compression, Op, choose
 from worker_client.horovod.reduction import Asked, dense_copy, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from worker_client.horovod.compression import Compressor
-    from worker_client.horovod.handles import Handle
+    from worker_client.horovod.ops import Compressor, Handle
 
 
 class _AllReduce(torch.autograd.Function):

@@ -12,8 +12,8 @@ import torch
 from reducer.errors import ConfigError
 from worker_client.collectives import Broadcast, check_root
 from worker_client.horovod.allreduce import allreduce
-from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT
+from worker_client.horovod.ops import Handle
 from worker_client.horovod.reduction import dense_copy
 
 

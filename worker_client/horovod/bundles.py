@@ -8,14 +8,13 @@ import torch
 
 from reducer.errors import ConfigError
 from worker_client.horovod.gather import gather_rows
-from worker_client.horovod.handles import Handle
-from worker_client.horovod.ops import Op
+from worker_client.horovod.ops import Handle, Op
 from worker_client.horovod.reduction import Asked, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from worker_client.horovod.compression import Compressor
+    from worker_client.horovod.ops import Compressor
 
 _GATHERED = (Op.AVERAGE, Op.SUM)
 

@@ -15,16 +15,14 @@ from reducer.errors import ConfigError
 from worker_client.collectives import all_gather_bytes
 from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.broadcasting import as_bytes
-from worker_client.horovod.compression import Compression
-from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.ops import Op, choose
+from worker_client.horovod.ops import Compression, Handle, Op, choose
 from worker_client.horovod.reduction import Asked, dense_copy, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from worker_client.horovod.compression import Compressor
+    from worker_client.horovod.ops import Compressor
 
 
 # -- all-gather ---------------------------------------------------------------------------------

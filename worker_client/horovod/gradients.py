@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.horovod.bundles import Bundle
-from worker_client.horovod.handles import wait_for_all
+from worker_client.horovod.ops import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

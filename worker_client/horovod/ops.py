@@ -1,13 +1,17 @@
-"""What ranks may reduce by, in Horovod's names and numbers."""
+"""What scripts name in calls: reductions, compression of gradients, and handles."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, ReductionError
 from reducer.wire.constants import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
 
 
 class Op(IntEnum):
@@ -106,3 +110,136 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor))
+
+
+class Compressor(Protocol):
+    """What `compression=` takes: a class or an object with these two functions."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return what is to be reduced, and what `decompress` needs to know."""
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Return the reduced tensor as it was before `compress`."""
+
+
+class NoneCompressor:
+    """Tensors travel as they are."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return the tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:  # noqa: ARG004
+        """Return the tensor itself."""
+        return tensor
+
+
+class FP16Compressor:
+    """Floating types travel as float16, and are summed in float32."""
+
+    wire = torch.float16
+
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """Return the tensor in 16 bits, and the dtype it had."""
+        narrow = tensor.to(cls.wire) if tensor.dtype.is_floating_point else tensor
+        return narrow, tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
+        """Return the tensor in the dtype it had."""
+        return tensor if ctx is None else tensor.to(ctx)
+
+
+class BF16Compressor(FP16Compressor):
+    """Floating types travel as bfloat16, which has float32's range, and are summed in float32."""
+
+    wire = torch.bfloat16
+
+
+class Compression:
+    """The compressors by their names."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+
+
+class Waitable(Protocol):
+    """What a handle may be made of: an all-reduce's `Work`, or another handle."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+    def wait(self) -> Any:
+        """Wait until it has ended."""
+
+
+class Handle:
+    """One asynchronous call, which may be made of several all-reduces.
+
+    Args:
+        works: the all-reduces; none for what is done already.
+        finish: makes the call's result of theirs, once; in the thread that waits first.
+    """
+
+    def __init__(self, works: Sequence[Waitable], finish: Callable[[], Any]) -> None:
+        self._works = works
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(work.done() for work in self._works)
+
+    def wait(self) -> Any:
+        """Wait until all is done, and return the call's result: a tensor or a list of tensors.
+
+        Raises:
+            ReductionError: an all-reduce failed; the class and its attributes say why.
+        """
+        if self._finish is not None:
+            wait_for_all(self._works)
+            self._result = self._finish()
+            self._works, self._finish = (), None
+        return self._result
+
+
+def wait_for_all(works: Iterable[Waitable]) -> None:
+    """Wait for every one, and only then raise the first one's error, if there is one.
+
+    Raises:
+        ReductionError: an all-reduce failed.
+    """
+    first: ReductionError | None = None
+    for work in works:
+        try:
+            work.wait()
+        except ReductionError as error:  # noqa: PERF203 (one by one is the point)
+            first = first or error
+    if first is not None:
+        raise first
+
+
+def poll(handle: Handle) -> bool:
+    """Whether an asynchronous call is done, so that `synchronize` would not wait."""
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an asynchronous call and return its result; in-place ones are complete only then.
+
+    Raises:
+        ReductionError: it failed; the class and its attributes say why.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: Handle) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ConfigError(f"a handle of an asynchronous call is needed, got {handle!r}")
+    return handle

@@ -15,15 +15,14 @@ import torch
 
 from reducer.errors import ConfigError, LocalProtocolError
 from worker_client.horovod.bundles import Options
-from worker_client.horovod.compression import Compression
 from worker_client.horovod.gradients import Gradients
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.ops import Op, choose
+from worker_client.horovod.ops import Compression, Op, choose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from worker_client.horovod.compression import Compressor
+    from worker_client.horovod.ops import Compressor
 
 
 class _Distributed(torch.optim.Optimizer):

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.handles import Handle
 from worker_client.horovod.job import CURRENT, part_of
-from worker_client.horovod.ops import Op, divides, on_the_wire, scale_
+from worker_client.horovod.ops import Handle, Op, divides, on_the_wire, scale_
 from worker_client.staging.arguments import parse_op
 from worker_client.staging.host_buffer import find_dtype
 

@@ -11,9 +11,9 @@ from reducer.errors import ConfigError
 from reducer.wire.header import fingerprint
 from worker_client.collectives import broadcast_bytes
 from worker_client.horovod.broadcasting import check, start_broadcast
-from worker_client.horovod.handles import wait_for_all
 from worker_client.horovod.job import CURRENT, short
 from worker_client.horovod.objects import broadcast_object
+from worker_client.horovod.ops import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
 from reducer.errors import ConfigError, LocalProtocolError
-from worker_client.client import startup
+from worker_client.client import bootstrap
 from worker_client.client.hierarchical import HierarchicalClient
 from worker_client.client.rendezvous import ProcessGroup
 from worker_client.staging.arguments import parse_op
@@ -135,7 +135,7 @@ class ReductionGroup(TorchProcessGroup):
         known = parent.client if isinstance(parent, ReductionGroup) else None
         if isinstance(known, HierarchicalClient):
             known = None  # each local rank has a job of its own
-        return startup.connect(
+        return bootstrap.connect(
             job=None if known is None else known.settings.job,
             timeout=self._given_timeout_s(),
             group=ProcessGroup(

@@ -10,7 +10,7 @@ import typer
 
 from reducer.errors import ConfigError
 from worker_client import config
-from worker_client.client import startup
+from worker_client.client import bootstrap
 from worker_client.commands.doctor.examine import examine
 from worker_client.commands.doctor.findings import Health, compare, mbit
 from worker_client.commands.launch import report
@@ -42,7 +42,7 @@ def doctor(*, as_json: bool) -> int:
         for line in report(resolved):
             typer.echo(line)
         typer.echo("")
-    connect = partial(startup.connect_alone, connect_timeout=PATIENCE_S)
+    connect = partial(bootstrap.connect_alone, connect_timeout=PATIENCE_S)
     found = compare([examine(address, connect, servers) for address in servers])
     if as_json:
         typer.echo(json.dumps(_facts(resolved, found), indent=2))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
-    from worker_client.communicators.journal import Entry, Journal
+    from worker_client.communicators.replay_log import Entry, Journal
     from worker_client.protocol.spec import Settings
 
 

@@ -22,8 +22,8 @@ from reducer.wire.constants import DType
 from worker_client.staging.arguments import parse
 from worker_client.staging.host_buffer import host_buffer
 from worker_client.fusion.negotiation import MOST_KNOWN, Tensor
-from worker_client.fusion.request import Request
-from worker_client.fusion.submissions import in_progress
+from worker_client.fusion.tensor_queue import Request
+from worker_client.fusion.tensor_queue import in_progress
 
 cdef type _ARRAY = np.ndarray
 cdef object _new_lock = threading.Lock
@@ -47,7 +47,7 @@ for _code, _dtype in {
 
 
 cdef class RequestState:
-    """The attributes of a request; see `worker_client.fusion.request.Request`."""
+    """The attributes of a request; see `worker_client.fusion.tensor_queue.Request`."""
 
     cdef public object tensor, data, write_back, missing
     cdef public Py_ssize_t call
@@ -70,7 +70,7 @@ cdef class RequestState:
 
 
 class CompiledRequest(RequestState, Request):
-    """See `worker_client.fusion.request.Request`."""
+    """See `worker_client.fusion.tensor_queue.Request`."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ cdef class Known:
 
 
 cdef class CompiledSubmissions:
-    """See `worker_client.fusion.request.Submissions`; arguments are those of `PlainSubmissions`."""
+    """See `tensor_queue.Submissions`; arguments are those of `PlainSubmissions`."""
 
     cdef public dict requests, calls
     cdef public object refusal
@@ -103,7 +103,7 @@ cdef class CompiledSubmissions:
         self._timeout_s, self._threshold = timeout_s, threshold
 
     def submit(self, data, op, name, timeout):
-        """Accept a tensor; see `worker_client.fusion.request.Submissions`."""
+        """Accept a tensor; see `worker_client.fusion.tensor_queue.Submissions`."""
         cdef object made = CompiledRequest()  # a variable of C's type could not hold the class
         cdef RequestState request = <RequestState>made
         cdef object dtype = borrow(request, data)
@@ -149,12 +149,12 @@ cdef class CompiledSubmissions:
 
     @staticmethod
     def pack(list requests, unsigned char[::1] into):
-        """Copy to a fusion buffer; see `worker_client.fusion.request.Submissions`."""
+        """Copy to a fusion buffer; see `worker_client.fusion.tensor_queue.Submissions`."""
         move(requests, into, packing=True)
 
     @staticmethod
     def unpack(list requests, unsigned char[::1] packed):
-        """Copy results and end requests; see `worker_client.fusion.request.Submissions`."""
+        """Copy results and end requests; see `worker_client.fusion.tensor_queue.Submissions`."""
         cdef RequestState request
         move(requests, packed, packing=False)
         for made in requests:

@@ -4,7 +4,7 @@ from typing import Any
 
 from reducer.errors import ReductionError
 from reducer.wire.constants import ReduceOp
-from worker_client.fusion.request import Request
+from worker_client.fusion.tensor_queue import Request
 from worker_client.work import Lead
 
 class RequestState: ...

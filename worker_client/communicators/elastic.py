@@ -20,16 +20,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
-from worker_client.communicators.journal import Entry, Journal
-from worker_client.communicators.meeting import Meeting, NewLossError
 from worker_client.communicators.membership import Membership
+from worker_client.communicators.reconcile import Meeting, NewLossError
+from worker_client.communicators.replay_log import Entry, Journal
 from worker_client.protocol.names import own
 from worker_client.runtime.driver import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.communicators.part import Part
+    from worker_client.communicators.flat import Part
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import Settings
 
