@@ -40,7 +40,7 @@ from reducer.errors import (
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
 from worker_client.client.client import Client
-from worker_client.communicators.node_fold import finish, fold, folded_as, itemsize
+from worker_client.client.node_fold import finish, fold, folded_as
 from worker_client.communicators.reasons import describe, revive, translate
 from worker_client.protocol.names import refused
 from worker_client.runtime.driver import STOP_S
@@ -51,7 +51,7 @@ from worker_client.work import PlainWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client.communicators.node_fold import Array
+    from worker_client.client.node_fold import Array
     from worker_client.communicators.node_sockets import Mates
     from worker_client.communicators.placement import Place
     from worker_client.protocol.spec import Settings
@@ -97,7 +97,7 @@ class _Call:
 
     def pieces(self, ranks: int) -> Iterator[list[memoryview]]:
         """Yield each piece of the buffer, cut into parts for the ranks of a node."""
-        size = itemsize(self.buffer.dtype)
+        size = self.buffer.dtype.itemsize
         view = self.buffer.view
         step = max(
             PIECE_BYTES, -(-view.nbytes // (MOST_PIECES * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT
@@ -278,7 +278,7 @@ class HierarchicalClient(Client):
             self._mates.exchange(_IN, parts, rows, call.until)
             folded = fold(rows, call.buffer.dtype, op)
             left_s = max(call.until - time.monotonic(), _SHORTEST_S)
-            sent = HostBuffer(folded.view(np.uint8).data, folded_as(call.buffer.dtype), None)
+            sent = HostBuffer(folded.data, folded_as(call.buffer.dtype), None)
             with self._order:
                 asked = sent, op, call.name, left_s, None, None, None, call.rounded
                 between = super()._submit_buffer(inner, asked)
