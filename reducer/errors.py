@@ -7,7 +7,11 @@ are different classes. Each leaf that can cross the network has one code in
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ReductionError(RuntimeError):
@@ -41,6 +45,34 @@ def rebuild(
     error: ReductionError = built_in.__new__(cls)
     error.args = args
     error.__dict__.update(attributes)
+    return error
+
+
+def renumbered(error: ReductionError, ranks: Sequence[int], where: str) -> ReductionError:
+    """Return an error of a job that is a part of another one, in that one's numbers of ranks.
+
+    Args:
+        error: its `rank`, `other_rank` and `missing` count ranks of the part.
+        ranks: of the whole job, by rank of the part.
+        where: the part, for the message.
+    """
+    error = copy.copy(error)
+    named: dict[int, int] = {}
+
+    def number(rank: int) -> int:
+        if 0 <= rank < len(ranks):
+            named[rank] = ranks[rank]
+        return named.get(rank, rank)
+
+    for field in ("rank", "other_rank", "missing"):
+        match getattr(error, field, None):
+            case int(rank):
+                setattr(error, field, number(rank))
+            case tuple(missing):
+                setattr(error, field, tuple(map(number, missing)))
+    if named:
+        who = ", ".join(f"rank {part} is rank {whole}" for part, whole in named.items())
+        error.args = (f"{error} ({where}, where {who} of the job)",)
     return error
 
 
@@ -135,6 +167,39 @@ class MismatchError(ReductionError):
         self.other_rank = other_rank
         self.expected = expected
         self.got = got
+
+    @classmethod
+    def between(
+        cls,
+        what: str,
+        field: str,
+        one: tuple[int, Any],
+        other: tuple[int, Any],
+        *,
+        called: str = "",
+        sequence: int | None = None,
+    ) -> MismatchError:
+        """Return the error of two ranks that disagree on a field.
+
+        Args:
+            what: they disagree on a field of this, such as ``all-reduce 7``.
+            field: as the attribute of that name.
+            one: a rank, and the value that it gave.
+            other: another rank, and its value.
+            called: the field in the message, if that is not its name.
+            sequence: as the attribute of that name.
+        """
+        (rank, expected), (other_rank, got) = one, other
+        return cls(
+            f"{what}: ranks disagree on {called or field}: rank {rank} says {expected}, "
+            f"rank {other_rank} says {got}",
+            field=field,
+            rank=rank,
+            other_rank=other_rank,
+            expected=expected,
+            got=got,
+            sequence=sequence,
+        )
 
 
 class RankLostError(ReductionError):

@@ -115,12 +115,14 @@ class Broadcast:
         first, (_, root, what) = asked[0]
         for other, (_, its_root, its_what) in asked:
             if its_root != root:
-                raise _mismatch("root", first, other, root, its_root)
+                raise _mismatch("root", (first, root), (other, its_root))
             if its_what != what:
                 mine = "something else"
                 known = {fingerprint(self._what): self._what}
                 raise _mismatch(
-                    "dtype or shape", first, other, known.get(what, mine), known.get(its_what, mine)
+                    "dtype or shape",
+                    (first, known.get(what, mine)),
+                    (other, known.get(its_what, mine)),
                 )
         if root not in {rank for rank, _ in asked}:
             raise RankLostError(f"rank {root}, whose data was to be sent, is lost", rank=root)
@@ -130,16 +132,8 @@ class Broadcast:
         return [one.tobytes() for one in self.sent[self._size :].reshape(-1, _ASKED.size)]
 
 
-def _mismatch(field: str, rank: int, other: int, expected: object, got: object) -> MismatchError:
-    return MismatchError(
-        f"ranks disagree on the {field} of a broadcast: rank {rank} says {expected}, rank {other} "
-        f"says {got}",
-        field=field,
-        rank=rank,
-        other_rank=other,
-        expected=expected,
-        got=got,
-    )
+def _mismatch(field: str, one: tuple[int, object], other: tuple[int, object]) -> MismatchError:
+    return MismatchError.between("broadcast", field, one, other, called=f"the {field}")
 
 
 def all_gather_bytes(client: Client, payload: bytes, *, name: str | None = None) -> list[bytes]:

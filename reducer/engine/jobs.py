@@ -318,15 +318,8 @@ class Membership:
         ]
         for name, what, expected, got in said:
             if expected != got:
-                raise MismatchError(
-                    f"job {job.name!r}: ranks disagree on {what}: rank {job.first_rank} says "
-                    f"{expected}, rank {header.rank} says {got}",
-                    field=name,
-                    rank=job.first_rank,
-                    other_rank=header.rank,
-                    expected=expected,
-                    got=got,
-                )
+                one, other = (job.first_rank, expected), (header.rank, got)
+                raise MismatchError.between(f"job {job.name!r}", name, one, other, called=what)
         if header.rank in job.members:
             raise DuplicateRankError(
                 f"job {job.name!r} already has a live rank {header.rank}: give each process its "

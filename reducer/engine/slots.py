@@ -421,13 +421,6 @@ def mismatch_of_epochs(header: Header, first: Header) -> MismatchError:
 def _mismatch(
     header: Header, field: str, rank: int, expected: str | int, got: str | int
 ) -> MismatchError:
-    return MismatchError(
-        f"all-reduce {header.sequence // PLACES}: ranks disagree on {field}: rank {rank} says "
-        f"{expected}, rank {header.rank} says {got}",
-        field=field,
-        rank=rank,
-        other_rank=header.rank,
-        expected=expected,
-        got=got,
-        sequence=header.sequence,
-    )
+    what = f"all-reduce {header.sequence // PLACES}"
+    one, other = (rank, expected), (header.rank, got)
+    return MismatchError.between(what, field, one, other, sequence=header.sequence)

@@ -288,7 +288,7 @@ def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(
     for error in far:
         assert isinstance(error, MismatchError)
         assert error.field == "call"
-        assert "ranks of one node disagree" in str(error)
+        assert "within a node: ranks disagree" in str(error)
     check(six, "float32", "mean", 100)
 
 

@@ -54,9 +54,9 @@ def test_a_root_that_is_no_rank_is_refused(job: Callable[..., list[Client]]) -> 
 @pytest.mark.parametrize(
     ("root", "dtype", "shape", "said"),
     [
-        (1, np.float32, (6,), "root of a broadcast: rank 0 says 0, rank 2 says 1"),
-        (0, np.int32, (6,), r"dtype or shape .*: rank 0 says .*, rank 2 says "),
-        (0, np.float32, (2, 3), r"dtype or shape .*: rank 0 says .*, rank 2 says "),
+        (1, np.float32, (6,), "disagree on the root: rank 0 says 0, rank 2 says 1"),
+        (0, np.int32, (6,), r"dtype or shape: rank 0 says .*, rank 2 says "),
+        (0, np.float32, (2, 3), r"dtype or shape: rank 0 says .*, rank 2 says "),
         (0, np.float32, (7,), "total_bytes"),
     ],
     ids=["root", "dtype", "shape", "size"],

@@ -267,13 +267,13 @@ def test_errors_name_the_ranks_as_the_job_numbers_them() -> None:
     whole = Membership.whole(POOL)
     present = whole.without({0}, [])
     lost = RankLostError("rank 2 died", rank=2)
-    assert whole.translate(lost) is lost
-    told = present.translate(lost)
+    assert whole.renumbered(lost) is lost
+    told = present.renumbered(lost)
     assert told.rank == 3
-    assert "(1, 2, 3)" in str(told)
+    assert "rank 2 is rank 3 of the job" in str(told)
     assert lost.rank == 2, "the original is another rank's as well"
     mismatch = MismatchError("differ", field="op", rank=0, other_rank=1, expected="SUM", got="MAX")
-    told = present.translate(mismatch)
+    told = present.renumbered(mismatch)
     assert (told.rank, told.other_rank) == (1, 2)
-    assert present.translate(ReductionTimeout("late", missing=(0, 2))).missing == (1, 3)
-    assert isinstance(present.translate(ReducerLostError("gone", reducer="a:1")), ReducerLostError)
+    assert present.renumbered(ReductionTimeout("late", missing=(0, 2))).missing == (1, 3)
+    assert isinstance(present.renumbered(ReducerLostError("gone", reducer="a:1")), ReducerLostError)

@@ -12,9 +12,10 @@ from reducer.errors import (
     ReducerLostError,
     ReductionError,
     ReductionTimeout,
+    renumbered,
 )
 from worker_client.communicators.node_sockets import MESSAGE_BYTES
-from worker_client.communicators.reasons import describe, revive, translate
+from worker_client.communicators.reasons import describe, revive
 
 MISMATCH = MismatchError(
     "they differ", field="dtype", rank=0, other_rank=1, expected="FLOAT32", got="INT8", sequence=7
@@ -52,15 +53,16 @@ def test_the_longest_error_fits_into_a_message() -> None:
 
 def test_nodes_become_ranks() -> None:
     across = (2, 6, 10)
-    lost = translate(RankLostError("rank 1 is gone", rank=1), across)
+    lost = renumbered(RankLostError("rank 1 is gone", rank=1), across, "between nodes")
     assert isinstance(lost, RankLostError)
     assert lost.rank == 6
     assert str(lost) == "rank 1 is gone (between nodes, where rank 1 is rank 6 of the job)"
-    late = translate(ReductionTimeout("late", missing=(0, 2)), across)
+    late = renumbered(ReductionTimeout("late", missing=(0, 2)), across, "between nodes")
     assert isinstance(late, ReductionTimeout)
     assert late.missing == (2, 10)
-    differ = translate(MISMATCH, across)
+    differ = renumbered(MISMATCH, across, "between nodes")
     assert isinstance(differ, MismatchError)
     assert (differ.rank, differ.other_rank) == (2, 6)
     assert MISMATCH.rank == 0  # others may hold the same error
-    assert str(translate(ReducerLostError("gone", reducer="a:1"), across)) == "gone"
+    gone = ReducerLostError("gone", reducer="a:1")
+    assert str(renumbered(gone, across, "between nodes")) == "gone"

@@ -36,12 +36,13 @@ from reducer.errors import (
     MismatchError,
     RankLostError,
     ReductionError,
+    renumbered,
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
 from worker_client.client.client import Client
 from worker_client.client.node_fold import finish, fold, folded_as
-from worker_client.communicators.reasons import describe, revive, translate
+from worker_client.communicators.reasons import describe, revive
 from worker_client.protocol.names import refused
 from worker_client.runtime.driver import STOP_S
 from worker_client.runtime.forks import forks
@@ -304,14 +305,8 @@ class HierarchicalClient(Client):
         for rank, other in zip(self.place.mates, said, strict=True):
             for field, expected, got in zip(fields, said[0], other, strict=False):
                 if expected != got:
-                    return MismatchError(
-                        f"ranks of one node disagree on the {field} of an all-reduce: rank {first} "
-                        f"says {expected!r}, rank {rank} says {got!r}",
-                        field=field,
-                        rank=first,
-                        other_rank=rank,
-                        expected=expected,
-                        got=got,
+                    return MismatchError.between(
+                        "all-reduce within a node", field, (first, expected), (rank, got)
                     )
         return None
 
@@ -353,7 +348,7 @@ class HierarchicalClient(Client):
             concurrent.futures.wait([future], _TICK_S)
         error = future.exception()
         if error is None or isinstance(error, ReductionError):
-            return None if error is None else translate(error, across)
+            return None if error is None else renumbered(error, across, "between nodes")
         raise error
 
     def _check_usable(self) -> None:

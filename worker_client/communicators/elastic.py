@@ -165,11 +165,11 @@ class Survivors:
                 return  # it has merely ended another one
             entry = self._attempts.pop(attempt)
             if error is not None and self._may_be_made_again(error):
-                self._cause = self._cause or self._membership.translate(error)
+                self._cause = self._cause or self._membership.renumbered(error)
                 self._recover()
                 self._idle.notify_all()
                 return
-            told = None if error is None else self._membership.translate(error)
+            told = None if error is None else self._membership.renumbered(error)
             entry.finish(bytes(attempt.view) if told is None else None, told)
             reached = self.part.session.flight.reached
             self._journal.prune(reached)
@@ -252,7 +252,7 @@ class Survivors:
         except (RankLostError, MismatchError, NewLossError) as error:
             return self._fail_to_meet(part, membership, lost, error)
         except ReductionError as error:
-            raise membership.translate(error) from None
+            raise membership.renumbered(error) from None
         finally:
             self._ends += meeting.ends
         self._go_on(part, membership, lost, meeting.last)
@@ -266,7 +266,7 @@ class Survivors:
             with self._gate:
                 self._suspects.add(membership.present[error.rank])
         if not self._await_loss(lost):
-            raise membership.translate(error) if isinstance(error, ReductionError) else self._why
+            raise membership.renumbered(error) if isinstance(error, ReductionError) else self._why
         for rank in sorted(self._suspects - lost):
             why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
             part.driver.fail(RankLostError(why, rank=membership.present.index(rank)))

@@ -261,7 +261,7 @@ class Fallback:
                 continue  # some ranks have asked for more in a call before, which fails there
             if call.number < max(numbers):
                 other = numbers.index(max(numbers))
-                return _mismatch("call", self._rank, call.number, other, max(numbers))
+                return _mismatch("call", (self._rank, call.number), (other, max(numbers)))
             begun = any(share.chunks for share in shares)
             if stay.back is not None and not begun and self._may_leave(stay, call.number):
                 stay.over = stay.back.settle([Offer(*one) for one in offers])
@@ -273,7 +273,7 @@ class Fallback:
                     if field == "refusal" and theirs[field]:
                         return operation.refusal or refused(rank, theirs[field])
                     if theirs[field] != everywhere[0][field]:
-                        return _mismatch(field, 0, everywhere[0][field], rank, theirs[field])
+                        return _mismatch(field, (0, everywhere[0][field]), (rank, theirs[field]))
             return None
 
     def _may_leave(self, stay: Stay, number: int) -> bool:
@@ -354,16 +354,8 @@ class Fallback:
         ]
 
 
-def _mismatch(field: str, rank: int, expected: object, other: int, got: object) -> MismatchError:
-    return MismatchError(
-        f"ranks disagree on the {field} of a call through the process group: rank {rank} says "
-        f"{expected!r}, rank {other} says {got!r}",
-        field=field,
-        rank=rank,
-        other_rank=other,
-        expected=expected,
-        got=got,
-    )
+def _mismatch(field: str, one: tuple[int, object], other: tuple[int, object]) -> MismatchError:
+    return MismatchError.between("call through the process group", field, one, other)
 
 
 def _asked_for(call: Unfinished) -> Operation:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from reducer.errors import MismatchError, RankLostError, ReductionTimeout
+from reducer.errors import RankLostError, renumbered
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
@@ -86,22 +85,11 @@ class Membership:
         left, whole = len(self.present), len(before.present)
         return 2 * left > whole or (2 * left == whole and before.present[0] in self.present)
 
-    def translate(self, error: ReductionError) -> ReductionError:
+    def renumbered(self, error: ReductionError) -> ReductionError:
         """Return an error in which ranks are numbered as in `all`."""
         if len(self.present) == self.all.world_size:
             return error
-        error = copy.copy(error)
-        if isinstance(error, (RankLostError, MismatchError)):
-            error.rank = self._known(error.rank)
-        if isinstance(error, MismatchError):
-            error.other_rank = self._known(error.other_rank)
-        if isinstance(error, ReductionTimeout):
-            error.missing = tuple(map(self._known, error.missing))
-        error.args = (f"{error} (numbering the ranks {self.present} from 0 on)",)
-        return error
-
-    def _known(self, rank: int) -> int:
-        return self.present[rank] if 0 <= rank < len(self.present) else rank
+        return renumbered(error, self.present, "without lost ranks")
 
 
 def marked(job: str, what: object) -> str:

@@ -1,8 +1,7 @@
-"""Errors that the ranks of a node tell each other, and what they are in the whole job's ranks."""
+"""Errors that the ranks of a node tell each other."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from reducer import errors
@@ -36,26 +35,3 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return value[:_LONGEST_VALUE]  # ranks
     return str(value)[:_LONGEST_VALUE]
-
-
-def translate(error: ReductionError, across: tuple[int, ...]) -> ReductionError:
-    """Return an error of the job between nodes in the ranks of the whole job.
-
-    Args:
-        error: its `rank`, `other_rank` and `missing` count nodes.
-        across: rank of the whole job, by node.
-    """
-    error = copy.copy(error)
-    nodes: list[int] = []
-    for field in ("rank", "other_rank", "missing"):
-        match getattr(error, field, None):
-            case int(node):
-                setattr(error, field, across[node])
-                nodes.append(node)
-            case tuple(missing):
-                setattr(error, field, tuple(across[node] for node in missing))
-                nodes += missing
-    if nodes:
-        who = ", ".join(f"rank {node} is rank {across[node]}" for node in dict.fromkeys(nodes))
-        error.args = (f"{error} (between nodes, where {who} of the job)",)
-    return error

@@ -368,12 +368,5 @@ def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchEr
         for of in (one, other)
     )
     field = "total_bytes" if field == "nbytes" else field
-    return MismatchError(
-        f"all-reduce {one['name']!r}: ranks disagree on {field}: rank {rank} says {says}, "
-        f"rank {other_rank} says {other_says}",
-        field=field,
-        rank=rank,
-        other_rank=other_rank,
-        expected=says,
-        got=other_says,
-    )
+    what = f"all-reduce {one['name']!r}"
+    return MismatchError.between(what, field, (rank, says), (other_rank, other_says))
