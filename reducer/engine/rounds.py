@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 
@@ -64,35 +64,24 @@ class Send(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine has done since it started.
+    """What an engine has done since it started; `/metrics` says of each what stands beside it."""
 
-    Attributes:
-        refused: messages that were answered with an error.
-        ignored: those that were not, because their sender had been told enough.
-        dropped: peers that broke the protocol, and were closed.
-        claims: chunks whose result a rank held from another reducer, which was lost.
-        supplied: results that such a rank has sent for those that lacked them.
-        unauthenticated: connections, HELLOs and members that were refused for want of a key that
-            allows them; on a pool with keys, all connections whose handshake failed.
-        over_limit: of the refused messages, those that would have gone beyond a limit.
-        closed: connections that were closed because they went beyond what a connection may do.
-    """
-
-    contributions: int = 0
-    results: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    duplicates: int = 0
-    late: int = 0
-    refused: int = 0
-    rounds_failed: int = 0
-    claims: int = 0
-    supplied: int = 0
-    ignored: int = 0
-    dropped: int = 0
-    unauthenticated: int = 0
-    over_limit: int = 0
-    closed: int = 0
+    contributions: Annotated[int, "Contributions taken."] = 0
+    results: Annotated[int, "Results sent, one for each rank."] = 0
+    bytes_in: Annotated[int, "Bytes of contributions taken."] = 0
+    bytes_out: Annotated[int, "Bytes of results sent."] = 0
+    duplicates: Annotated[int, "Contributions that were here already."] = 0
+    late: Annotated[int, "Contributions to all-reduces that were over."] = 0
+    refused: Annotated[int, "Messages refused."] = 0  # answered with an error
+    rounds_failed: Annotated[int, "All-reduces that failed."] = 0
+    claims: Annotated[int, "Chunks whose result a rank held from a reducer that was lost."] = 0
+    supplied: Annotated[int, "Results that such ranks have sent for others."] = 0
+    ignored: Annotated[int, "Messages of peers that had been told enough."] = 0
+    dropped: Annotated[int, "Peers that broke the protocol."] = 0  # and were closed
+    # For want of a key that allows them; on a pool with keys, every handshake that failed.
+    unauthenticated: Annotated[int, "Connections, HELLOs and members that were not admitted."] = 0
+    over_limit: Annotated[int, "Messages refused because of a limit."] = 0
+    closed: Annotated[int, "Connections closed because of what they did, or did not do."] = 0
 
     def __add__(self, other: Counters) -> Counters:
         """Return the sum of both, counter by counter."""

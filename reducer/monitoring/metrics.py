@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+
+from reducer.engine.rounds import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,21 +21,8 @@ if TYPE_CHECKING:
 MAX_LABELLED_JOBS = 32  # those with the most memory; a job's name is a tenant's to choose
 
 _COUNTERS = {
-    "contributions": "Contributions taken.",
-    "results": "Results sent, one for each rank.",
-    "bytes_in": "Bytes of contributions taken.",
-    "bytes_out": "Bytes of results sent.",
-    "duplicates": "Contributions that were here already.",
-    "late": "Contributions to all-reduces that were over.",
-    "refused": "Messages refused.",
-    "rounds_failed": "All-reduces that failed.",
-    "claims": "Chunks whose result a rank held from a reducer that was lost.",
-    "supplied": "Results that such ranks have sent for others.",
-    "unauthenticated": "Connections, HELLOs and members that were not admitted.",
-    "ignored": "Messages of peers that had been told enough.",
-    "dropped": "Peers that broke the protocol.",
-    "over_limit": "Messages refused because of a limit.",
-    "closed": "Connections closed because of what they did, or did not do.",
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Counters, include_extras=True).items()
 }
 
 
