@@ -36,7 +36,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
     # -- reducers
     ("reducer/kernels/*", (f"{JOBS}bits.py",)),
-    ("reducer/monitoring/* reducer/commands/status*", ("tests/reducer",)),
+    ("reducer/monitoring/* reducer/commands/status.py", ("tests/reducer",)),
     ("reducer/failpoints/* */faults.py", ("tests/faults",)),
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers

@@ -1,27 +1,55 @@
-"""`reducer status` and `reducer top`: what reducers do, as their HTTP ports tell it."""
+"""`reducer status` and `reducer top`: what reducers do, as their HTTP ports tell it, in tables."""
 
 from __future__ import annotations
 
 import itertools
 import json as standard_json
+import socket
 import time
-from typing import TYPE_CHECKING, Annotated
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from reducer.commands.status_client import Found, addresses, read_all
-from reducer.commands.status_tables import rates_between, render
-from reducer.monitoring.status import dump
+from reducer.config import parse_http
+from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
+from reducer.monitoring.status import dump, load, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rich.console import RenderableType
 
+    from reducer.monitoring.status import JobStatus, ReducerStatus
+
+TIMEOUT_S = 4.0  # for each step of a request
+MAX_BYTES = 4 << 20  # of an answer; `reducer.monitoring.status` keeps it far smaller
+MAX_ROWS = 40  # of jobs
 PIPE_WIDTH = 200  # characters
+_AT_ONCE = 16
 Ports = Annotated[str, typer.Argument(metavar="HOST:PORT,...", help="HTTP ports of reducers.")]
+
+
+class Found(NamedTuple):
+    """What one reducer said, or why it said nothing."""
+
+    address: str
+    status: ReducerStatus | None
+    error: ReductionError | None
+
+
+class Rates(NamedTuple):
+    """What a reducer did between two looks, per second."""
+
+    contributions: float
+    bytes_in: float
+    bytes_out: float
 
 
 def status(
@@ -86,3 +114,213 @@ def _as_json(each: Found) -> dict[str, object]:
     if each.status is None:
         return {"http": each.address, "error": str(each.error)}
     return {"http": each.address, **standard_json.loads(dump(each.status))}
+
+
+def addresses(text: str) -> list[str]:
+    """Read ``HOST:PORT,HOST:PORT``.
+
+    Raises:
+        ConfigError: an address is none, or there is none.
+    """
+    words = [word for word in (part.strip() for part in text.split(",")) if word]
+    if not words:
+        raise ConfigError("name the HTTP ports of reducers: HOST:PORT,HOST:PORT")
+    try:
+        return [parse_http(word) for word in words]
+    except ValueError:
+        raise ConfigError(f"write HTTP ports as HOST:PORT,HOST:PORT, got {text!r}") from None
+
+
+def read_all(ports: Sequence[str]) -> list[Found]:
+    """Ask all reducers at once; the answers are in the order of `ports`."""
+    with ThreadPoolExecutor(min(_AT_ONCE, len(ports))) as pool:
+        return list(pool.map(_find, ports))
+
+
+def read(port: str) -> ReducerStatus:
+    """Ask one reducer.
+
+    Args:
+        port: its HTTP port, ``host:port``.
+
+    Raises:
+        ReducerLostError: nobody answers there.
+        RemoteProtocolError: whoever answers is no reducer's HTTP port.
+    """
+    code, body = _get(port, "/status.json")
+    if code != 200:
+        raise RemoteProtocolError(
+            f"{port} answers HTTP, but is no reducer's port (status {code} for /status.json)"
+        )
+    try:
+        return load(body)
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(f"{port} answers with {error}") from None
+
+
+def _get(port: str, path: str) -> tuple[int, bytes]:
+    host, _, number = port.rpartition(":")
+    # Not urllib: that would send it through the proxies that the environment names.
+    connection = HTTPConnection(host.strip("[]"), int(number), timeout=TIMEOUT_S)
+    try:
+        connection.connect()
+        response, body = _exchange(connection, port, path)
+    except socket.gaierror:
+        raise ReducerLostError(f"{host} is no known host: check the name", reducer=port) from None
+    except ConnectionRefusedError:
+        raise ReducerLostError(
+            f"nothing listens at {port}: is the reducer running, and with --http {port}?",
+            reducer=port,
+        ) from None
+    except OSError as error:
+        reason = str(error) or type(error).__name__
+        raise ReducerLostError(f"{port} cannot be reached: {reason}", reducer=port) from None
+    finally:
+        connection.close()
+    if len(body) > MAX_BYTES:
+        raise RemoteProtocolError(f"{port} answers with more than {MAX_BYTES} bytes: no reducer")
+    return response.status, body
+
+
+def _exchange(connection: HTTPConnection, port: str, path: str) -> tuple[HTTPResponse, bytes]:
+    try:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response, response.read(MAX_BYTES + 1)
+    except (HTTPException, OSError):
+        # What libzmq says to a stranger is not HTTP, and may be nothing at all.
+        raise RemoteProtocolError(
+            f"{port} took the connection, but does not answer HTTP: name the port of --http, not "
+            "the one that workers use"
+        ) from None
+
+
+def _find(port: str) -> Found:
+    try:
+        return Found(port, read(port), None)
+    except ReductionError as error:
+        return Found(port, None, error)
+
+
+def render(found: Sequence[Found], rates: dict[str, Rates] | None = None) -> RenderableType:
+    """Return the tables of reducers and of jobs, and what is wrong.
+
+    Args:
+        found: what the reducers said.
+        rates: by address; with them rates are shown in place of totals.
+    """
+    parts: list[RenderableType] = [reducers(found, rates)]
+    known = [each.status for each in found if each.status]
+    if any(status.jobs for status in known):
+        parts.append(jobs(known))
+    parts += [Text(_plain(str(each.error)), style="red") for each in found if each.error]
+    return Group(*parts)
+
+
+def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> Table:
+    """Return one row for each reducer."""
+    per = "" if rates is None else "/s"
+    columns: dict[str, Callable[[ReducerStatus, Rates], str]] = {
+        "state": lambda its, _: its.state,
+        "jobs": lambda its, _: str(its.jobs_total),
+        "ranks": lambda its, _: str(max((lane.members for lane in its.lanes), default=0)),
+        "reserved": lambda its, _: _share(its.memory.reserved, its.memory.limit),
+        f"contributions{per}": lambda _, done: f"{done.contributions:,.0f}",
+        f"in{per}": lambda _, done: size(done.bytes_in),
+        f"out{per}": lambda _, done: size(done.bytes_out),
+        "refused": lambda its, _: str(its.counters.get("refused", 0)),
+        "failed": lambda its, _: str(its.counters.get("rounds_failed", 0)),
+    }
+    table = _table("Reducers", ("HTTP port", *columns), texts=2)
+    for address, its, _ in found:
+        row = ["unreachable", *["-"] * (len(columns) - 1)]
+        if its is not None:
+            totals = Rates(*(its.counters.get(name, 0) for name in Rates._fields))
+            done = totals if rates is None else rates.get(address, Rates(0, 0, 0))
+            row = [cell(its, done) for cell in columns.values()]
+        table.add_row(*map(_cell, [address, *row]))
+    return table
+
+
+def jobs(statuses: Sequence[ReducerStatus]) -> Table:
+    """Return one row for each generation of each job, over all reducers that have it."""
+    groups: dict[tuple[str, int], list[JobStatus]] = {}
+    for its in statuses:
+        for job in its.jobs:
+            groups.setdefault((job.name, job.generation), []).append(job)
+    ordered = sorted(groups.values(), key=lambda group: -sum(job.reserved for job in group))
+    rows = [_job(group, len(statuses)) for group in ordered[:MAX_ROWS]]
+    table = _table("Jobs", rows[0], texts=1)
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    if len(ordered) > MAX_ROWS or any(each.jobs_total > len(each.jobs) for each in statuses):
+        table.caption = "and further jobs, with less memory"
+    return table
+
+
+def rates_between(before: Sequence[Found], after: Sequence[Found]) -> dict[str, Rates]:
+    """Return what each reducer did between two looks; nothing of one that was restarted."""
+    earlier = {each.address: each.status for each in before if each.status}
+    found: dict[str, Rates] = {}
+    for each in after:
+        now, then = each.status, earlier.get(each.address)
+        if now is None or then is None or now.incarnation != then.incarnation:
+            continue
+        seconds = now.uptime_s - then.uptime_s
+        if seconds > 0:
+            found[each.address] = Rates(
+                *(_rate(now, then, name, seconds) for name in Rates._fields)
+            )
+    return found
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}" if nbytes < 999.5 else f"{nbytes:.0f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+def _rate(now: ReducerStatus, then: ReducerStatus, name: str, seconds: float) -> float:
+    return (now.counters.get(name, 0) - then.counters.get(name, 0)) / seconds
+
+
+def _share(nbytes: int, limit: int) -> str:
+    return f"{size(nbytes)}, {nbytes / max(1, limit):.0%}"
+
+
+def _job(group: Sequence[JobStatus], reducers: int) -> dict[str, str]:
+    """Return what reducers say of one job, by the names of the columns."""
+    first = min(group, key=lambda job: job.present)
+    return {
+        "job": first.name,
+        "generation": str(first.generation),
+        "reducers": f"{len(group)} of {reducers}",
+        "ranks": f"{first.present} of {first.world_size}",
+        "absent": first.ranks_absent or "none",
+        "held": size(sum(job.held for job in group)),
+        "reserved": size(sum(job.reserved for job in group)),
+        "rounds": str(max(job.rounds for job in group)),
+    }
+
+
+def _table(title: str, columns: Iterable[str], texts: int) -> Table:
+    """Return a table without rows: its first `texts` columns are of text, the others of numbers.
+
+    What does not fit into a cell goes on in the next line.
+    """
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < texts else "right", overflow="fold")
+    return table
+
+
+def _cell(text: str) -> Text:
+    return Text(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Whatever was read, let it do nothing to the terminal."""
+    return "\n".join(part if part.isprintable() else printable(part) for part in text.split("\n"))

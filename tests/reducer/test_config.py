@@ -10,7 +10,7 @@ import pytest
 from reducer import config as reducer_config
 from reducer import failpoints, units
 from reducer.commands import plan as plan_command
-from reducer.commands import status_client
+from reducer.commands import status as status_command
 from reducer.config import ReducerConfig
 from reducer.errors import ConfigError
 from worker_client import config
@@ -165,7 +165,7 @@ def test_addresses_are_alike_everywhere(text: str) -> None:
     assert reducer_config.load(bind=text).bind == "tcp://127.0.0.1:7"
     assert reducer_config.load(http=text).http == "127.0.0.1:7"
     assert config.load(servers=text).servers == ("127.0.0.1:7",)
-    assert status_client.addresses(text) == ["127.0.0.1:7"]
+    assert status_command.addresses(text) == ["127.0.0.1:7"]
 
 
 @pytest.mark.parametrize("host", EXPOSED)

@@ -15,8 +15,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from reducer.commands.status_client import Found, addresses, read, read_all
-from reducer.commands.status_tables import Rates, rates_between, render, size
+from reducer.commands.status import (
+    Found,
+    Rates,
+    addresses,
+    rates_between,
+    read,
+    read_all,
+    render,
+    size,
+)
 from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
 from reducer.monitoring import status
 from tests.conftest import joined
