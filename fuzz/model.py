@@ -204,7 +204,7 @@ class Model:
         """Check that nothing is left when everybody has gone."""
         engine = self._engine
         check(engine.jobs == [] and engine.held() == 0, "nothing is held when all have gone")
-        rest = engine._members._by_peer, engine._away, engine._claims
+        rest = engine._members._by_peer, engine._away, engine._contests
         check(not any(rest), f"nothing is remembered when all have gone: {rest}")
 
 

@@ -130,7 +130,7 @@ class DuplicateRankError(MembershipError):
     """Another live process already takes part under this rank.
 
     Attributes:
-        rank: the rank claimed twice.
+        rank: the contested rank.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:

@@ -15,7 +15,7 @@ from reducer import __version__, kernels
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Counters
 from reducer.failpoints import parse
-from reducer.monitoring.observer import Desk, Observer
+from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
 from reducer.runtime.faults import FaultyEngine, FaultyTransport
 from reducer.runtime.guard import LOOK_S, Guard
@@ -114,9 +114,9 @@ class Server:
             )
             for transport in transports
         ]
-        desks = [lane.desk for lane in self._lanes]
+        inboxes = [lane.inbox for lane in self._lanes]
         self.observer = Observer(
-            desks,
+            inboxes,
             self._lanes,
             self._stopping,
             version=__version__,
@@ -204,7 +204,7 @@ class _Lane(threading.Thread):
         self.failure: BaseException | None = None
         self._transport = transport
         self._guard = Guard(engine, transport, patience)
-        self.desk = Desk(engine, self._guard, transport.port)
+        self.inbox = StatusInbox(engine, self._guard, transport.port)
         self._make_loop = make_loop
         self.grace_s = 0.0
         self._stopping = stopping
@@ -221,7 +221,7 @@ class _Lane(threading.Thread):
                 os.sched_setaffinity(0, self._cpus)  # of this thread
             loop = self._make_loop(self.engine, self._transport)
             while not self._stopping.is_set():
-                self.desk.answer()
+                self.inbox.answer()
                 loop.step(self._guard.wait_s)
                 loop.send(self._guard.look(loop.clock.now()))
                 if self._keyring is not None:
@@ -241,7 +241,7 @@ class _Lane(threading.Thread):
         """Serve the jobs that are left for at most so long."""
         end = time.monotonic() + seconds
         while self.engine.jobs and time.monotonic() < end and not ends():
-            self.desk.answer()
+            self.inbox.answer()
             loop.step(LOOK_S)
             loop.send(self._guard.look(loop.clock.now()))
 

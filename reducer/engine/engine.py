@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from reducer.kernels import Kernels
 
 PING_INTERVAL_S = 0.5
-CLAIM_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
+CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
 AWAY_S = 1.0
@@ -58,7 +58,7 @@ MAX_LINES = 16  # about workers between two PINGs: whoever provokes them must no
 log = logging.getLogger(__name__)
 
 
-class Claim(NamedTuple):
+class RankContest(NamedTuple):
     """A HELLO for the rank of a member that may be dead; PINGs to it show by `due` whether."""
 
     peer: bytes
@@ -107,7 +107,7 @@ class Engine:
         self._lanes = lanes
         self._now = 0.0
         self._next_ping = 0.0
-        self._claims: list[Claim] = []
+        self._contests: list[RankContest] = []
         self.dropped: dict[bytes, None] = {}
         self.closing: list[bytes] = []
         self._refusals: dict[bytes, int] = {}  # of each peer, lately
@@ -202,7 +202,7 @@ class Engine:
         self.dropped[peer] = None
         self.closing.append(peer)
         self.counters.dropped += 1
-        self._claims = [claim for claim in self._claims if claim.peer != peer]
+        self._contests = [contest for contest in self._contests if contest.peer != peer]
         found = self._members.find(peer)
         if found is not None:
             rank = found[1].rank
@@ -242,15 +242,15 @@ class Engine:
 
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
-        self._claims = [claim for claim in self._claims if claim.peer != peer]
+        self._contests = [contest for contest in self._contests if contest.peer != peer]
         found = self._members.find(peer)
         if found is None or peer in self._away:
             return []
         job, member = found
         if self._reductions.closed is not None:
-            return self._leave(peer, self._lost(job, member)) + self._settle_claims(job, member)
+            return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
         self._away[peer] = self._now + AWAY_S
-        return self._settle_claims(job, member)
+        return self._settle_contests(job, member)
 
     def silent(self, peer: bytes, seconds: float) -> list[Send]:
         """Learn that nothing has come from a member for longer than its job's patience.
@@ -284,7 +284,7 @@ class Engine:
             self._refusals.clear()
             self._unknown.clear()
         # Every PING found these holders reachable, unless they have left: most are refused.
-        sends += self._decide(lambda claim: claim.due <= now)
+        sends += self._decide(lambda contest: contest.due <= now)
         for job in self._members.jobs.values():
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
             gone = encode(Stragglers(tuple(job.gone)[-MAX_NAMED_RANKS:])) if job.gone else None
@@ -305,7 +305,8 @@ class Engine:
             for rank, member in job.members.items()
         ]
         peers += [
-            (claim.peer, claim.header.rank, claim.key, claim.hello.job) for claim in self._claims
+            (contest.peer, contest.header.rank, contest.key, contest.hello.job)
+            for contest in self._contests
         ]
         told: dict[bytes, bytes] = {}
         lost: list[Send] = []
@@ -316,7 +317,7 @@ class Engine:
                 told[peer] = encode_error(error)
                 why = RankLostError(f"rank {rank}'s key was revoked", rank=rank)
                 lost += self._leave(peer, why)
-        self._claims = [claim for claim in self._claims if claim.peer not in told]
+        self._contests = [contest for contest in self._contests if contest.peer not in told]
         self.counters.unauthenticated += len(told)
         frame = Header(MessageType.ERROR).pack()
         sends = [Send(peer, frame, body) for peer, body in told.items()]
@@ -349,12 +350,12 @@ class Engine:
         if refusal is not None:
             raise refusal
         known = self._members.find(peer) is not None and peer not in self._away
-        if known or any(peer == claim.peer for claim in self._claims):
+        if known or any(peer == contest.peer for contest in self._contests):
             raise RemoteProtocolError("HELLO was said already")
         holder = self._members.holder(header)
         if holder is not None and holder.peer not in self._away:
-            due = self._now + hello.patience_ms / 1000 + CLAIM_SPARE_S
-            self._claims.append(Claim(peer, header, hello, due, key))
+            due = self._now + hello.patience_ms / 1000 + CONTEST_SPARE_S
+            self._contests.append(RankContest(peer, header, hello, due, key))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
         return self._join(peer, header, hello, key)
 
@@ -441,15 +442,15 @@ class Engine:
         frame = Header(MessageType.SHARD_MAP, job=job.key, generation=job.generation).pack()
         return Send(member.peer, frame, encode(loss))
 
-    def _settle_claims(self, job: Job, lost: Member) -> list[Send]:
+    def _settle_contests(self, job: Job, lost: Member) -> list[Send]:
         return self._decide(lambda c: (c.header.job, c.header.rank) == (job.key, lost.rank))
 
-    def _decide(self, due: Callable[[Claim], bool]) -> list[Send]:
-        decided = [claim for claim in self._claims if due(claim)]
-        self._claims = [claim for claim in self._claims if not due(claim)]
+    def _decide(self, due: Callable[[RankContest], bool]) -> list[Send]:
+        decided = [contest for contest in self._contests if due(contest)]
+        self._contests = [contest for contest in self._contests if not due(contest)]
         sends: list[Send] = []
-        for claim in decided:
-            sends += self._join(claim.peer, claim.header, claim.hello, claim.key)
+        for contest in decided:
+            sends += self._join(contest.peer, contest.header, contest.hello, contest.key)
         return sends
 
     def _supersede(self, job: Job, header: Header) -> list[Send]:

@@ -202,7 +202,7 @@ class Membership:
         return [member for _, member in self._by_peer.values()]
 
     def holder(self, header: Header) -> Member | None:
-        """Return the live member that already has the rank which this HELLO claims."""
+        """Return the live member that already has the rank that this HELLO asks for."""
         job = self.jobs.get(header.job)
         if job is None or job.generation != header.generation:
             return None

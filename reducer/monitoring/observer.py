@@ -56,7 +56,7 @@ class LaneView(NamedTuple):
     jobs: tuple[JobView, ...]
 
 
-class Desk:
+class StatusInbox:
     """Where other threads put their question to a serving thread.
 
     Args:
@@ -95,7 +95,7 @@ class Observer:
     """Reads the state of a whole reducer.
 
     Args:
-        desks: of its serving threads.
+        inboxes: of its serving threads.
         threads: the serving threads themselves.
         stopping: set when it is to stop.
         version: the package's.
@@ -104,7 +104,7 @@ class Observer:
 
     def __init__(
         self,
-        desks: Sequence[Desk],
+        inboxes: Sequence[StatusInbox],
         threads: Sequence[threading.Thread],
         stopping: threading.Event,
         *,
@@ -115,7 +115,7 @@ class Observer:
         self._version = version
         self._address = address
         self._incarnation = incarnation
-        self._desks = desks
+        self._inboxes = inboxes
         self._threads = threads
         self._stopping = stopping
         self._began = time.monotonic()
@@ -126,18 +126,18 @@ class Observer:
     def unhealthy(self) -> str:
         """Say what is wrong with the serving threads; nothing if all run, or have yet to begin."""
         now = time.monotonic()
-        for desk, thread in zip(self._desks, self._threads, strict=True):
+        for inbox, thread in zip(self._inboxes, self._threads, strict=True):
             if thread.ident is not None and not thread.is_alive() and not self._stopping.is_set():
-                return f"the thread at port {desk.port} has ended: see the log"
-            if thread.is_alive() and desk.ticked and now - desk.ticked > STALLED_S:
-                return f"the thread at port {desk.port} hangs: restart the reducer"
+                return f"the thread at port {inbox.port} has ended: see the log"
+            if thread.is_alive() and inbox.ticked and now - inbox.ticked > STALLED_S:
+                return f"the thread at port {inbox.port} hangs: restart the reducer"
         return ""
 
     def unready(self) -> str:
         """Say why no worker should connect; nothing if they may."""
         if self._stopping.is_set():
             return "draining: it is shutting down"
-        if not all(desk.ticked for desk in self._desks):
+        if not all(inbox.ticked for inbox in self._inboxes):
             return "starting: it does not serve yet"
         return self.unhealthy()
 
@@ -151,14 +151,14 @@ class Observer:
 
     def _look(self) -> ReducerStatus:
         questions = [
-            desk.ask() if thread.is_alive() else None
-            for desk, thread in zip(self._desks, self._threads, strict=True)
+            inbox.ask() if thread.is_alive() else None
+            for inbox, thread in zip(self._inboxes, self._threads, strict=True)
         ]
         deadline = time.monotonic() + ANSWER_S
         views: list[LaneView] = []
-        for desk, question in zip(self._desks, questions, strict=True):
+        for inbox, question in zip(self._inboxes, questions, strict=True):
             view = None if question is None else _answer(question, deadline)
-            views.append(view or _silent(desk.port))
+            views.append(view or _silent(inbox.port))
         return self._merge(views)
 
     def _merge(self, views: list[LaneView]) -> ReducerStatus:
@@ -187,7 +187,7 @@ class Observer:
     def _state(self, answers: bool) -> State:
         if self._stopping.is_set():
             return "draining"
-        if not all(desk.ticked for desk in self._desks):
+        if not all(inbox.ticked for inbox in self._inboxes):
             return "starting"
         return "serving" if answers and not self.unhealthy() else "failing"
 

@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from reducer.engine.engine import AWAY_S, CLAIM_SPARE_S, PING_INTERVAL_S
+from reducer.engine.engine import AWAY_S, CONTEST_SPARE_S, PING_INTERVAL_S
 from reducer.errors import (
     CapacityError,
     DuplicateRankError,
@@ -199,7 +199,7 @@ def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> 
     reducer.engine.tick(0.0)  # pings again, and the holder has been reached
     sends = reducer.engine.tick(PING_INTERVAL_S)
     assert M.ERROR not in kinds(sends)
-    refusals = told(reducer.engine.tick(1.0 + CLAIM_SPARE_S))
+    refusals = told(reducer.engine.tick(1.0 + CONTEST_SPARE_S))
     assert isinstance(refusals[b"new"], DuplicateRankError)
 
     reducer.hello(1, peer=b"newest")

@@ -70,7 +70,7 @@ def test_errors_that_are_kept_hold_no_payload(reducer: Reducer) -> None:
     assert all(reason.__traceback__ is None for _, reason in job.gone.values())
 
 
-def test_a_claim_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> None:
+def test_a_contest_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> None:
     reducer.hello(1, peer=b"new")
     reducer.engine.drain()
     sends = reducer.engine.unreachable(b"1")

@@ -166,7 +166,7 @@ def test_who_waits_for_a_rank_is_revoked_too(guarded: Reducer) -> None:
     assert guarded.engine.jobs == []
 
 
-def test_a_claim_keeps_its_key(guarded: Reducer) -> None:
+def test_a_contest_keeps_its_key(guarded: Reducer) -> None:
     hello(guarded, 0, "key-1")
     hello(guarded, 0, "key-1", peer=b"again")
     sends = guarded.engine.unreachable(b"0")

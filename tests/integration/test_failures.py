@@ -223,7 +223,7 @@ def test_a_rank_that_leaves_is_named(job: Callable[..., list[Client]]) -> None:
     assert "left the job" in str(error)
 
 
-def test_a_rank_claimed_twice_is_refused(job: Callable[..., list[Client]], servers) -> None:
+def test_a_contested_rank_is_refused(job: Callable[..., list[Client]], servers) -> None:
     job(2, job="twice")
     with pytest.raises(DuplicateRankError, match="rank 1"):
         connect(rank=1, world_size=2, servers=servers, job="twice")

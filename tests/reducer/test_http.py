@@ -22,7 +22,7 @@ from reducer.config import load
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
-from reducer.monitoring.observer import Desk, JobView, Observer, merge_jobs
+from reducer.monitoring.observer import JobView, Observer, StatusInbox, merge_jobs
 from reducer.server import Server
 from tests.conftest import joined
 from tests.reducer.ports import ask, serving
@@ -237,14 +237,14 @@ def test_a_client_that_reads_nothing_is_dropped(
 
 def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
     asked = []
-    desk = server._lanes[0].desk
-    ask_desk = desk.ask
+    inbox = server._lanes[0].inbox
+    ask_inbox = inbox.ask
 
     def counted() -> object:
         asked.append(1)
-        return ask_desk()
+        return ask_inbox()
 
-    desk.ask = counted
+    inbox.ask = counted
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: server.observer.status(), range(200)))
     assert {each.incarnation for each in found} == {found[0].incarnation}
@@ -254,7 +254,7 @@ def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ended_is_seen() -> None:
     server = Server(load(bind="tcp://127.0.0.1:0"))
-    desk = server._lanes[0].desk
+    inbox = server._lanes[0].inbox
     assert "starting" in server.observer.unready()
     assert server.observer.unhealthy() == ""
     assert server.observer.status().state == "starting"
@@ -264,7 +264,7 @@ def test_a_thread_that_ended_is_seen() -> None:
     def fail() -> None:
         raise MemoryError
 
-    desk.answer = fail
+    inbox.answer = fail
     server._lanes[0].join(10)
     assert "has ended" in server.observer.unhealthy()
     assert "has ended" in server.observer.unready()
@@ -276,19 +276,19 @@ def test_a_thread_that_ended_is_seen() -> None:
 
 def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reducer.monitoring.observer.ANSWER_S", 0.2)
-    desk = Desk(engine=None, guard=None, port=1)  # nobody answers at it
-    desk.ticked = time.monotonic()
+    inbox = StatusInbox(engine=None, guard=None, port=1)  # nobody answers
+    inbox.ticked = time.monotonic()
     forever = threading.Event()
     thread = threading.Thread(target=forever.wait)
     thread.start()
     observer = Observer(
-        [desk], [thread], threading.Event(), version="0.1", address="a:1", incarnation="i"
+        [inbox], [thread], threading.Event(), version="0.1", address="a:1", incarnation="i"
     )
     assert observer.unhealthy() == ""
     found = observer.status()
     assert found.state == "failing"
     assert not found.lanes[0].answers
-    desk.ticked -= 60
+    inbox.ticked -= 60
     assert "hangs" in observer.unhealthy()
     assert samples(_text(found))['reducer_lane_up{port="1"}'] == 0
     forever.set()
@@ -296,9 +296,9 @@ def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_while_looking_is_the_askers() -> None:
-    desk = Desk(engine=None, guard=None, port=1)
-    asked = desk.ask()
-    desk.answer()
+    inbox = StatusInbox(engine=None, guard=None, port=1)
+    asked = inbox.ask()
+    inbox.answer()
     with pytest.raises(AttributeError):
         asked.result(0)
 
