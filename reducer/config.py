@@ -46,88 +46,93 @@ class ReducerConfig(BaseSettings):
     )
 
     bind: str = "tcp://127.0.0.1:5555"
-    """Where to listen, ``tcp://HOST:PORT``; port 0 takes a free one. Only this machine by default;
-    for more it takes `keys`."""
+    """Where to listen, ``tcp://HOST:PORT``; port 0 takes a free one. An address that other machines
+    reach needs REDUCTION_KEYS or REDUCTION_INSECURE. A reducer that a rank hosts chooses its
+    address itself."""
 
     memory_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(8 << 30)
-    """Bytes that contributions and results of all jobs may take; a job that does not fit is refused
-    before it takes any."""
+    """Bytes for contributions and results of all jobs together. A job that does not fit is refused
+    before it takes any memory."""
 
     job_memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Bytes of these that one job may take; all of them by default, as for a pool of one job. Set
-    it where jobs do not trust each other."""
+    """Bytes of REDUCTION_MEMORY_LIMIT that one job may take; by default all of them, as for a pool
+    of one job. Set it where jobs do not trust each other (docs/security.md#limits)."""
 
     max_jobs: int = Field(default=256, ge=1)
-    """Jobs that may be here at once; what a reducer does for each, it does for all in turn."""
+    """Jobs that the reducer admits at once. It serves all of them in turn."""
 
     max_jobs_per_key: int = Field(default=64, ge=1)
-    """Of these, jobs that may be one key's, on a pool with keys: a run is two jobs if its calls
-    have names. The limit on one job's memory is for all jobs of a key together."""
+    """Jobs of one key that a pool with keys admits at once. A run counts as two jobs if its calls
+    have names. The jobs of a key share one job's memory limit."""
 
     max_rounds: int = Field(default=1 << 17, ge=1)
-    """All-reduces that a job may have begun here, at each thread, and not finished at all ranks; on
-    a pool with keys, all jobs of one key. A window of 128 MiB holds no more, however small."""
+    """All-reduces that a job may have begun at each thread and not finished at all ranks; on a pool
+    with keys, all jobs of one key together. A window of 128 MiB holds no more, however small they
+    are."""
 
     max_ranks: int = Field(default=4096, ge=1, le=MAX_WORLD_SIZE)
-    """Ranks of one job, which are also its connections to each thread: libzmq takes messages from
-    all connections in turn, so a job's share of a reducer grows with them."""
+    """Ranks that a job may have. Each rank has a connection to each thread, and libzmq takes
+    messages from all connections in turn: a job's share of a reducer grows with its ranks."""
 
     max_chunk_bytes: Annotated[ByteSize, Field(ge=LARGEST_CHUNK, le=MAX_CHUNK_BYTES)] = ByteSize(
         MAX_CHUNK_BYTES
     )
-    """The largest chunk, and so the largest message: a connection that sends a larger one is
-    closed. From 1 MiB, the largest that a job chooses by itself, to 4 MiB."""
+    """Bytes of the largest chunk that a job may have, 1 MiB (the largest that a job chooses by
+    itself) to 4 MiB. A connection that sends a larger message is closed."""
 
     max_connections: int = Field(default=8192, ge=1)
-    """Connections to all threads. Beyond it the oldest are closed that belong to no member of a
-    job. A process's limit on open files makes it less."""
+    """Connections to all threads together; fewer if the process may not open so many files. Beyond
+    the limit the oldest connections that belong to no job are closed."""
 
     max_connections_per_key: int | None = Field(default=None, ge=1)
-    """Of these, connections of members that have one key, on a pool with keys; half of them by
-    default. Each rank has one to each thread, and one more there if its calls have names."""
+    """Connections that the members with one key may have on a pool with keys; by default half of
+    REDUCTION_MAX_CONNECTIONS. Each rank has one to each thread, and one more there if its calls
+    have names."""
 
     handshake_timeout: Seconds = 5.0
-    """Time in which a new connection must finish libzmq's handshake; and in twice as much it must
-    be a job's, or it is closed. An honest worker needs two round trips."""
+    """Time for a new connection's handshake. A connection that belongs to no job after twice this
+    time is closed. An honest worker needs two round trips."""
 
     drain_timeout: Seconds = 8.0
-    """How long it goes on, after a SIGTERM, for jobs that have no other reducer: until another one
-    is back, in a rolling restart. Less than what kills it then, such as Docker's ten seconds."""
+    """How long the reducer goes on after a SIGTERM for jobs that have no other reducer, until
+    another one is back (rolling restart). Keep it below the time after which it is killed, such as
+    Docker's 10 s."""
 
     keys: Path | None = None
-    """Directory with the pool's keys and its allow-list, from ``reducer keygen``: who has no key
-    that is on the list is refused, and everything is encrypted. The list is read again when it
-    changes."""
+    """Directory of the pool's keys and allow-list, from ``reducer keygen`` (docs/security.md).
+    Connections without a key on the list are refused, and everything is encrypted. The list is read
+    again when it changes."""
 
     insecure: bool = False
-    """Listen beyond this machine without keys, although any host that reaches the port may then
-    take part."""
+    """``1``: listen beyond this machine without keys. Any host that reaches the port can then take
+    part."""
 
     kernel: str | None = None
-    """Which kernel variant sums: avx512, avx2, generic or numpy; the CPU's best by default. All
-    give the same bits."""
+    """Which kernel variant sums: ``avx512``, ``avx2``, ``generic`` or ``numpy``; by default the
+    CPU's best. All give the same bits."""
 
     threads: int = Field(default=1, ge=1, le=MAX_LANES)
     """Threads that serve, each with a port and a share of the memory of its own: PORT, PORT + 1 and
     so on, or free ones if the port is 0. One moves about 15 Gbit/s."""
 
     io_threads: int = Field(default=1, ge=1, le=64)
-    """libzmq's threads that move bytes, for each thread that serves."""
+    """Threads of libzmq that move bytes, for each thread that serves."""
 
     cpus: Annotated[tuple[int, ...] | None, NoDecode] = None
-    """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; all by default."""
+    """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; by default all."""
 
     impl: Literal["compiled", "plain"] | None = None
-    """Which loop serves: the compiled one if it can run, by default. Both do the same."""
+    """``compiled`` or ``plain``: the loop that serves. By default the compiled one where it can
+    run, which takes kernels other than ``numpy``; both give the same results."""
 
     http: str | None = None
-    """Where `reducer serve` answers probes and `reducer status`: ``HOST:PORT``, or ``PORT`` on this
-    machine alone. Read-only. ``off`` by default: a job's own reducers need none, and those of
-    several ranks on a host would ask for the same port."""
+    """Where ``reducer serve`` answers probes, metrics and ``reducer status``: ``HOST:PORT``, or
+    ``PORT`` on this machine alone; ``off`` by default. Read-only, but without keys: any host that
+    reaches it learns names and sizes of jobs. A reducer that a rank hosts has none."""
 
     failpoints: str = ""
-    """For tests: where this process shall die, stop or be slow, such as ``reducer.placed=kill@3``;
-    `reducer.failpoints` knows the places. Nowhere by default."""
+    """For tests of failures: the places where this process is to die, stop or be slow, such as
+    ``reducer.placed=kill@3`` (CONTRIBUTING.md#failpoints)."""
 
     @field_validator("cpus", mode="before")
     @classmethod

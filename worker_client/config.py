@@ -88,34 +88,36 @@ class WorkerConfig(BaseSettings):
     )
 
     servers: Annotated[tuple[str, ...], NoDecode] = ()
-    """Addresses of the reducers, ``host:port,host:port``, the same at every rank. Those that a
-    launcher names by default (`worker_client.launch`). Empty: every rank hosts a reducer for its
-    share (embedded)."""
+    """Addresses of the reducers, ``host:port,host:port``, the same at every rank. By default those
+    that the launcher names (docs/launchers.md), and where it names none every rank hosts a reducer
+    (embedded)."""
 
     embedded: bool | None = None
-    """Whether every rank hosts a reducer for a share of each buffer: by default if there are no
-    servers. With fewer servers than ranks it makes use of all links (mixed); with as many, none is
-    hosted."""
+    """``1``: every rank also hosts a reducer if there are fewer servers than ranks (mixed); ``0``:
+    ranks never host one. By default ranks host reducers only if there are no servers."""
 
     job: str | None = Field(default=None, min_length=1)
-    """Name of the job on the reducers. By default one that no other run has, agreed on through the
-    process group, or what the launcher calls it. A run that shares nothing of that kind must be
-    given a name, which no other run has at that time."""
+    """Name of the job on the reducers. By default the ranks agree through the process group on a
+    name that no other run has; without a process group it is the launcher's name for the job
+    (docs/launchers.md), or is made of MASTER_ADDR and MASTER_PORT. A run that has none of these
+    must be given a name that no other run has at that time."""
 
     generation: int = Field(default=0, ge=0, lt=1 << 32)
-    """Membership version: a later one ends an earlier one of the same job. The launcher's restart
-    count by default."""
+    """Version of the job's membership: a later one ends an earlier one of the same job. By default
+    the launcher's restart count."""
 
     chunk_bytes: AutoBytes = Field(default=ByteSize(0), ge=0, le=MAX_CHUNK_BYTES)
-    """Size of a chunk, a multiple of 64, at most 4 MiB; ``auto`` (0) follows what links carry."""
+    """Bytes of a chunk, a multiple of 64 up to 4 MiB. ``auto`` chooses 64 KiB to 1 MiB by the rate
+    of the slowest rank's links."""
 
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
-    """Bytes in flight over all reducers; ``auto`` (0) follows the measured rate and round trip, up
-    to 16 MiB: enough for a 10 Gbit/s link with 10 ms round trip."""
+    """Most bytes that this rank has in flight over all reducers; raised to two chunks for each
+    reducer if it is less. ``auto`` follows the measured rate and round trip, up to 16 MiB: enough
+    for a 10 Gbit/s link with a round trip of 10 ms."""
 
     timeout: Seconds = 300.0
-    """Time after which an all-reduce fails, naming who is missing. Long, because a rank may load
-    data or write a checkpoint meanwhile."""
+    """Time after which an all-reduce fails and names the ranks that are missing. Long by default,
+    because a rank may load data or write a checkpoint meanwhile."""
 
     connect_timeout: Seconds = 10.0
     """Time for all reducers to answer when the worker starts."""
@@ -123,66 +125,72 @@ class WorkerConfig(BaseSettings):
     wait_for_reducers: Annotated[
         float, BeforeValidator(units.duration), Field(ge=0, le=1e9, allow_inf_nan=False)
     ] = 0.0
-    """How long to wait until a reducer answers, if none does: at the start (`connect_timeout` if
-    that is longer; names of reducers that are not known yet are asked for again meanwhile), and
-    later, with the calls that are in progress."""
+    """How long to wait while no reducer of the pool answers. At the start a worker waits this long
+    if it is longer than REDUCTION_CONNECT_TIMEOUT, and resolves host names that are not known yet
+    again. In the middle of a job its calls wait, and go on without a lost step when a reducer has
+    been started again. Each rank decides for itself."""
 
     heartbeat: Annotated[Seconds, Field(ge=0.1)] = 0.2
-    """How often this rank sends a sign of life to each reducer: 0.1 s at least. Each rank decides
-    for itself."""
+    """Time between two heartbeats that this rank sends to each reducer: 100 ms at least, and half
+    of its patience at most. Each rank decides for itself."""
 
     patience: Annotated[
         Seconds,
         Field(ge=SHORTEST_PATIENCE_MS / 1000, le=LONGEST_PATIENCE_MS / 1000, validate_default=True),
     ] = PATIENCE_MS / 1000
-    """How long a reducer or a rank may be silent before it is called lost, the same at every rank:
-    0.5 s to 60 s, and two heartbeats at least. More for networks with long pauses, or for processes
-    that a debugger stops; what is lost without a word is then noticed later."""
+    """How long a reducer or a rank may be silent before it counts as lost, 0.5 s to 60 s and two
+    heartbeats at least, the same at every rank. Raise it for networks with long pauses, or for
+    processes that a debugger stops (docs/failures.md#slow-networks-and-stopped-processes); a
+    reducer or rank that vanishes is then noticed later."""
 
     fusion_threshold: ByteSize = Field(default=ByteSize(64 << 20), ge=0, le=1 << 40)
-    """Most bytes of a fusion buffer, in which tensors that have names are reduced together; 0:
-    each by itself. HOROVOD_FUSION_THRESHOLD is honoured."""
+    """Most bytes of a fusion buffer, in which tensors with names are packed and reduced together.
+    ``0`` reduces each tensor by itself. HOROVOD_FUSION_THRESHOLD is honoured."""
 
     cycle_time: Seconds = 0.001
-    """How long such a tensor waits for the next one, if nobody waits for its result.
+    """How long a tensor with a name waits for more tensors to be packed with, while no call blocks
+    on its result. If more tensors keep coming, it waits 21 times as long at most.
     HOROVOD_CYCLE_TIME, in milliseconds, is honoured."""
 
     autotune: bool = False
-    """Whether to find sizes of chunks, windows and fusion buffers that were not given by trying
-    some at the start, which takes as long as 600 MB on the links."""
+    """``1``: try several sizes of chunks, windows and fusion buffers at the start, for those of the
+    three that are not set, and keep the best. It takes as long as 600 MB on the links; the log has
+    what was tried."""
 
     fallback: Literal["error", "process-group"] = "error"
-    """What happens to all-reduces when no reducer is left: they fail until one is back, or go
-    through the process group until then."""
+    """What all-reduces do when no reducer is left. ``error``: they fail until a reducer is back.
+    ``process-group``: they go through torch's process group until then."""
 
     on_rank_lost: Literal["error", "continue"] = "error"
-    """What happens to all-reduces when a rank is lost: they fail, or the others make them without
-    it, and go on."""
+    """What all-reduces do when a rank is lost. ``error``: those that need it fail. ``continue``:
+    the other ranks make them without it and go on."""
 
     hierarchy: Literal["off", "auto"] = "off"
-    """Whether the ranks of a node reduce among themselves first, so that its network card carries
-    each buffer once. ``auto``: if there are several nodes, each with the same number of ranks, more
-    than one. Off by default: results may differ in the last place, a failure within a node ends the
-    client, and small buffers take longer."""
+    """``auto``: where several nodes have equally many ranks, more than one, the ranks of a node
+    reduce among themselves first, so that the node's network card carries each buffer once. Results
+    may then differ in the last place, a failure within a node ends the client, and small buffers
+    take longer. Not with REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST or REDUCTION_AUTOTUNE."""
 
     wire_dtype: Literal["none", "bf16", "fp16"] = "none"
-    """What float32 buffers from 16 KiB on travel as, the same at every rank: ``bf16`` and ``fp16``
-    halve the bytes, and round what is sent and the result."""
+    """``bf16`` or ``fp16``: float32 buffers of 16 KiB and more travel in 16 bits for sum, mean, min
+    and max, the same at every rank. Each contribution is rounded before it is sent, and each result
+    once. Tensors on a GPU are cast only in calls with names or with REDUCTION_HIERARCHY=auto
+    (docs/frameworks.md#pytorch-ddp)."""
 
     keys: Path | None = None
-    """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``; needed for a pool that
-    has keys."""
+    """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``, for a pool that demands
+    keys (docs/security.md)."""
 
     impl: Literal["plain", "compiled"] | None = None
-    """Whether Python or a compiled loop moves the chunks; by default the compiled one where it was
-    built. Both do the same."""
+    """``compiled`` or ``plain``: the implementation that moves the chunks. By default the compiled
+    one where it was built; both give the same results, and the plain one is slower."""
 
     io_threads: int = Field(default=1, ge=1, le=64)
-    """libzmq's threads that move bytes; one carries about 15 Gbit/s."""
+    """Threads of libzmq that move bytes; one carries about 15 Gbit/s."""
 
     failpoints: str = ""
-    """For tests: where this process shall die, stop or be slow, such as ``worker.copied=kill@3``;
-    `reducer.failpoints` knows the places. Nowhere by default."""
+    """For tests of failures: the places where this process is to die, stop or be slow, such as
+    ``worker.copied=kill@3`` (CONTRIBUTING.md#failpoints)."""
 
     @field_validator("servers", mode="before")
     @classmethod

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from reducer import config as reducer_config
 from tests.ranks import environments, ranks
-from worker_client import config as worker_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -136,13 +134,6 @@ def test_the_pool_for_a_notebook_runs_as_shown_and_warns_of_nothing() -> None:
     begins, ends = ended.stderr.splitlines()
     assert begins.startswith("reduction: rank 0 of 1, job ")
     assert ends.startswith("reduction: rank 0 of 1, job ")
-
-
-def test_the_settings_tables_are_complete() -> None:
-    section = README.partition("\n## Settings\n")[2].partition("\n## ")[0]
-    written = set(re.findall(r"^\| `(REDUCTION_\w+)`", section, re.MULTILINE))
-    fields = {*worker_config.WorkerConfig.model_fields, *reducer_config.ReducerConfig.model_fields}
-    assert written == {f"REDUCTION_{name.upper()}" for name in fields}
 
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
