@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import ByteSize
 
-import worker_client
 from reducer import cli
 from reducer.config import ReducerConfig
-from worker_client.config import WorkerConfig
+from worker_client.config import InitSettings, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +55,7 @@ The variables also hold for a reducer that a rank hosts. `reducer serve` also ta
 
 def settings() -> str:
     """Return the page of the settings: a table for workers, and one for reducers."""
-    arguments = {name: f"`{name}`" for name in inspect.signature(worker_client.init).parameters}
+    arguments = {name: f"`{name}`" for name in InitSettings.__annotations__}
     options = {
         name: f"`--{name.replace('_', '-')}`" for name in inspect.signature(cli.serve).parameters
     }

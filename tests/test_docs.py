@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 
-import worker_client
 from reducer.config import ReducerConfig
-from worker_client.config import WorkerConfig
+from worker_client.config import InitSettings, WorkerConfig
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
@@ -24,7 +22,7 @@ def test_a_page_is_what_the_generator_makes(name: str) -> None:
 
 def test_the_settings_tables_are_complete() -> None:
     workers, reducers = (DOCS / "settings.md").read_text().split("\n## ")[1:]
-    arguments = set(inspect.signature(worker_client.init).parameters) - {"rank", "world_size"}
+    arguments = set(InitSettings.__annotations__) - {"rank", "world_size"}
     for text, config, given in (
         (workers, WorkerConfig, {f"`{name}`" for name in arguments}),
         (reducers, ReducerConfig, {f"`--{name}`" for name in ("bind", "max-jobs", "http", "cpus")}),

@@ -6,12 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from os import PathLike
-
     from torch.nn.parallel import DistributedDataParallel
+    from typing_extensions import Unpack
 
     from worker_client.client.client import Client
+    from worker_client.config import InitSettings
     from worker_client.work import Work
 
 __all__ = ["Client", "Work", "attach", "init"]
@@ -19,29 +18,11 @@ __all__ = ["Client", "Work", "attach", "init"]
 _LAZY = {"Client": "worker_client.client.client", "Work": "worker_client.work"}
 
 
-def init(
-    *,
-    servers: str | Sequence[str] | None = None,
-    embedded: bool | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    job: str | None = None,
-    generation: int | None = None,
-    chunk_bytes: int | str | None = None,
-    window_bytes: int | str | None = None,
-    timeout: float | str | None = None,
-    connect_timeout: float | str | None = None,
-    fusion_threshold: int | str | None = None,
-    cycle_time: float | str | None = None,
-    on_rank_lost: str | None = None,
-    hierarchy: str | None = None,
-    wire_dtype: str | None = None,
-    keys: str | PathLike[str] | None = None,
-) -> Client:
+def init(**settings: Unpack[InitSettings]) -> Client:
     """Join the job and return the process's client; a second call returns the same one.
 
-    What is not given comes from ``REDUCTION_*`` environment variables, then from defaults
-    (`worker_client.config.WorkerConfig` describes each).
+    It takes keyword arguments only. What is not given comes from ``REDUCTION_*`` environment
+    variables, then from defaults (`worker_client.config.WorkerConfig` describes each).
 
     Args:
         servers: ``"host:port,host:port"`` or a list, the same at every rank. None given anywhere:
@@ -68,29 +49,13 @@ def init(
         keys: directory of the job's keys, as `reducer keygen` makes it.
 
     Raises:
+        TypeError: there is no argument of this name.
         ConfigError: a setting is wrong or missing; the message says what to write.
         ReducerLostError: a reducer did not answer; the message names it.
         ReductionError: a reducer refused this worker; the class says why.
     """
-    default = import_module("worker_client.client.bootstrap").DEFAULT
-    client: Client = default.get(
-        servers=servers,
-        embedded=embedded,
-        rank=rank,
-        world_size=world_size,
-        job=job,
-        generation=generation,
-        chunk_bytes=chunk_bytes,
-        window_bytes=window_bytes,
-        timeout=timeout,
-        connect_timeout=connect_timeout,
-        fusion_threshold=fusion_threshold,
-        cycle_time=cycle_time,
-        on_rank_lost=on_rank_lost,
-        hierarchy=hierarchy,
-        wire_dtype=wire_dtype,
-        keys=keys,
-    )
+    import_module("worker_client.config").refuse_unknown_arguments("init", settings)
+    client: Client = import_module("worker_client.client.bootstrap").DEFAULT.get(**settings)
     return client
 
 

@@ -6,8 +6,9 @@ The environment is read here and nowhere else in this package.
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path  # noqa: TC003 (pydantic reads it)
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from pydantic import (
     BeforeValidator,
@@ -34,6 +35,9 @@ from reducer.wire.constants import (
 from worker_client.launch import Launcher, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from os import PathLike
+
     from worker_client.launch import Resolved
 
 # Settings of the reducer that each rank hosts when there are no REDUCTION_SERVERS.
@@ -237,6 +241,45 @@ class WorkerConfig(BaseSettings):
     def _check_failpoints(cls, value: str) -> str:
         parse(value)
         return value
+
+
+class InitSettings(TypedDict, total=False):
+    """Arguments of `worker_client.init`, which describes them; None is the same as not given."""
+
+    servers: str | Sequence[str] | None
+    embedded: bool | None
+    rank: int | None
+    world_size: int | None
+    job: str | None
+    generation: int | None
+    chunk_bytes: int | str | None
+    window_bytes: int | str | None
+    timeout: float | str | None
+    connect_timeout: float | str | None
+    fusion_threshold: int | str | None
+    cycle_time: float | str | None
+    on_rank_lost: str | None
+    hierarchy: str | None
+    wire_dtype: str | None
+    keys: str | PathLike[str] | None
+
+
+def refuse_unknown_arguments(function: str, names: Iterable[str]) -> None:
+    """Raise what Python raises for keyword arguments that a function does not have.
+
+    Args:
+        function: its name, for the error.
+        names: those of the arguments that it was called with.
+
+    Raises:
+        TypeError: one of them is not in `InitSettings`; the message suggests a similar one.
+    """
+    known = InitSettings.__annotations__
+    for name in names:
+        if name not in known:
+            similar = get_close_matches(name, known, 1)
+            hint = f". Did you mean {similar[0]!r}?" if similar else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def load(**arguments: Any) -> WorkerConfig:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import worker_client
 from reducer import config as reducer_config
 from reducer.errors import ConfigError
 from worker_client import config
+from worker_client.client import bootstrap
 from worker_client.launch import Launcher
 
 MIB = 1 << 20
@@ -236,6 +240,24 @@ def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_unknown_argument_is_an_error() -> None:
     with pytest.raises(ConfigError, match="REDUCTION_SERVER: Extra inputs"):
         config.load(server="a:1")
+
+
+@pytest.mark.parametrize("function", [worker_client.init, bootstrap.connect])
+def test_an_unknown_argument_of_init_is_refused_as_python_does(function: Any) -> None:
+    unknown = rf"^{function.__name__}\(\) got an unexpected keyword argument "
+    with pytest.raises(TypeError, match=rf"{unknown}'server'. Did you mean 'servers'\?$"):
+        function(server="a:1", rank=0, world_size=1)
+    with pytest.raises(TypeError, match=rf"{unknown}'fallback'$"):
+        function(fallback="process-group")
+    with pytest.raises(TypeError, match="takes 0 positional arguments but 1 was given"):
+        function("a:1")
+
+
+def test_init_describes_its_arguments() -> None:
+    section = inspect.cleandoc(worker_client.init.__doc__ or "").partition("\nArgs:\n")[2]
+    described = re.findall(r"^    (\w+): ", section.partition("\n\n")[0], re.MULTILINE)
+    assert described == list(config.InitSettings.__annotations__)
+    assert set(described) - {"rank", "world_size"} <= set(config.WorkerConfig.model_fields)
 
 
 def test_a_reducers_settings_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,14 @@ from worker_client.staging.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from os import PathLike
+
+    from typing_extensions import Unpack
 
     from reducer.server import Server
     from worker_client.client.rendezvous import ProcessGroup
     from worker_client.communicators.fallback import Fallback
     from worker_client.communicators.placement import Place
-    from worker_client.config import WorkerConfig
+    from worker_client.config import InitSettings, WorkerConfig
     from worker_client.launch.resolved import Resolved
     from worker_client.runtime.credentials import Curve, Keys
 
@@ -48,48 +49,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def connect(
-    *,
-    servers: str | Sequence[str] | None = None,
-    embedded: bool | None = None,
-    rank: int | None = None,
-    world_size: int | None = None,
-    job: str | None = None,
-    generation: int | None = None,
-    chunk_bytes: int | str | None = None,
-    window_bytes: int | str | None = None,
-    timeout: float | str | None = None,
-    connect_timeout: float | str | None = None,
-    fusion_threshold: int | str | None = None,
-    cycle_time: float | str | None = None,
-    on_rank_lost: str | None = None,
-    hierarchy: str | None = None,
-    wire_dtype: str | None = None,
-    keys: str | PathLike[str] | None = None,
-    group: ProcessGroup | None = None,
-) -> Client:
+def connect(*, group: ProcessGroup | None = None, **given: Unpack[InitSettings]) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
 
     `group` is who takes part and how they meet, instead of torch's default process group.
     """
+    config.refuse_unknown_arguments("connect", given)
     # Which of its ranks take part, if not all, need not be said for each of many groups.
     part = group is not None and bool(group.name)
-    settings = config.load(
-        servers=servers,
-        embedded=embedded,
-        job=job,
-        generation=generation,
-        chunk_bytes=chunk_bytes,
-        window_bytes=window_bytes,
-        timeout=timeout,
-        connect_timeout=connect_timeout,
-        fusion_threshold=fusion_threshold,
-        cycle_time=cycle_time,
-        on_rank_lost=on_rank_lost,
-        hierarchy=hierarchy,
-        wire_dtype=wire_dtype,
-        keys=keys,
-    )
+    rank, world_size = given.pop("rank", None), given.pop("world_size", None)
+    settings = config.load(**given)
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
         group = rendezvous.current()
