@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tomllib
 from pydantic import ByteSize
 
 from reducer import cli
@@ -18,12 +20,13 @@ from reducer.config import ReducerConfig
 from worker_client.config import InitSettings, WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from pydantic.fields import FieldInfo
     from pydantic_settings import BaseSettings
 
 DOCS = Path(__file__).parent
+_OPEN, _CLOSE = "<!-- rooms: made by docs/generate.py -->", "<!-- /rooms -->"
 
 _SETTINGS = """\
 # Settings
@@ -65,7 +68,33 @@ def settings() -> str:
     )
 
 
-PAGES: dict[str, Callable[[], str]] = {"settings.md": settings}
+def architecture() -> str:
+    """Return the page of the architecture, with the floors of both packages drawn anew."""
+    written = (DOCS / "architecture.md").read_text()
+    contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    drawn = ["```"]
+    for contract in contracts["contracts"]:
+        if contract["type"] == "layers":
+            (package,) = contract["containers"]
+            drawn += [package, "─" * len(package), *_floors(contract["layers"], package), ""]
+    drawn[-1] = "```"
+    picture = "\n".join(drawn)
+    return re.sub(rf"(?s){_OPEN}.*{_CLOSE}", lambda _: f"{_OPEN}\n{picture}\n{_CLOSE}", written)
+
+
+PAGES: dict[str, Callable[[], str]] = {"architecture.md": architecture, "settings.md": settings}
+
+
+def _floors(layers: list[str], package: str) -> Iterator[str]:
+    """Yield the lines of a contract's floors from the top one down, a / behind each room."""
+    for number, layer in enumerate(layers, 1):
+        words = [
+            f"{word}/" if (DOCS.parent / package / word).is_dir() else word
+            for word in layer.split()
+        ]
+        yield from textwrap.wrap(
+            " ".join(words), 98, initial_indent=f"{number} ", subsequent_indent="  "
+        )
 
 
 def _table(config: type[BaseSettings], kind: str, given: dict[str, str]) -> str:
