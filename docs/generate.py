@@ -32,7 +32,8 @@ _SETTINGS = """\
 # Settings
 
 [docs/generate.py](generate.py) writes this page from the docstrings of `WorkerConfig`
-(`worker_client/config.py`) and `ReducerConfig` (`reducer/config.py`).
+(`worker_client/config.py`) and `ReducerConfig` (`reducer/config.py`). The [glossary](glossary.md)
+explains words such as chunk, link and round.
 
 Arguments of `worker_client.init()` and options of `reducer serve` beat the environment, which beats
 the defaults. A setting without an argument or option is set by its variable alone. Sizes take units
