@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reducer.runtime.implementation import NAMES
-from worker_client.fusion.fusion_buffers import FusionBuffers
+from worker_client.fusion.fusion import fusion_buffers
 from worker_client.fusion.tensor_queue import twin
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def test_submit(benchmark: BenchmarkFixture, impl: str) -> None:
 def test_pack(benchmark: BenchmarkFixture, impl: str) -> None:
     worker = Worker(impl)
     requests = worker.submit()
-    buffers = FusionBuffers()
+    buffers = fusion_buffers()
     pack = worker.submissions.pack
 
     def pack_all() -> memoryview:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from worker_client.client.client import Client
-    from worker_client.staging.host_blocks import HostBlocks
+    from worker_client.staging.buffer_pool import BufferPool
 
 RUBBISH = 0xA5
 PIECE = 4096  # bytes of a piece, with the fixture `devices`
@@ -186,7 +186,7 @@ def reduce_all(clients: list[Client], tensors: list[Any], **arguments: Any) -> N
         assert work.wait(20) is tensor
 
 
-def blocks_of(client: Client) -> HostBlocks:
+def blocks_of(client: Client) -> BufferPool[torch.Tensor]:
     """Return the page-locked memory of a client with one device."""
     ((_, blocks),) = client._staging._devices.values()
     return blocks

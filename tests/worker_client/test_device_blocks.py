@@ -21,7 +21,8 @@ from tests.worker_client.slow_device import (
     reduce_all,
 )
 from worker_client.staging import staged_call
-from worker_client.staging.host_blocks import KEPT_FOR, HostBlocks
+from worker_client.staging.buffer_pool import BufferPool
+from worker_client.staging.device_copies import BLOCK_TURNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,18 +54,18 @@ def test_blocks_are_used_again_when_the_result_is_back(job: Job, devices: Device
 
 
 def test_blocks_that_nobody_asks_for_are_given_up() -> None:
-    blocks = HostBlocks(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    blocks = BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), turns=BLOCK_TURNS)
     large, small = blocks.take(1000), blocks.take(10)
     assert (blocks.used_bytes, blocks.idle_bytes) == (1010, 0)
     blocks.give_back(large)
     blocks.give_back(small)
     assert (blocks.used_bytes, blocks.idle_bytes) == (0, 1010)
-    for _ in range(KEPT_FOR):
+    for _ in range(BLOCK_TURNS):
         assert blocks.take(10) is small
         blocks.give_back(small)
     assert blocks.take(1000) is large
     blocks.give_back(large)
-    for _ in range(KEPT_FOR + 1):
+    for _ in range(BLOCK_TURNS + 1):
         blocks.give_back(blocks.take(10))
     assert (blocks.used_bytes, blocks.idle_bytes) == (0, 10)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.fusion.fusion_buffers import FusionBuffers, group
-from worker_client.fusion.negotiation import Tensor
+from worker_client.fusion.fusion import fusion_buffers
+from worker_client.fusion.negotiation import Tensor, group
 
 
 def tensors(*sizes: int, dtype: DType = DType.FLOAT32, op: ReduceOp = ReduceOp.SUM) -> list[Tensor]:
@@ -44,7 +44,7 @@ def test_what_travels_in_16_bits_is_apart() -> None:
 
 
 def test_memory_is_used_again_but_not_twice() -> None:
-    buffers = FusionBuffers()
+    buffers = fusion_buffers()
     one, other = buffers.take(100_000), buffers.take(100_000)
     assert one.size >= 100_000
     assert one is not other
@@ -55,7 +55,7 @@ def test_memory_is_used_again_but_not_twice() -> None:
 
 
 def test_little_memory_is_kept() -> None:
-    buffers = FusionBuffers()
+    buffers = fusion_buffers()
     taken = [buffers.take(1) for _ in range(10)]
     for memory in taken:
         buffers.give_back(memory)

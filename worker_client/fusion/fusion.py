@@ -18,6 +18,8 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from reducer.errors import (
     ConfigError,
     LocalProtocolError,
@@ -25,15 +27,13 @@ from reducer.errors import (
     ReductionError,
     ReductionTimeout,
 )
-from worker_client.fusion.fusion_buffers import FusionBuffers, group
-from worker_client.fusion.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation
+from worker_client.fusion.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation, group
 from worker_client.fusion.tensor_queue import Waiting
+from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.host_buffer import HostBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    import numpy as np
 
     from reducer.wire.constants import DType, ReduceOp
     from worker_client.fusion.negotiation import Decision, Tensor
@@ -50,6 +50,8 @@ LOOK_S = 0.2  # how often to look at deadlines while a round waits for other ran
 STOP_S = 5.0  # several times what the thread takes to end
 LEAST_S = 0.001  # timeout of an all-reduce whose tensors have no time left
 WHY_MOST = 500  # characters of a reason that other ranks are told
+IDLE_BUFFERS = 4  # fusion buffers that wait for their next use: two in flight, two being filled
+SMALLEST_BUFFER_BYTES = 1 << 16
 
 # Of what negotiates, not of the tensors: ranks know of different ones, as a round failed somewhere.
 _OUT_OF_STEP = {"name", "total_bytes", "dtype", "op", "epoch"}
@@ -128,7 +130,7 @@ class Fusion(Generic[C]):
         self._threshold = threshold
         self._cycle_s = cycle_s
         self._negotiation = Negotiation(rank, world_size)
-        self._buffers = FusionBuffers()
+        self._buffers = fusion_buffers()
         self._waiting = Waiting(submissions, self._lead, timeout_s, threshold)
         self._submissions = self._waiting.submissions
         self._changed = self._waiting.changed
@@ -577,6 +579,15 @@ class Fusion(Generic[C]):
     def _fail(self, requests: Iterable[Request], error: ReductionError) -> None:
         for request in list(requests):
             self._finish(request, error)
+
+
+def fusion_buffers() -> BufferPool[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Return a pool of fusion buffers: any that is large enough will do."""
+
+    def allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return np.empty(max(SMALLEST_BUFFER_BYTES, 1 << (nbytes - 1).bit_length()), np.uint8)
+
+    return BufferPool(allocate, most=IDLE_BUFFERS, larger=True)
 
 
 def _rounded(channel: Channel, tensor: Tensor) -> bool:

@@ -45,7 +45,7 @@ from reducer.wire.constants import DType, ReduceOp
 from worker_client.protocol.names import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reducer.errors import ReductionError
 
@@ -370,3 +370,34 @@ def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchEr
     field = "total_bytes" if field == "nbytes" else field
     what = f"all-reduce {one['name']!r}"
     return MismatchError.between(what, field, (rank, says), (other_rank, other_says))
+
+
+def group(
+    tensors: Iterable[Tensor], threshold: int, rounded: Callable[[Tensor], bool]
+) -> list[list[Tensor]]:
+    """Say which tensors travel together; alike wherever order and threshold are.
+
+    Args:
+        tensors: what is to be reduced, in order.
+        threshold: most bytes of a fusion buffer; what is larger travels alone.
+        rounded: whether a tensor travels in 16 bits, which does not depend on its neighbours.
+
+    Returns:
+        Groups of one dtype and reduction each, rounded or not, in the order in which they are
+        complete.
+    """
+    done: list[list[Tensor]] = []
+    filling: dict[tuple[int, int, bool], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        _, dtype, op, nbytes = tensor
+        if nbytes >= threshold:
+            done.append([tensor])
+            continue
+        key = dtype, op, rounded(tensor)
+        members, filled = filling.get(key, ([], 0))
+        if filled + nbytes > threshold:
+            done.append(members)
+            members, filled = [], 0
+        members.append(tensor)
+        filling[key] = (members, filled + nbytes)
+    return done + [members for members, _ in filling.values()]

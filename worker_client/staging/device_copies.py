@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.errors import DeviceError, LocalProtocolError, ReductionError
 from worker_client.runtime.driver import STOP_S
 from worker_client.staging import device
-from worker_client.staging.host_blocks import HostBlocks
+from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.staged_call import StagedCall
 
 if TYPE_CHECKING:
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
     Ended = Callable[[Exception | None], None]
     Submit = Callable[[Operation, Ended], None]
+
+# DDP's buckets come back every step, but those of the first step never do.
+BLOCK_TURNS = 1024
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class DeviceStaging:
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
-        self._devices: dict[torch.device, tuple[Device, HostBlocks]] = {}
+        self._devices: dict[torch.device, tuple[Device, BufferPool[torch.Tensor]]] = {}
         self._failure: Exception | None = None  # a piece was not contributed: the order is lost
         # Calls as they were made, each with its pieces; the first stays until it was submitted.
         self._line: deque[tuple[StagedCall | None, list[_Turn]]] = deque()
@@ -162,11 +165,11 @@ class DeviceStaging:
         if self._failure is not None:
             raise copy.copy(self._failure) from self._failure
 
-    def _open(self, of: torch.device) -> tuple[Device, HostBlocks]:
+    def _open(self, of: torch.device) -> tuple[Device, BufferPool[torch.Tensor]]:
         with self._lock:
             if of not in self._devices:
                 opened = device.open_device(of)
-                self._devices[of] = opened, HostBlocks(opened.pinned)
+                self._devices[of] = opened, BufferPool(opened.pinned, turns=BLOCK_TURNS)
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=target, name=name, daemon=True)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from reducer.wire.constants import ReduceOp
+    from worker_client.staging.buffer_pool import BufferPool
     from worker_client.staging.device import Copy, Device
-    from worker_client.staging.host_blocks import HostBlocks
     from worker_client.staging.staging import Flat
     from worker_client.work import Work
 
@@ -64,7 +64,12 @@ class StagedCall:
     """
 
     def __init__(
-        self, work: Work, tensor: torch.Tensor, flat: Flat, device: Device, blocks: HostBlocks
+        self,
+        work: Work,
+        tensor: torch.Tensor,
+        flat: Flat,
+        device: Device,
+        blocks: BufferPool[torch.Tensor],
     ) -> None:
         self.pieces: list[Piece] = []
         self.error: Exception | None = None
@@ -101,7 +106,7 @@ class StagedCall:
                 operation = Operation(view, dtype, op, called, timeout_s, call=call)
                 self.pieces.append(Piece(operation, copied))
         except BaseException:
-            self._blocks.forget(data.nbytes)
+            self._blocks.forget(self._block)
             raise
 
     def _called(self, at: int) -> str | None:
@@ -134,7 +139,7 @@ class StagedCall:
         except Exception as error:  # noqa: BLE001 (whoever waits gets it)
             self._fail(error)
         if isinstance(self.error, DeviceError):  # which may still use it
-            self._blocks.forget(self._block.nbytes)
+            self._blocks.forget(self._block)
         else:
             self._blocks.give_back(self._block)
         with ExitStack() as stack:

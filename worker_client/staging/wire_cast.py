@@ -8,9 +8,8 @@ first ones travel while others are cast.
 from __future__ import annotations
 
 import math
-from collections import deque
 from functools import partial
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from reducer.errors import ConfigError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.protocol.operation import Operation
 from worker_client.staging import casts
+from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.host_buffer import host_buffer
 from worker_client.staging.split_call import Call, Piece
 
@@ -52,8 +52,7 @@ class WireCast:
         self.wire_dtype = wire_dtype
         self._whole = whole
         self._casts = casts.select()
-        self._calls = count()
-        self._free: deque[tuple[int, memoryview]] = deque(maxlen=_KEPT)
+        self._memory = BufferPool(_allocate, most=_KEPT, turns=_KEPT_CALLS)
 
     def call(self, call: object, work: Work, asked: Arguments) -> Call:
         """Make a call; `Operation` says what `call` is.
@@ -65,7 +64,6 @@ class WireCast:
         kept = None if residual is None else self._residual(residual, buffer)
         if weight is not None:
             self._check_weight(weight, buffer.dtype, op)
-        number = next(self._calls)
         own = name
         pieces: list[Piece] = []
         scale = None if weight in {None, 1.0} else weight
@@ -83,12 +81,13 @@ class WireCast:
         if rounded is None:
             rounded = self.rounds(buffer.dtype, op, buffer.view.nbytes)
         if rounded:
-            wire = self._take(buffer.view.nbytes // 2, number)
-            release = partial(self._free.append, (number, wire))
+            wire = self._memory.take(buffer.view.nbytes // 2)
+            release = partial(self._memory.give_back, wire)
             pieces += self._cast(
                 call, buffer, wire, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept
             )
         else:
+            self._memory.skip()
             prepare = None if scale is None else partial(_scale, buffer.view, buffer.dtype, scale)
             operation = Operation(buffer.view, buffer.dtype, op, own, timeout_s, call=call)
             pieces.append(Piece(operation, prepare))
@@ -166,16 +165,6 @@ class WireCast:
         else:
             self._casts.narrow_keeping(values, kept, wire, self.wire_dtype)
 
-    def _take(self, nbytes: int, number: int) -> memoryview:
-        # Fresh memory costs more than the cast. Only callers take some, one at a time.
-        for _ in range(len(self._free)):
-            used, wire = self._free.popleft()
-            if len(wire) == nbytes:
-                return wire
-            if number - used < _KEPT_CALLS:
-                self._free.append((used, wire))
-        return np.empty(nbytes, np.uint8).data
-
     # -- what is refused ----------------------------------------------------------------------
 
     def _residual(self, residual: Any, buffer: HostBuffer) -> memoryview:
@@ -218,6 +207,10 @@ class WireCast:
                 write_back()
 
         return buffer._replace(write_back=divide)
+
+
+def _allocate(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data
 
 
 def check_weight(weight: object) -> None:

@@ -1,0 +1,48 @@
+"""Memory that the wire cast lends out is used again, and dropped when calls do without it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reducer.wire.constants import DType
+from worker_client.staging import wire_cast
+from worker_client.staging.buffer_pool import BufferPool
+from worker_client.staging.wire_cast import WireCast
+
+
+def pool_of_casts() -> BufferPool[memoryview]:
+    return WireCast(DType.BFLOAT16, whole=False)._memory
+
+
+def test_the_buffer_that_was_given_back_last_is_lent_out_first() -> None:
+    pool = pool_of_casts()
+    one, other = pool.take(100), pool.take(100)
+    assert one is not other
+    pool.give_back(one)
+    pool.give_back(other)
+    assert all(pool.take(99) is not buffer for buffer in (one, other))
+    assert pool.take(100) is other
+    assert pool.take(100) is one
+
+
+def test_calls_that_need_no_buffer_count_as_well() -> None:
+    pool = pool_of_casts()
+    kept = pool.take(100)
+    pool.give_back(kept)
+    for _ in range(wire_cast._KEPT_CALLS - 1):
+        pool.skip()
+    pool.forget(pool.take(7))
+    assert pool.idle_bytes == 100
+    pool.forget(pool.take(7))
+    assert (pool.used_bytes, pool.idle_bytes) == (0, 0)
+
+
+def test_the_oldest_idle_buffers_go_first() -> None:
+    pool = BufferPool(lambda nbytes: np.empty(nbytes, np.uint8).data, most=2)
+    taken = [pool.take(nbytes) for nbytes in (1, 2, 4)]
+    for buffer in taken:
+        pool.give_back(buffer)
+    assert (pool.used_bytes, pool.idle_bytes) == (0, 6)
+    assert pool.take(4) is taken[2]
+    assert pool.take(2) is taken[1]
+    assert pool.used_bytes == 6
