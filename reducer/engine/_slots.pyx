@@ -65,12 +65,10 @@ cdef class Member:
 
     @property
     def window(self):
-        """Bytes it may have in flight here."""
         return self.its.window
 
     @property
     def held(self):
-        """Bytes of its window taken by contributions in open slots."""
         return self.its.held
 
     @held.setter
@@ -79,17 +77,14 @@ cdef class Member:
 
     @property
     def read(self):
-        """Bytes that the loop has taken from its connection."""
         return self.its.read
 
     @property
     def written(self):
-        """Bytes that the loop has given to it."""
         return self.its.written
 
     @property
     def watermark(self):
-        """Every all-reduce below this number is finished at the worker."""
         return self.its.watermark
 
     @watermark.setter
@@ -98,7 +93,6 @@ cdef class Member:
 
     @property
     def state(self):
-        """State of the link."""
         return self._state
 
     @state.setter
@@ -146,16 +140,13 @@ cdef class Slot:
 
     @property
     def holders(self):
-        """Ranks that hold the result."""
         return self.with_state(CLAIMED)
 
     @property
     def asked(self):
-        """The rank that was asked for the result, or None."""
         return self.its.asked if self.its.is_asked else None
 
     def ranks(self):
-        """Ranks whose contribution is here."""
         return self.with_state(PRESENT)
 
     cdef list with_state(self, int state):
@@ -181,28 +172,23 @@ cdef class Round:
 
     @property
     def first(self):
-        """Header of the contribution that opened the round, None if an ABORT did."""
         if not self.it().has_first:
             return None
         return Header.unpack((<char *>&self.it().first)[:HEADER_BYTES])
 
     @property
     def open(self):
-        """Number of slots that wait for contributions."""
         return self.it().open
 
     def is_open(self, offset):
-        """Whether the chunk at `offset` waits for contributions."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         return at != NULL and not at.done
 
     def holds(self, offset, uint32_t rank):
-        """Whether this rank's contribution to the chunk at `offset` was counted before."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         return at != NULL and (at.done or at.payloads.present[rank])
 
     def place(self, header, payload):
-        """Put a contribution, or None for a claim, the first of its rank, into its slot."""
         check_agreement(header, self.first)
         cdef slot *at = <slot *>map_get(&self.it().slots, header.offset)
         if at != NULL:
@@ -229,30 +215,25 @@ cdef class Round:
         return self._slot(at)
 
     def ask(self, offset, uint32_t rank):
-        """Take note that a holder was asked for the result of the chunk at `offset`."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         at.is_asked = True
         at.asked = rank
         round_touch(&self._of.its, self.it())
 
     def asked(self, offset):
-        """Return the slot at `offset` if its result was asked for."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         return self._slot(at) if at != NULL and not at.done and at.is_asked else None
 
     def finish(self, offset):
-        """Forget a slot whose result is on its way."""
         round_finish(&self._of.its, self.it(), <slot *>map_get(&self.it().slots, offset))
 
     def fail(self, error):
-        """Mark the round as failed and drop its slots; return what they took of the windows."""
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
         round_settle(&self._of.its, self.it())
         return self.drop()
 
     def drop(self):
-        """Drop the slots that are open; return what they took of the windows."""
         taken = []
         cdef Slot at
         for at in self._open_slots():
@@ -263,24 +244,20 @@ cdef class Round:
         return taken
 
     def missing_ranks(self):
-        """Ranks without which an open slot cannot be completed."""
         slots = self._open_slots()
         lacking = (rank for rank in range(self._of.its.world_size) if lacks(slots, rank))
         return tuple(islice(lacking, MAX_MISSING))
 
     def lacks(self, uint32_t rank):
-        """Whether an open slot waits for this rank."""
         return lacks(self._open_slots(), rank)
 
     def departed(self, rank):
-        """Return why a rank has gone, if it has since it said something about this round."""
         at, reason = self._of.departure(rank)
         if at <= self.it().born:
             return None
         return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
 
     def hear(self, uint32_t rank):
-        """Take note that a rank has said something about this round."""
         left, _ = self._of.departure(rank)
         if left <= self.it().born:
             self.it().spoke[rank] = 1
@@ -289,7 +266,6 @@ cdef class Round:
             self._again[rank] = self._again.get(rank, (now, now))[0], now
 
     def untold(self):
-        """Ranks that know of this round, but not of its error; who came back knows of neither."""
         found = set()
         for rank in range(self._of.its.world_size):
             left, _ = self._of.departure(rank)
@@ -302,7 +278,6 @@ cdef class Round:
         return found
 
     def tell(self, rank):
-        """Take note that a rank was sent the error."""
         self._told[rank] = self._of.its.departures
 
     cdef Slot _slot(self, slot *at):
@@ -350,7 +325,6 @@ cdef class Rounds:
 
     @property
     def reserved(self):
-        """Bytes that contributions and records of the job may take."""
         return self.its.reserved
 
     @reserved.setter
@@ -359,7 +333,6 @@ cdef class Rounds:
 
     @property
     def most(self):
-        """Rounds that there may be."""
         return self.its.most
 
     @most.setter
@@ -368,11 +341,9 @@ cdef class Rounds:
 
     @property
     def oldest(self):
-        """The least sequence number of a round, None if there is no round."""
         return heap_least(&self.its.order) if self.its.order.count else None
 
     def taken(self):
-        """Return the bytes that the records of all rounds take."""
         return rounds_taken(&self.its)
 
     def __len__(self):
@@ -388,12 +359,10 @@ cdef class Rounds:
         return iter(sorted(sequences))
 
     def get(self, sequence):
-        """Return the round of an all-reduce, if there is one."""
         cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
         return None if found == NULL else self._view(found)
 
     def live(self):
-        """Return the rounds that have not failed, by their sequence numbers."""
         found = []
         cdef round *at = self.its.latest
         while at != NULL:
@@ -402,7 +371,6 @@ cdef class Rounds:
         return sorted(found)
 
     def between(self, low, high):
-        """Return those of them that have these numbers, or one in between."""
         found = []
         cdef uint64_t first = low, last = high, number
         cdef round *at
@@ -420,7 +388,6 @@ cdef class Rounds:
         return sorted(found)
 
     def lacking(self, rank):
-        """Return those that lack a rank and have not failed, though it has left."""
         cdef uint64_t since = self._swept.get(rank, 0)
         self._swept[rank] = self.its.touches
         found = []
@@ -433,16 +400,13 @@ cdef class Rounds:
         return sorted(found)
 
     def leave(self, rank, reason):
-        """Take note that a rank has left."""
         self.its.departures += 1
         self._left[rank] = self.its.departures, reason
 
     def departure(self, rank):
-        """Return when a rank has left last, in departures, and why; 0 if it never has."""
         return self._left.get(rank, (0, None))
 
     def open(self, sequence, first):
-        """Begin a round, with the contribution that opens it if one does."""
         cdef bytes frame = b"" if first is None else first.pack()
         cdef const header_t *header = <const header_t *>PyBytes_AS_STRING(frame) if frame else NULL
         cdef round *opened = rounds_open(&self.its, sequence, header)
@@ -451,7 +415,6 @@ cdef class Rounds:
         return self._view(opened)
 
     def discard_oldest(self):
-        """Forget the round with the least sequence number."""
         sequence = self.oldest
         if sequence is None:
             raise KeyError

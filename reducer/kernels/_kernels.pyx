@@ -69,7 +69,6 @@ cdef class CompiledKernels:
 
     @property
     def name(self):
-        """Name of the instruction set."""
         return self.table.name.decode()
 
     cdef fold_fn find(self, int dtype, int op) noexcept nogil:
@@ -78,7 +77,6 @@ cdef class CompiledKernels:
         return self.table.fold[dtype][op]
 
     def reduce(self, inputs, out, dtype, op):
-        """Fold `inputs` into `out`; see `reducer.kernels.Kernels.reduce`."""
         try:
             dtype, op = DType(dtype), ReduceOp(op)
         except ValueError:

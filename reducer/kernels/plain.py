@@ -39,7 +39,6 @@ class PlainKernels:
     def reduce(
         self, inputs: Sequence[BytesLike], out: BytesLike, dtype: DType, op: ReduceOp
     ) -> None:
-        """Fold `inputs` into `out`; see `reducer.kernels.Kernels.reduce`."""
         try:
             dtype, op = DType(dtype), ReduceOp(op)
         except ValueError:

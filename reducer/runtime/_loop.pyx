@@ -263,10 +263,6 @@ class Loop(PlainLoop):
         self._core = Core(engine, transport)
 
     def step(self, timeout_s):
-        """Serve for `timeout_s` seconds at most, or until a peer is to be closed.
-
-        Then the engine sees the clock.
-        """
         for number, sends in enumerate(self._core.run(timeout_s), 1):
             self.send(sends)
             if self._engine.closing and number >= TAKEN_PER_LOOK:

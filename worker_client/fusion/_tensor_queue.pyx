@@ -1,4 +1,4 @@
-"""The compiled twin of what is done with every named tensor; see `fusion.submissions`."""
+"""The compiled twin of what is done with every named tensor; see `fusion.tensor_queue`."""
 
 import copy
 import threading
@@ -103,7 +103,6 @@ cdef class CompiledSubmissions:
         self._timeout_s, self._threshold = timeout_s, threshold
 
     def submit(self, data, op, name, timeout):
-        """Accept a tensor; see `worker_client.fusion.tensor_queue.Submissions`."""
         cdef object made = CompiledRequest()  # a variable of C's type could not hold the class
         cdef RequestState request = <RequestState>made
         cdef object dtype = borrow(request, data)
@@ -149,12 +148,10 @@ cdef class CompiledSubmissions:
 
     @staticmethod
     def pack(list requests, unsigned char[::1] into):
-        """Copy to a fusion buffer; see `worker_client.fusion.tensor_queue.Submissions`."""
         move(requests, into, packing=True)
 
     @staticmethod
     def unpack(list requests, unsigned char[::1] packed):
-        """Copy results and end requests; see `worker_client.fusion.tensor_queue.Submissions`."""
         cdef RequestState request
         move(requests, packed, packing=False)
         for made in requests:

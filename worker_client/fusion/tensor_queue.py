@@ -49,7 +49,6 @@ class Request(Work):
 
     @property
     def view(self) -> memoryview:
-        """As above."""
         raise NotImplementedError
 
     def lacked_by(self, ranks: tuple[int, ...]) -> None:
@@ -299,7 +298,6 @@ class PlainRequest(Request):
 
     @property
     def view(self) -> memoryview:
-        """As of `Request`."""
         return self._view
 
 
@@ -324,7 +322,6 @@ class PlainSubmissions:
     def submit(
         self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None
     ) -> Request:
-        """As of `Submissions`."""
         buffer = host_buffer(data)
         reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self._timeout_s)
         tensor = Tensor(name, buffer.dtype, reduction, buffer.view.nbytes)
@@ -348,7 +345,6 @@ class PlainSubmissions:
 
     @staticmethod
     def pack(requests: Sequence[Request], into: memoryview) -> None:
-        """As of `Submissions`."""
         begin = 0
         for request in requests:
             end = begin + request.tensor.nbytes
@@ -357,7 +353,6 @@ class PlainSubmissions:
 
     @staticmethod
     def unpack(requests: Sequence[Request], packed: memoryview) -> None:
-        """As of `Submissions`."""
         begin = 0
         for request in requests:
             end = begin + request.tensor.nbytes

@@ -33,26 +33,21 @@ cdef class CompiledFlight:
 
     @property
     def watermark(self):
-        """Every all-reduce below this number is finished here."""
         return self.its.watermark
 
     @property
     def reached(self):
-        """Every all-reduce below this number is finished at every rank, as far as is known."""
         return self.its.reached
 
     @property
     def kept_bytes(self):
-        """Bytes of results that are kept."""
         return self.its.kept_bytes
 
     def add_link(self, uint64_t window, bint keep):
-        """Add a link, which is shut."""
         if not flight_add_link(&self.its, window, keep):
             raise MemoryError
 
     def submit(self, operation, parts, uint64_t chunk_bytes, uint32_t epoch):
-        """Queue an all-reduce."""
         cdef header_t said = self.its.identity
         said.sequence = operation.sequence
         said.epoch = epoch
@@ -81,15 +76,12 @@ cdef class CompiledFlight:
         self._views[submitted.header.sequence] = operation.view
 
     def open(self, link):
-        """Let contributions be sent to a reducer."""
         self.its.links[self.check(link)].open = True
 
     def set_window(self, link, nbytes):
-        """Change how many bytes may be in flight on a link."""
         self.its.links[self.check(link)].window = nbytes
 
     def stats(self, link):
-        """Return what is known about a link."""
         cdef flight_link *its = &self.its.links[self.check(link)]
         return LinkStats(
             its.window, its.in_flight, its.bytes_sent, its.bytes_received, its.results,
@@ -97,7 +89,6 @@ cdef class CompiledFlight:
         )
 
     def refill(self, double now):
-        """Return the contributions that the windows have room for."""
         cdef uint64_t now_ns = nanoseconds(now)
         cdef turn_t turn = turn_t(0, 0)
         cdef contribution next
@@ -109,7 +100,6 @@ cdef class CompiledFlight:
         return sends
 
     def take(self, link, frame, payload, double now):
-        """Take a healthy result and return what it completes; None if it is anything else."""
         cdef const unsigned char[::1] head = frame
         cdef const unsigned char[::1] body = payload
         cdef zmq_msg_t message
@@ -135,19 +125,15 @@ cdef class CompiledFlight:
         return sequences
 
     def expects(self, link, sequence, offset):
-        """Whether the chunk at this offset is in flight on a link."""
         return flight_expects(&self.its, self.check(link), sequence, offset)
 
     def waits_for(self, link, sequence):
-        """Whether any chunk of an all-reduce is in flight on a link."""
         return flight_waits_for(&self.its, self.check(link), sequence)
 
     def forget(self, link, sequence):
-        """Expect and send nothing more of an all-reduce on a link."""
         flight_forget(&self.its, self.check(link), sequence)
 
     def end(self, sequence):
-        """End an all-reduce that has failed."""
         if not flight_end(&self.its, sequence):
             self._views.pop(sequence, None)
 
@@ -159,7 +145,6 @@ cdef class CompiledFlight:
         return False
 
     def needs(self, link):
-        """Return the all-reduces that lack a result of this link."""
         cdef uint32_t at = self.check(link)
         cdef uint64_t sequence
         cdef operation_t *found
@@ -171,7 +156,6 @@ cdef class CompiledFlight:
         return needed
 
     def shut(self, link):
-        """Send nothing more over a link and expect nothing there, until it is opened anew."""
         flight_shut(&self.its, self.check(link))
 
     def reads_for(self, link):
@@ -179,7 +163,6 @@ cdef class CompiledFlight:
         return flight_reads_for(&self.its, self.check(link))
 
     def carried(self, link, sequence=None):
-        """Return the chunks of a link, of one all-reduce or all, with and without results."""
         cdef walk at
         cdef chunk_t *one
         cdef operation_t *of
@@ -195,14 +178,12 @@ cdef class CompiledFlight:
         return found
 
     def move(self, sequence, offset, link):
-        """Assign a chunk to another link; it is sent there if its result is not here."""
         cdef chunk_t *moved = flight_chunk(&self.its, sequence, offset)
         if moved == NULL:
             raise KeyError(sequence, offset)
         flight_move(&self.its, moved, self.check(link))
 
     def kept(self, sequence, offset):
-        """Return a result that is kept, as a header and the elements; None if it is not."""
         cdef chunk_t *of = flight_chunk(&self.its, sequence, offset)
         if of == NULL or not of.kept:
             return None
@@ -217,8 +198,8 @@ cdef class CompiledFlight:
         )
 
     def confirm(self, reached):
-        """Learn that every all-reduce below a number is finished at every rank."""
         flight_confirm(&self.its, reached)
+
     cdef uint32_t check(self, link) except? 0:
         if not 0 <= link < self.its.link_count:
             raise IndexError(link)

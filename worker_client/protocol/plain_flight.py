@@ -128,17 +128,14 @@ class PlainFlight:
 
     @property
     def watermark(self) -> int:
-        """Every all-reduce below this number is finished here."""
         return next(iter(self._active), self._next_sequence)
 
     def add_link(self, window: int, keep: bool) -> None:
-        """Add a link, shut until `open`."""
         self._links.append(_Link(window, keep))
 
     def submit(
         self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
     ) -> None:
-        """Queue an all-reduce."""
         sequence = operation.sequence
         self._next_sequence = sequence + 1
         header = self._identity._replace(
@@ -157,22 +154,18 @@ class PlainFlight:
             insort(self._links[chunk.link].queue, chunk, key=_place)
 
     def open(self, link: int) -> None:
-        """Let contributions be sent to a reducer."""
         self._links[link].open = True
 
     def set_window(self, link: int, nbytes: int) -> None:
-        """Change how many bytes may be in flight on a link."""
         self._links[link].window = nbytes
 
     def stats(self, link: int) -> LinkStats:
-        """Return what is known about a link."""
         its = self._links[link]
         return LinkStats(
             its.window, its.in_flight, its.sent, its.received, its.results, its.rtt, its.rtt_min
         )
 
     def refill(self, now: float) -> list[Send]:
-        """Return the contributions that the windows have room for."""
         sends: list[Send] = []
         before = -1
         links = len(self._links)
@@ -183,7 +176,6 @@ class PlainFlight:
         return sends
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
-        """Take a healthy result and return what it completes; None if it is anything else."""
         try:
             header = Header.unpack(frame)
             if header.type is not MessageType.RESULT:
@@ -222,29 +214,24 @@ class PlainFlight:
         return [header.sequence]
 
     def expects(self, link: int, sequence: int, offset: int) -> bool:
-        """Whether the chunk at this offset is in flight on a link."""
         return self._sent(link, sequence, offset) is not None
 
     def waits_for(self, link: int, sequence: int) -> bool:
-        """Whether any chunk of an all-reduce is in flight on a link."""
         chunks = self._chunks(sequence)
         return any(chunk.link == link and chunk.state is _State.SENT for chunk in chunks)
 
     def forget(self, link: int, sequence: int) -> None:
-        """Expect and send nothing more of an all-reduce on a link."""
         for chunk in self._chunks(sequence):
             if chunk.link == link:
                 self._settle(chunk, _State.DROPPED)
 
     def end(self, sequence: int) -> None:
-        """End an all-reduce that has failed."""
         progress = self._active.pop(sequence)
         for chunk in progress.chunks.values():
             self._settle(chunk, _State.DROPPED)
         self._release(progress)
 
     def needs(self, link: int) -> list[int]:
-        """Return the all-reduces that lack a result of this link."""
         return [
             sequence
             for sequence, progress in self._active.items()
@@ -255,7 +242,6 @@ class PlainFlight:
         ]
 
     def shut(self, link: int) -> None:
-        """Send nothing more over a link and expect nothing there, until it is opened anew."""
         self._links[link].open = False
         for sequence in self._active:
             for chunk in self._chunks(sequence):
@@ -263,7 +249,6 @@ class PlainFlight:
                     self._settle(chunk, _State.STRANDED)
 
     def carried(self, link: int, sequence: int | None = None) -> list[Carried]:
-        """Return the chunks of a link, of one all-reduce or all, with and without results."""
         alive = {**self._ended, **self._active}
         wanted = alive if sequence is None else {sequence: alive[sequence]}
         return [
@@ -281,7 +266,6 @@ class PlainFlight:
         ]
 
     def move(self, sequence: int, offset: int, link: int) -> None:
-        """Assign a chunk to another link; it is sent there if its result is not here."""
         progress = self._active.get(sequence) or self._ended[sequence]
         chunk = progress.chunks[offset]
         self._settle(chunk, _State.STRANDED)
@@ -291,7 +275,6 @@ class PlainFlight:
             insort(self._links[link].queue, chunk, key=_place)
 
     def kept(self, sequence: int, offset: int) -> tuple[bytes, Buffer] | None:
-        """Return a result that is kept, as a header and the elements; None if it is not."""
         progress = self._active.get(sequence) or self._ended.get(sequence)
         chunk = progress.chunks.get(offset) if progress else None
         if chunk is None or chunk.result is None:
@@ -305,7 +288,6 @@ class PlainFlight:
         return header.pack(), chunk.result
 
     def confirm(self, reached: int) -> None:
-        """Learn that every all-reduce below a number is finished at every rank."""
         # What is in progress here is finished nowhere, whatever a reducer says.
         self.reached = max(self.reached, min(reached, self.watermark))
         for sequence in [sequence for sequence in self._ended if sequence < self.reached]:

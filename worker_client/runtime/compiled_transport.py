@@ -52,13 +52,11 @@ class CompiledTransport(Transport):
         self._loop = _loop.Loop(flight, libzmq.addresses())
 
     def connect(self, address: str) -> None:
-        """Add a link to a reducer."""
         super().connect(address)
         socket, monitor = self._links[-1]
         self._loop.add(socket.underlying, socket.fileno(), monitor.fileno())
 
     def _renew(self, link: int) -> None:
-        """Give a link another socket."""
         super()._renew(link)
         socket, monitor = self._links[link]
         self._loop.replace(link, socket.underlying, socket.fileno(), monitor.fileno())
@@ -77,7 +75,6 @@ class CompiledTransport(Transport):
             self._loop.run(math.ceil(timeout_s * 1000))
 
     def events(self) -> list[Event]:
-        """Say what has happened."""
         completed, message, changed = self._loop.news()
         events = self._news()
         if completed:
@@ -95,13 +92,10 @@ class CompiledTransport(Transport):
         self._loop.touch(link)
 
     def refill(self) -> None:
-        """Send the contributions that the windows have room for."""
         self._loop.refill()
 
     def reads(self, operation: Operation) -> bool:
-        """Whether a message that has not left yet lies in a failed all-reduce's buffer."""
         return self._flight.reads(operation.sequence)
 
     def wake(self) -> None:
-        """Make `poll` return at once."""
         self._loop.wake()

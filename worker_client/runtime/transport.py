@@ -196,7 +196,7 @@ class Transport(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Make `poll` return at once. The caller sees to it that one thread calls at a time."""
+        """Make `wait` return at once. The caller sees to it that one thread calls at a time."""
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
@@ -392,7 +392,6 @@ class PlainTransport(Transport):
         self._ready: dict[Any, int] = {}
 
     def connect(self, address: str) -> None:
-        """Add a link to a reducer."""
         super().connect(address)
         self._unsent.append(deque())
         self._left.append(deque())
@@ -400,7 +399,6 @@ class PlainTransport(Transport):
             self._poller.register(socket, zmq.POLLIN)
 
     def _renew(self, link: int) -> None:
-        """Give a link another socket."""
         for socket in self._links[link]:
             self._poller.unregister(socket)
         super()._renew(link)
@@ -410,11 +408,9 @@ class PlainTransport(Transport):
         self._unsent[link].clear()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for something to happen; at once after `wake`. An interrupt loses nothing."""
         self._ready = dict(self._poller.poll(math.ceil(timeout_s * 1000) * (not self._reached)))
 
     def events(self) -> Iterator[Event]:
-        """Yield what has happened."""
         self._forget_sent()
         yield from self._news()
         ready, self._ready = self._ready, {}
@@ -440,12 +436,10 @@ class PlainTransport(Transport):
         self._send(link, frames)
 
     def refill(self) -> None:
-        """Send the contributions that the windows have room for."""
         for send in self._flight.refill(time.monotonic()):
             self.send(*send)
 
     def reads(self, operation: Operation) -> bool:
-        """Whether a message that has not left yet lies in a failed all-reduce's buffer."""
         self._forget_sent()
         mine = operation.view.obj
         sent = (*self._unsent, *self._left)
@@ -455,12 +449,10 @@ class PlainTransport(Transport):
         return bool(self._left[link])
 
     def wake(self) -> None:
-        """Make `poll` return at once."""
         with contextlib.suppress(zmq.Again):  # a full pipe wakes as well as a fuller one
             self._waker.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Give the last messages a moment to leave, then free everything."""
         self._waker.close()
         self._wakened.close()
         super().close()

@@ -51,11 +51,9 @@ cdef class CompiledCasts:
 
     @property
     def name(self):
-        """Name of the instruction set."""
         return self.table.name.decode()
 
     def narrow(self, const unsigned char[::1] values, unsigned char[::1] out, dtype):
-        """Round floats; see `worker_client.staging.casts.Casts.narrow`."""
         cdef size_t count = values.shape[0] // 4
         cdef int to = _TYPES[dtype]
         cdef fenv_t callers
@@ -73,7 +71,6 @@ cdef class CompiledCasts:
         unsigned char[::1] out,
         dtype,
     ):
-        """Round floats and keep the rest; see `Casts.narrow_keeping`."""
         cdef size_t count = values.shape[0] // 4
         cdef int to = _TYPES[dtype]
         cdef fenv_t callers
@@ -86,7 +83,6 @@ cdef class CompiledCasts:
                 cast_end(&callers)
 
     def widen(self, const unsigned char[::1] values, unsigned char[::1] out, dtype):
-        """Cast back to floats; see `worker_client.staging.casts.Casts.widen`."""
         cdef size_t count = out.shape[0] // 4
         cdef int of = _TYPES[dtype]
         cdef fenv_t callers
@@ -98,7 +94,6 @@ cdef class CompiledCasts:
                 cast_end(&callers)
 
     def divide(self, unsigned char[::1] values, double by, dtype):
-        """Divide in place; see `worker_client.staging.casts.Casts.divide`."""
         cdef size_t itemsize = dtype.itemsize
         cdef size_t count = values.shape[0] // itemsize
         cdef bint single = dtype is DType.FLOAT32

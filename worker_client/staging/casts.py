@@ -51,13 +51,11 @@ class PlainCasts:
     name = "numpy"
 
     def narrow(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        """As `Casts.narrow`."""
         floats, halves = np.frombuffer(values, "<f4"), np.frombuffer(out, "<u2")
         for block in _blocks(halves.size):
             halves[block] = _round(floats[block], dtype)
 
     def narrow_keeping(self, values: Bytes, residual: Bytes, out: Bytes, dtype: DType) -> None:
-        """As `Casts.narrow_keeping`."""
         floats, halves = np.frombuffer(values, "<f4"), np.frombuffer(out, "<u2")
         rest = np.frombuffer(residual, "<f4")
         with np.errstate(all="ignore"):
@@ -68,13 +66,11 @@ class PlainCasts:
                 rest[block] = np.where(np.isfinite(total), total, np.float32(0))
 
     def widen(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        """As `Casts.widen`."""
         halves, floats = np.frombuffer(values, "<u2"), np.frombuffer(out, "<f4")
         for block in _blocks(halves.size):
             floats[block] = _one_nan(_float(halves[block], dtype))
 
     def divide(self, values: Bytes, by: float, dtype: DType) -> None:
-        """As `Casts.divide`."""
         numbers = np.frombuffer(values, FLOATS[dtype])
         with np.errstate(all="ignore"):
             for block in _blocks(numbers.size):

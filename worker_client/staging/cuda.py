@@ -36,7 +36,6 @@ class CudaDevice:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def follow(self, *tensors: torch.Tensor) -> None:
-        """Let later copies to the host wait for what this thread's current stream has to do."""
         with self._errors(), torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 raise ConfigError(
@@ -50,15 +49,12 @@ class CudaDevice:
                 tensor.record_stream(self._to_device)
 
     def to_host(self, block: torch.Tensor, source: torch.Tensor) -> CudaCopy:
-        """Ask for a copy from the GPU to page-locked memory."""
         return self._copy(self._to_host, block, source)
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> CudaCopy:
-        """Ask for a copy to the GPU's memory."""
         return self._copy(self._to_device, target, source)
 
     def returning(self) -> AbstractContextManager[object]:
-        """Make the stream of copies to the GPU this thread's current one."""
         return torch.cuda.stream(self._to_device)
 
     def _copy(
@@ -100,6 +96,5 @@ class CudaCopy:
         self._errors = errors
 
     def wait(self) -> None:
-        """Block until it has been made."""
         with self._errors():
             self._done.synchronize()
