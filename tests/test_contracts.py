@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,31 @@ def test_import_contracts() -> None:
     command = [str(Path(sys.executable).with_name("lint-imports"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def graph_of_imports() -> dict[str, set[str]]:
+    """Every module of the project, and those that it imports, if only for their types."""
+    folders = (*PACKAGES, "bench", "docs", "fuzz", "lab", "tests")
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    graph = {}
+    for module, path in files.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                named = (f"{node.module}.{alias.name}" for alias in node.names)
+                found.update(name if name in files else node.module for name in named)
+        graph[module] = found & files.keys() - {module}
+    return graph
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    TopologicalSorter(graph_of_imports()).prepare()  # raises CycleError, which names the circle
 
 
 def unsafe(source: str) -> set[str]:

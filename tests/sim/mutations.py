@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from reducer.engine import engine, rounds
 from reducer.engine.slots import Round
-from tests.sim.processes import Worker
+from tests.sim.world import Worker
 from worker_client.protocol.aborts import Aborts
 from worker_client.protocol.calls import Calls
 from worker_client.protocol.failover import Failover

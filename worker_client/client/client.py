@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from worker_client.communicators.fallback import Fallback
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
-    from worker_client.protocol.handover import Unfinished
+    from worker_client.protocol.operation import Unfinished
     from worker_client.protocol.spec import Settings
     from worker_client.runtime.credentials import Keys
     from worker_client.staging.host_buffer import HostBuffer

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from worker_client.communicators.returning import Returning
-    from worker_client.protocol.handover import Unfinished
-    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.operation import Operation, Unfinished
 
 _TYPES = {
     DType.FLOAT32: torch.float32,

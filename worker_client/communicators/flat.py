@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
-    from worker_client.protocol.handover import Unfinished
-    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import Settings
     from worker_client.runtime.credentials import Keys
     from worker_client.runtime.implementation import Implementation

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, MessageType
 from reducer.wire.messages import encode_error
 from worker_client.protocol.actions import Send
+from worker_client.protocol.link import Failed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,14 +21,6 @@ if TYPE_CHECKING:
 
 
 MOST = 256  # entries of what has failed here; then the oldest become one
-
-
-class Failed(NamedTuple):
-    """All-reduces that have failed here, first to last."""
-
-    first: int
-    last: int
-    error: ReductionError
 
 
 class Aborts:

@@ -8,8 +8,7 @@ from worker_client.protocol.flight import Send as Send  # noqa: PLC0414 (also fr
 
 if TYPE_CHECKING:
     from reducer.errors import ReductionError
-    from worker_client.protocol.handover import Unfinished
-    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.operation import Operation, Unfinished
 
 
 class Finish(NamedTuple):

@@ -6,10 +6,10 @@ The ranks' own questions are nobody's calls, and nobody asks them any more (sans
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.header import Header
+from worker_client.protocol.operation import Unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,23 +18,6 @@ if TYPE_CHECKING:
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.pending import Pending
-
-
-@dataclass
-class Unfinished:
-    """One all-reduce that some rank may not have finished.
-
-    Attributes:
-        number: its sequence number.
-        operation: what this rank asked for; None if it has ended here.
-        failed: it has ended badly here.
-        results: the chunks whose result is here, by offset; all of them if it has ended well.
-    """
-
-    number: int
-    operation: Operation | None
-    failed: bool = False
-    results: dict[int, bytes] = field(default_factory=dict)
 
 
 class Held(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.states import LinkState
 
@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reducer.errors import ReductionError
-    from worker_client.protocol.aborts import Failed
+
+
+class Failed(NamedTuple):
+    """All-reduces that have failed at this rank, first to last."""
+
+    first: int
+    last: int
+    error: ReductionError
 
 
 class Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import PLACES
@@ -89,3 +90,20 @@ class Operation:
         name = f" {self.name!r}" if self.name else ""
         number = "" if self.sequence < 0 else f" {self.sequence // PLACES}"
         return f"all-reduce{number}{name} ({self.view.nbytes} bytes of {self.dtype.name})"
+
+
+@dataclass
+class Unfinished:
+    """One all-reduce that some rank may not have finished.
+
+    Attributes:
+        number: its sequence number.
+        operation: what this rank asked for; None if it has ended here.
+        failed: it has ended badly here.
+        results: the chunks whose result is here, by offset; all of them if it has ended well.
+    """
+
+    number: int
+    operation: Operation | None
+    failed: bool = False
+    results: dict[int, bytes] = field(default_factory=dict)

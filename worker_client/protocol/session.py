@@ -29,10 +29,11 @@ from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.calls import FIRST_PLACE, Calls
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flow_control import FlowControl
-from worker_client.protocol.handover import HandingOver, Unfinished
+from worker_client.protocol.handover import HandingOver
 from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.losses import Losses
 from worker_client.protocol.names import own
+from worker_client.protocol.operation import Unfinished
 from worker_client.protocol.plan import Plan
 from worker_client.protocol.roll_call import RollCall
 from worker_client.protocol.shard_map import Stage

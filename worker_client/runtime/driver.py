@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import ReductionError
     from worker_client.protocol.actions import Action
-    from worker_client.protocol.handover import Unfinished
-    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
     from worker_client.runtime.transport import Event, Transport
 
