@@ -96,8 +96,24 @@ class Work:
                     self._settle(future)
             return self._future
 
-    def finish(self, result: Any, error: BaseException | None) -> None:
-        """End it, unless it has ended; for the client alone."""
+    def finish(
+        self,
+        result: Any,
+        error: BaseException | None,
+        write_back: Callable[[], object] | None = None,
+    ) -> None:
+        """End it, unless it has ended; for the client alone.
+
+        Args:
+            result: what `wait` returns, unless there is an error.
+            error: why the all-reduce failed; None if it did not.
+            write_back: called first, if it did not; if it raises an exception, that is the error.
+        """
+        if error is None and write_back is not None:
+            try:
+                write_back()
+            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
+                error = refused
         with self._lock:
             if not self._ended:
                 self._result, self._error = result, error

@@ -18,7 +18,7 @@ import worker_client
 from reducer.errors import DeviceError, ReductionError
 from tests.ranks import write_result
 from tests.worker_client.slow_device import SlowDevice
-from worker_client.staging import device, staged_call
+from worker_client.staging import device, split_call
 
 STEPS = 20
 
@@ -97,7 +97,7 @@ def main(kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stock = train("cuda:0" if kind == "cuda" else "cpu", reduction=False)
-    staged_call.PIECE_BYTES = 4096
+    split_call.PIECE_BYTES = 4096
     if kind == "slow":
         device.is_on_device = lambda data: isinstance(data, torch.Tensor)
         device.open_device = slow

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import local_pool
 from worker_client.client import bootstrap
 from worker_client.runtime import driver
-from worker_client.staging import device, staged_call
+from worker_client.staging import device, split_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +67,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     made = slow_device.Devices()
     monkeypatch.setattr(device, "is_on_device", lambda data: isinstance(data, torch.Tensor))
     monkeypatch.setattr(device, "open_device", made.open)
-    monkeypatch.setattr(staged_call, "PIECE_BYTES", slow_device.PIECE)
+    monkeypatch.setattr(split_call, "PIECE_BYTES", slow_device.PIECE)
     yield made
     for one in made.opened:
         one.close()

@@ -20,7 +20,7 @@ from worker_client.collectives import broadcast
 from worker_client.ddp import ReductionState
 from worker_client.staging import cuda, device
 from worker_client.staging.cuda import CudaDevice
-from worker_client.staging.staged_call import PIECE_BYTES
+from worker_client.staging.split_call import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,7 +20,7 @@ from tests.worker_client.slow_device import (
     eventually,
     reduce_all,
 )
-from worker_client.staging import staged_call
+from worker_client.staging import split_call
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.device_copies import BLOCK_TURNS
 
@@ -87,7 +87,7 @@ def test_no_page_locked_memory_is_left(
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64, PIECE - 1, PIECE, PIECE + 1, 10 * PIECE + 8])
 def test_pieces_cover_the_whole(devices: Devices, nbytes: int) -> None:
-    pieces = staged_call.cut(nbytes)
+    pieces = split_call.cut(nbytes)
     assert len(pieces) == max(1, -(-nbytes // PIECE))
     assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
     assert pieces[-1][1] == nbytes

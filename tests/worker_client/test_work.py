@@ -111,3 +111,21 @@ def test_an_end_that_was_interrupted_is_made_up_for(work: Work) -> None:
     work._ended, work._result = True, "result"  # and no more, because of Ctrl-C
     work.finish(None, ReductionError("later"))
     assert future.result(0) == "result"
+
+
+def test_what_writing_back_raises_is_the_error(work: Work) -> None:
+    def refuse() -> None:
+        assert not work.done()
+        raise ValueError("read-only")
+
+    work.finish("result", None, refuse)
+    with pytest.raises(ValueError, match="read-only"):
+        work.wait()
+
+
+def test_nothing_is_written_back_after_an_error(work: Work) -> None:
+    written: list[str] = []
+    work.finish("result", ReductionError("failed"), lambda: written.append("rubbish"))
+    with pytest.raises(ReductionError, match="failed"):
+        work.wait()
+    assert not written

@@ -446,12 +446,7 @@ class Client:
         work = PlainWork(operation, self.lead, lambda: operation.missing)
 
         def ended(error: Exception | None) -> None:
-            if error is None and buffer.write_back is not None:
-                try:
-                    buffer.write_back()
-                except Exception as refused:  # noqa: BLE001 (the array's own; who waits gets it)
-                    error = refused
-            work.finish(data, error)
+            work.finish(data, error, buffer.write_back)
 
         self._submit(operation, ended)
         return work

@@ -387,12 +387,6 @@ class HierarchicalClient(Client):
             call.work.finish(call.data, copy.copy(self._broken))
 
     def _conclude(self, call: _Call, error: ReductionError | None) -> None:
-        failure: Exception | None = error
-        try:
-            if error is None and call.buffer.write_back is not None:
-                call.buffer.write_back()
-        except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
-            failure = refused
-        call.work.finish(call.data, failure)
+        call.work.finish(call.data, error, call.buffer.write_back)
         with self._guard:
             self._open.pop(call, None)

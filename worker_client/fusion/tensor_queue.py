@@ -65,12 +65,7 @@ class Request(Work):
         if isinstance(error, ReductionError):
             error = copy.copy(error)
             error.name = self.tensor.name
-        if error is None and self.write_back is not None:
-            try:
-                self.write_back()
-            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
-                error = refused
-        self.finish(self.data, error)
+        self.finish(self.data, error, self.write_back)
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""

@@ -17,26 +17,28 @@ import logging
 import queue
 import threading
 from collections import deque
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.errors import DeviceError, LocalProtocolError, ReductionError
+from worker_client.protocol.operation import Operation
 from worker_client.runtime.driver import STOP_S
 from worker_client.staging import device
 from worker_client.staging.buffer_pool import BufferPool
-from worker_client.staging.staged_call import StagedCall
+from worker_client.staging.split_call import Call, Piece, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from reducer.wire.constants import ReduceOp
-    from worker_client.protocol.operation import Operation
     from worker_client.staging.device import Copy, Device
     from worker_client.staging.staging import Flat
     from worker_client.work import Work
 
+    End = tuple[Call, Device, Operation, Exception | None]  # of a piece
     Ended = Callable[[Exception | None], None]
     Submit = Callable[[Operation, Ended], None]
 
@@ -46,18 +48,80 @@ BLOCK_TURNS = 1024
 log = logging.getLogger(__name__)
 
 
-class _Turn(NamedTuple):
-    """What is to be submitted.
+class DeviceCopies:
+    """The copies of one call, to page-locked memory and back. Calls refer to it, not it to them.
 
-    Attributes:
-        operation: an all-reduce of host memory.
-        copied: when its contribution is there; None if it was already.
-        ended: whom to tell of its end.
+    The caller's thread calls `ask`; everything after that is for the returning thread.
+
+    Args:
+        flat: the tensor's bytes, on the device.
+        device: where the tensor is.
+        blocks: page-locked memory of that device.
     """
 
-    operation: Operation
-    copied: Copy | None
-    ended: Ended
+    def __init__(self, flat: Flat, device: Device, blocks: BufferPool[torch.Tensor]) -> None:
+        self._flat = flat
+        self._device = device
+        self._blocks = blocks
+        self._block: torch.Tensor
+        self._back: Copy | None = None  # the last copy to the device
+
+    def ask(self, call: object, op: ReduceOp, name: str | None, timeout_s: float) -> list[Piece]:
+        """Ask for the copies to the host, behind what the caller's stream has to do.
+
+        Raises:
+            ConfigError: the caller's stream is being captured.
+            DeviceError: the device failed.
+        """
+        data, dtype = self._flat.data, self._flat.dtype
+        ends = cut(data.nbytes)
+        self._device.follow(data, self._flat.target)
+        self._block = self._blocks.take(data.nbytes)
+        pieces = []
+        try:
+            for number, (start, end) in enumerate(ends, 1):
+                part = self._block[start:end]
+                copied = self._device.to_host(part, data[start:end])
+                what = name
+                if len(ends) > 1:  # from which ranks see that the whole differs in size
+                    of = f"piece {number} of {len(ends)}, of {data.nbytes} bytes in all"
+                    what = of if name is None else f"{name} ({of})"
+                operation = Operation(part.numpy().data, dtype, op, what, timeout_s, call=call)
+                copy_back = partial(self._copy_back, data[start:end], part)
+                pieces.append(Piece(operation, copied.wait, copy_back))
+        except BaseException:
+            self._blocks.forget(self._block)
+            raise
+        return pieces
+
+    def settle(self, error: Exception | None) -> None:
+        """Wait for the copies to the device, and give the memory back unless the device failed.
+
+        Args:
+            error: of the call.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        failed = isinstance(error, DeviceError)
+        try:
+            try:
+                if error is None and self._flat.copy is not None:
+                    self._copy_back(self._flat.target, self._flat.copy)
+            finally:
+                if self._back is not None:
+                    self._back.wait()  # and so for all before it, as a stream keeps their order
+        except DeviceError:
+            failed = True
+            raise
+        finally:
+            if failed:  # the device may still use it
+                self._blocks.forget(self._block)
+            else:
+                self._blocks.give_back(self._block)
+
+    def _copy_back(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._back = self._device.to_device(target, source)
 
 
 class DeviceStaging:
@@ -72,12 +136,11 @@ class DeviceStaging:
         self._devices: dict[torch.device, tuple[Device, BufferPool[torch.Tensor]]] = {}
         self._failure: Exception | None = None  # a piece was not contributed: the order is lost
         # Calls as they were made, each with its pieces; the first stays until it was submitted.
-        self._line: deque[tuple[StagedCall | None, list[_Turn]]] = deque()
+        self._line: deque[tuple[Call | None, Sequence[tuple[Piece, Ended]]]] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # look at the line, or leave
         # Pieces that have ended, and how; None: no more will be submitted.
-        self._ended: queue.SimpleQueue[tuple[StagedCall, int, Exception | None] | None]
-        self._ended = queue.SimpleQueue()
-        self._calls: set[StagedCall] = set()  # being submitted, or submitted and not ended
+        self._ended: queue.SimpleQueue[End | None] = queue.SimpleQueue()
+        self._calls: set[Call] = set()  # being submitted, or submitted and not ended
         self._closing = False
         # Guards `_closing`, `_devices` and `_threads`. A signal handler may take it again.
         self._lock = threading.RLock()
@@ -122,17 +185,17 @@ class DeviceStaging:
         """
         self._check()
         opened, blocks = self._open(flat.data.device)
+        copies = DeviceCopies(flat, opened, blocks)
         try:
-            staged = StagedCall(work, tensor, flat, opened, blocks)
-            staged.ask(call, op, name, timeout_s)
+            pieces = copies.ask(call, op, name, timeout_s)
         except DeviceError as error:
             self._failure = error
             raise
+        made = Call(work, tensor, pieces, name=name, release=copies.settle)
         turns = [
-            _Turn(piece.operation, piece.copied, partial(self._piece_ended, staged, at))
-            for at, piece in enumerate(staged.pieces)
+            (piece, partial(self._piece_ended, made, opened, piece.operation)) for piece in pieces
         ]
-        self._stand_in_line(staged, turns)
+        self._stand_in_line(made, turns)
 
     def follow(self, operation: Operation, ended: Ended) -> None:
         """Submit an all-reduce of host memory when all calls before it were.
@@ -141,7 +204,7 @@ class DeviceStaging:
             LocalProtocolError: the client was shut down.
             DeviceError: a call before it could not be made.
         """
-        self._stand_in_line(None, [_Turn(operation, None, ended)])
+        self._stand_in_line(None, [(Piece(operation), ended)])
 
     def stop(self, wait: bool) -> None:
         """Submit nothing any more, and end what has not; the client submits nothing, either.
@@ -180,14 +243,16 @@ class DeviceStaging:
                     thread.start()
             return self._devices[of]
 
-    def _stand_in_line(self, call: StagedCall | None, turns: list[_Turn]) -> None:
+    def _stand_in_line(self, call: Call | None, turns: Sequence[tuple[Piece, Ended]]) -> None:
         with self._lock:
             self._check()
             self._line.append((call, turns))
         self._wake.put(None)
 
-    def _piece_ended(self, call: StagedCall, at: int, error: Exception | None) -> None:
-        self._ended.put((call, at, error))
+    def _piece_ended(
+        self, call: Call, opened: Device, operation: Operation, error: Exception | None
+    ) -> None:
+        self._ended.put((call, opened, operation, error))
 
     # -- the sending thread -------------------------------------------------------------------
 
@@ -208,20 +273,20 @@ class DeviceStaging:
         call, turns = self._line[0]
         if call is not None:
             self._calls.add(call)
-        for turn in turns:
+        for piece, ended in turns:
             try:
-                if turn.copied is not None:
-                    turn.copied.wait()
+                if piece.prepare is not None:
+                    piece.prepare()
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
                 self._failure = failure = failure or error
             refusal = failure
             if refusal is None:
                 try:
-                    self._submit(turn.operation, turn.ended)
+                    self._submit(piece.operation, ended)
                 except ReductionError as error:
                     refusal = error
             if refusal is not None:
-                turn.ended(refusal)
+                ended(refusal)
         self._line.popleft()
         return failure
 
@@ -232,12 +297,14 @@ class DeviceStaging:
         while sending or self._calls:
             sending = self._bring_back(self._ended.get()) and sending
 
-    def _bring_back(self, end: tuple[StagedCall, int, Exception | None] | None) -> bool:
+    def _bring_back(self, end: End | None) -> bool:
         """Take note of the end of a piece; return whether more may be submitted."""
         if end is None:
             return False
-        call, at, error = end
-        if call.piece_ended(at, error):
-            call.finish()
+        call, opened, operation, error = end
+        if call.ended(operation, error):
+            with ExitStack() as stack:
+                call.attempt(lambda: stack.enter_context(opened.returning()))
+                call.finish()
             self._calls.discard(call)
         return True

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ReductionError
+from reducer.wire.constants import PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from worker_client.protocol.operation import Operation
-    from worker_client.staging.host_buffer import HostBuffer
     from worker_client.work import Work
+
+PIECE_BYTES = 4 << 20  # long on a link beside what an all-reduce costs, short beside a bucket
+_MOST = PLACES - 2  # pieces of one call: those of a large tensor are larger
+_ALIGNMENT = 64  # of pieces, in bytes: a multiple of every element's size
 
 
 class Piece(NamedTuple):
@@ -21,7 +26,8 @@ class Piece(NamedTuple):
 
     Attributes:
         operation: over the memory that travels.
-        prepare: fills that memory; called right before the operation is submitted.
+        prepare: fills that memory, or waits until it is filled; called right before the operation
+            is submitted.
         finish: takes the result out of it; called when the operation has ended well.
     """
 
@@ -30,38 +36,46 @@ class Piece(NamedTuple):
     finish: Callable[[], object] | None = None
 
 
+def cut(nbytes: int) -> list[tuple[int, int]]:
+    """Return first and last byte (exclusive) of each piece: equal ones, mostly of `PIECE_BYTES`.
+
+    Ranks must cut alike, so nothing but the size may count.
+    """
+    count = min(_MOST, max(1, -(-nbytes // PIECE_BYTES)))
+    step = max(1, -(-nbytes // (count * _ALIGNMENT))) * _ALIGNMENT
+    return [(at, min(at + step, nbytes)) for at in range(0, max(1, nbytes), step)]
+
+
 class Call:
     """Ends when all of its pieces have: until then some of them use the caller's memory.
 
     Args:
         work: what the caller waits for.
         data: what the caller gave, and gets.
-        buffer: its memory; `write_back` is called when all pieces have ended well.
         pieces: at least one, in the order in which all ranks submit them.
         name: the caller's for it.
-        release: called when all pieces have ended, however they did: nothing reads or writes what
-            they travel in any more.
+        write_back: called when all pieces have ended well.
+        release: called with the error or None when all pieces have ended, however they did: nothing
+            reads or writes what they travel in any more. What it raises is an error as well.
 
     Attributes:
-        nbytes: size of the caller's buffer.
-        error: the first with which a piece has ended.
+        error: the first one, with the call's name instead of the piece's.
     """
 
     def __init__(
         self,
         work: Work,
         data: Any,
-        buffer: HostBuffer,
         pieces: Sequence[Piece],
         *,
         name: str | None,
-        release: Callable[[], object] | None,
+        write_back: Callable[[], object] | None = None,
+        release: Callable[[Exception | None], object] | None = None,
     ) -> None:
-        self.nbytes = buffer.view.nbytes
         self.error: Exception | None = None
         self._work = work
         self._data = data
-        self._write_back = buffer.write_back
+        self._write_back = write_back
         self._pieces = {piece.operation: piece for piece in pieces}
         self._name = name
         self._release = release
@@ -81,9 +95,9 @@ class Call:
         """Take note that a piece has ended; return whether all have. It may be said twice."""
         piece = self._pieces[operation]
         if error is not None:
-            self._fail(error)
+            self.fail(error)
         elif self.error is None and piece.finish is not None:
-            piece.finish()
+            self.attempt(piece.finish)
         self._open.discard(operation)
         return not self._open
 
@@ -93,13 +107,8 @@ class Call:
         if self.error is None and not first:
             return  # another thread writes back just now
         if first and self._release is not None:
-            self._release()
-        try:
-            if self.error is None and self._write_back is not None:
-                self._write_back()
-        except Exception as refused:  # noqa: BLE001 (whoever waits gets it)
-            self.error = refused
-        self._work.finish(self._data, self.error)
+            self.attempt(partial(self._release, self.error))
+        self._work.finish(self._data, self.error, self._write_back)
 
     def end(self, operation: Operation, error: Exception | None) -> None:
         """Take note that a piece has ended, and end the call if all have."""
@@ -111,9 +120,17 @@ class Call:
         """Ranks that it waits for, as far as a reducer was asked."""
         return next((piece.missing for piece in list(self._open) if piece.missing), ())
 
-    def _fail(self, error: Exception) -> None:
+    def attempt(self, step: Callable[[], object]) -> None:
+        """Make a step of the call, whose exception is the call's error."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let the call end with this error, unless it has one already."""
         if self.error is None:
-            if isinstance(error, ReductionError) and error.name != self._name:  # a piece's own
-                error = copy.copy(error)
-                error.name = self._name
+            error = copy.copy(error)
+            if isinstance(error, ReductionError):
+                error.name = self._name  # the piece's own is in the message
             self.error = error

@@ -82,7 +82,7 @@ class WireCast:
             rounded = self.rounds(buffer.dtype, op, buffer.view.nbytes)
         if rounded:
             wire = self._memory.take(buffer.view.nbytes // 2)
-            release = partial(self._memory.give_back, wire)
+            release = partial(self._give_back, wire)
             pieces += self._cast(
                 call, buffer, wire, op, name=own, timeout_s=timeout_s, scale=scale, kept=kept
             )
@@ -91,7 +91,7 @@ class WireCast:
             prepare = None if scale is None else partial(_scale, buffer.view, buffer.dtype, scale)
             operation = Operation(buffer.view, buffer.dtype, op, own, timeout_s, call=call)
             pieces.append(Piece(operation, prepare))
-        return Call(work, data, buffer, pieces, name=name, release=release)
+        return Call(work, data, pieces, name=name, write_back=buffer.write_back, release=release)
 
     # -- casts --------------------------------------------------------------------------------
 
@@ -164,6 +164,9 @@ class WireCast:
             self._casts.narrow(values, wire, self.wire_dtype)
         else:
             self._casts.narrow_keeping(values, kept, wire, self.wire_dtype)
+
+    def _give_back(self, wire: memoryview, _error: object) -> None:
+        self._memory.give_back(wire)
 
     # -- what is refused ----------------------------------------------------------------------
 
