@@ -20,7 +20,7 @@ from worker_client.runtime.forks import forks
 from worker_client.staging import device
 from worker_client.staging.arguments import Arguments, describe, parse, refuse_extras
 from worker_client.staging.device_copies import DeviceStaging
-from worker_client.staging.host_buffer import host_buffer
+from worker_client.staging.host_buffer import flatten, host_buffer
 from worker_client.staging.wire_cast import WireCast
 from worker_client.work import PlainWork
 
@@ -480,7 +480,7 @@ class Client:
         timeout: float | str | None,
     ) -> Work:
         """Start an all-reduce of a tensor on a device."""
-        flat = device.flatten(tensor)
+        flat = flatten(tensor)
         reduction, timeout_s = parse(flat.dtype, op, name, timeout, self.timeout_s)
         work = PlainWork(describe(name, flat.data.nbytes), self._wait_for_device)
         self._staging.all_reduce(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from worker_client.staging.staging import Flat
 
 _MODULES = {"cuda": ("worker_client.staging.cuda", "CudaDevice")}  # by type of torch's devices
 
@@ -61,12 +60,6 @@ def is_on_device(data: Any) -> bool:
     """Whether `data` is a torch tensor in the memory of a device that can be staged."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(data, torch.Tensor) and data.device.type in _MODULES
-
-
-def flatten(tensor: torch.Tensor) -> Flat:
-    """Give access to a tensor's bytes where they are; `staging.staging.flatten` does."""
-    flat: Flat = import_module("worker_client.staging.staging").flatten(tensor)
-    return flat
 
 
 def open_device(device: torch.device) -> Device:

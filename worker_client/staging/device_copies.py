@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.constants import ReduceOp
     from worker_client.staging.device import Copy, Device
-    from worker_client.staging.staging import Flat
+    from worker_client.staging.host_buffer import Flat
     from worker_client.work import Work
 
     End = tuple[Call, Device, Operation, Exception | None]  # of a piece

@@ -1,9 +1,8 @@
-"""Arrays as the bytes that travel: dtype, contiguity, writability."""
+"""Arrays and tensors as the bytes that travel: dtype, contiguity, writability."""
 
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,9 @@ from reducer.wire.constants import DType
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+DEVICES = ("cpu", "cuda")  # by torch's names of their types
 # By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here.
 DTYPES = {dtype.name.lower(): dtype for dtype in DType}
 _NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
@@ -45,8 +47,7 @@ def host_buffer(data: Any) -> HostBuffer:
         return _of_array(data)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(data, torch.Tensor):
-        staged: HostBuffer = import_module("worker_client.staging.staging").of_tensor(data)
-        return staged
+        return _of_tensor(data)
     raise ConfigError(
         f"all_reduce takes a NumPy array or a torch tensor, got {type(data).__name__}: "
         "convert it first, for instance with numpy.asarray"
@@ -85,3 +86,95 @@ def _of_array(array: np.ndarray[Any, Any]) -> HostBuffer:
         return HostBuffer(flat.view(np.uint8).data, dtype, None)
     copy = np.ascontiguousarray(array)
     return HostBuffer(copy.reshape(-1).view(np.uint8).data, dtype, lambda: np.copyto(array, copy))
+
+
+class Flat(NamedTuple):
+    """A tensor as contiguous bytes, on its own device.
+
+    Attributes:
+        data: one dimension of uint8; the tensor's own memory unless that is not contiguous.
+        dtype: element type of the tensor.
+        target: the tensor, apart from autograd.
+        copy: what `data` are the bytes of, in the tensor's shape, if it is a copy.
+    """
+
+    data: torch.Tensor
+    dtype: DType
+    target: torch.Tensor
+    copy: torch.Tensor | None
+
+    def write_back(self) -> None:
+        """Put a copy's elements where the caller expects them."""
+        if self.copy is not None:
+            self.target.copy_(self.copy)
+
+
+def flatten(tensor: torch.Tensor) -> Flat:
+    """Give access to the bytes of a dense tensor, in place if it is contiguous.
+
+    Raises:
+        ConfigError: the tensor is sparse, on a device that is not served, of a dtype that cannot be
+            reduced, or of a class that has no memory of its own.
+    """
+    import torch  # noqa: PLC0415 (whoever has a tensor has loaded it)
+
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            "a sparse tensor cannot be reduced: use tensor.to_dense(), or sparse=False in the "
+            "embedding"
+        )
+    if tensor.device.type not in DEVICES:
+        raise ConfigError(
+            f"the tensor is on {tensor.device}, this version reduces tensors on the CPU and on "
+            "CUDA devices: use tensor.cpu() and copy the result back"
+        )
+    dtype = find_dtype(str(tensor.dtype).removeprefix("torch."))
+    target = tensor.detach()
+    if target.is_contiguous() and not target.is_neg():
+        return Flat(_bytes(target), dtype, target, None)
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)
+    ):
+        raise ConfigError(
+            "elements of the tensor share memory (it was expanded), and the result would overwrite "
+            "them all: use tensor.clone()"
+        )
+    copy = target.resolve_neg().contiguous()
+    return Flat(_bytes(copy), dtype, target, copy)
+
+
+def _of_tensor(tensor: torch.Tensor) -> HostBuffer:
+    """Give access to a tensor's bytes in host memory, in place if it is contiguous there.
+
+    Of a tensor on a device it is a copy, for which this waits, as writing it back does.
+
+    Raises:
+        ConfigError: as `flatten`.
+    """
+    flat = flatten(tensor)
+    if flat.data.device.type == "cpu":
+        view = flat.data.numpy().data
+        return HostBuffer(view, flat.dtype, None if flat.copy is None else flat.write_back)
+    host = flat.data.cpu()
+
+    def write_back() -> None:
+        flat.data.copy_(host)
+        flat.write_back()
+
+    return HostBuffer(host.numpy().data, flat.dtype, write_back)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    import torch  # noqa: PLC0415
+
+    # Through uint8, which every dtype can be viewed as and NumPy knows, unlike bfloat16.
+    # as_strided, because a tensor of one element is contiguous whatever its stride says.
+    try:
+        data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        data.data_ptr()  # which a tensor that only wraps others has not
+    except (RuntimeError, TypeError):
+        raise ConfigError(
+            f"a {type(tensor).__name__} gives no access to its elements: reduce the plain, dense "
+            "tensors that it is made of"
+        ) from None
+    return data
