@@ -103,7 +103,8 @@ def main(kind: str) -> None:
         device.open_device = slow
     on = "cuda:0" if kind == "cuda" else "cpu"
     results = {"stock": stock, "ours": train(on, reduction=True), "late": late(on)}
-    results["threads"] = [one.name for one in worker_client.init()._staging._threads]
+    threads = worker_client.init()._staging._threads
+    results["threads"] = [thread.name for thread in threads if thread.is_alive()]
     if kind == "slow":
         results["broken"] = broken()
     write_result(results)

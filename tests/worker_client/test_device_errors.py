@@ -24,7 +24,7 @@ from tests.worker_client.slow_device import (
     eventually,
     reduce_all,
 )
-from worker_client.staging import device_copies
+from worker_client.runtime import service_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,7 +212,7 @@ def test_shut_down_while_copies_are_on_their_way(job: Job, devices: Devices, way
 def test_a_device_that_hangs_is_not_waited_for(
     job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_copies, "STOP_S", 0.1)
+    monkeypatch.setattr(service_thread, "STOP_S", 0.1)
     gate = devices.before = Gate("to_host")
     (client,) = job(1)
     work = client.all_reduce(torch.ones(3000))
@@ -227,4 +227,4 @@ def test_a_device_that_hangs_is_not_waited_for(
 def test_without_devices_there_are_no_threads(job: Job) -> None:
     (client,) = job(1)
     client.all_reduce(torch.ones(3)).wait(20)
-    assert not client._staging._threads
+    assert not any(thread.is_alive() for thread in client._staging._threads)

@@ -16,7 +16,7 @@ from worker_client.communicators.returning import Past, Returning
 from worker_client.protocol.names import own, refused
 from worker_client.protocol.operation import Operation
 from worker_client.runtime import faults, implementation
-from worker_client.runtime.forks import forks
+from worker_client.runtime.service_thread import forks
 from worker_client.staging import device
 from worker_client.staging.arguments import Arguments, describe, parse, refuse_extras
 from worker_client.staging.device_copies import DeviceStaging

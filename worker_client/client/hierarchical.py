@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
-import queue
 import threading
 import time
 from contextlib import suppress
@@ -44,8 +43,7 @@ from worker_client.client.client import Client
 from worker_client.client.node_fold import finish, fold, folded_as
 from worker_client.communicators.reasons import describe, revive
 from worker_client.protocol.names import refused
-from worker_client.runtime.driver import STOP_S
-from worker_client.runtime.forks import forks
+from worker_client.runtime.service_thread import ServiceThread, forks
 from worker_client.staging.host_buffer import HostBuffer
 from worker_client.work import PlainWork
 
@@ -144,23 +142,20 @@ class HierarchicalClient(Client):
     ) -> None:
         self.place = place
         self._mates = introduce()
-        self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._sent: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
+        self._first = ServiceThread[_Call | None]("hierarchy", self._fold_all)
+        self._second = ServiceThread[_Piece | None]("hierarchy", self._hand_out_all)
         self._open: dict[_Call, None] = {}
         self._broken: ReductionError | None = None
         self._leave_at = 0.0
         self._latest: object = None  # call that was asked for
         self._guard = threading.Lock()  # of the two before
-        self._threads: list[threading.Thread] = []
         try:
             super().__init__(settings, **arguments)
         except BaseException:
             self._mates.close()
             raise
-        for target in (self._fold_all, self._hand_out_all):
-            thread = threading.Thread(target=target, name="hierarchy", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._first.start()
+        self._second.start()
 
     @property
     def rank(self) -> int:
@@ -205,13 +200,17 @@ class HierarchicalClient(Client):
             self._check_usable()
             self._open[asked] = None
             self._latest = call
-            self._asked.put(asked)
+            self._first.queue.put(asked)
         return asked.work
 
     @property
     def in_callback(self) -> bool:
         """As of `Client`: two threads of this client do everything."""
-        return threading.current_thread() in self._threads or super().in_callback
+        return self._is_this_thread or super().in_callback
+
+    @property
+    def _is_this_thread(self) -> bool:
+        return self._first.is_current or self._second.is_current
 
     @property
     def usable(self) -> bool:
@@ -229,7 +228,7 @@ class HierarchicalClient(Client):
             LocalProtocolError: this is one of them, in a callback of an all-reduce.
         """
         del done, until
-        if threading.current_thread() in self._threads:
+        if self._is_this_thread:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
 
     def shutdown(self) -> None:
@@ -241,11 +240,10 @@ class HierarchicalClient(Client):
         if forks() != self._forks:
             return
         self._mates.stop()
-        self._asked.put(None)
-        self._sent.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(STOP_S)
+        self._first.queue.put(None)
+        self._second.queue.put(None)
+        self._first.wait_for_end()
+        self._second.wait_for_end()
         self._break(LocalProtocolError("this client was shut down"))
         self._end_all()
         self._mates.close()
@@ -255,10 +253,10 @@ class HierarchicalClient(Client):
     # -- the first thread: within the node, and on to the reducers ------------------------------
 
     def _fold_all(self) -> None:
-        while (call := self._asked.get()) is not None:
+        while (call := self._first.queue.get()) is not None:
             if self._broken is None:
                 self._try(self._fold, call)
-            self._sent.put(None)  # the other thread may have to end calls
+            self._second.queue.put(None)  # the other thread may have to end calls
 
     def _fold(self, call: _Call) -> None:
         inner = object()
@@ -266,7 +264,7 @@ class HierarchicalClient(Client):
         if call.error is not None:
             with self._order:
                 super()._give_up(inner, call.error)
-            self._sent.put(_Piece(call, [], None, None, True))
+            self._second.queue.put(_Piece(call, [], None, None, True))
             return
         ranks, here = len(self.place.mates), self.place.local_rank
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
@@ -283,7 +281,7 @@ class HierarchicalClient(Client):
             with self._order:
                 asked = sent, op, call.name, left_s, None, None, None, call.rounded
                 between = super()._submit_buffer(inner, asked)
-            self._sent.put(_Piece(call, parts, folded, between, number == len(pieces) - 1))
+            self._second.queue.put(_Piece(call, parts, folded, between, number == len(pieces) - 1))
 
     def _compare(self, call: _Call) -> MismatchError | None:
         """See whether all ranks of this node ask for the same, and none has refused it."""
@@ -313,7 +311,7 @@ class HierarchicalClient(Client):
     # -- the second thread: the results, to the node --------------------------------------------
 
     def _hand_out_all(self) -> None:
-        while (piece := self._sent.get()) is not None or not self._mates.stopped:
+        while (piece := self._second.queue.get()) is not None or not self._mates.stopped:
             if piece is not None and self._broken is None:
                 self._try(self._hand_out, piece)
             if self._broken is not None:

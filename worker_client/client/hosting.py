@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from worker_client import config
 from worker_client.communicators.placement import host_identity
 from worker_client.runtime.credentials import Curve
-from worker_client.runtime.forks import leave_in_child
+from worker_client.runtime.service_thread import leave_in_child
 from worker_client.runtime.transport import make_pair
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from worker_client.communicators.membership import Membership
 from worker_client.communicators.reconcile import Meeting, NewLossError
 from worker_client.communicators.replay_log import Entry, Journal
 from worker_client.protocol.names import own
-from worker_client.runtime.driver import STOP_S
+from worker_client.runtime.service_thread import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from worker_client.communicators.returning import Offer
 from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.handover import Held, gaps, held, merge
 from worker_client.protocol.names import own, refused
-from worker_client.runtime.driver import STOP_S
+from worker_client.runtime.service_thread import ServiceThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,9 +115,9 @@ class Fallback:
         self._group = group
         self._rank = group.rank()
         self._ranks = group.size()
-        self._queue: queue.SimpleQueue[list[tuple[Stay, Unfinished]]] = queue.SimpleQueue()
         self._waiting: deque[tuple[Stay, Unfinished]] = deque()
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread[list[tuple[Stay, Unfinished]]]
+        self._thread = ServiceThread("fallback", self._run)
         self._buffers = threading.Lock()  # taken while one is written to
         self._stopped = False
 
@@ -136,24 +135,21 @@ class Fallback:
             stay.begun = True
             level = logging.DEBUG if self.announced else logging.WARNING
             log.log(level, "no reducer is left: all-reduces go through the process group now")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fallback", daemon=True)
-            self._thread.start()
+        self._thread.start()
         if calls:
-            self._queue.put([(stay, call) for call in calls])
+            self._thread.queue.put([(stay, call) for call in calls])
 
     def stop(self) -> None:
         """Write to no buffer and end no call from now on."""
         with self._buffers:
             self._stopped = True
-        self._queue.put([])
-        if self._thread is not None and not self.is_this_thread:
-            self._thread.join(STOP_S)
+        self._thread.queue.put([])
+        self._thread.wait_for_end()
 
     @property
     def is_this_thread(self) -> bool:
         """Whether the caller is in a callback of a call that has ended here."""
-        return threading.current_thread() is self._thread
+        return self._thread.is_current
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -182,7 +178,7 @@ class Fallback:
     def _next(self) -> tuple[Stay, Unfinished] | None:
         """Wait for the next call; None when there will be none."""
         while not (self._waiting or self._stopped):
-            self._waiting.extend(self._queue.get())
+            self._waiting.extend(self._thread.queue.get())
         return None if self._stopped else self._waiting.popleft()
 
     def _end(self, stay: Stay, call: Unfinished, error: ReductionError | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
 from worker_client.runtime.driver import Driver
-from worker_client.runtime.forks import leave_in_child
+from worker_client.runtime.service_thread import leave_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable

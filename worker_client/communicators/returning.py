@@ -23,7 +23,7 @@ from reducer.errors import LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.communicators.membership import PATIENCE_S, marked
 from worker_client.protocol.operation import Operation
-from worker_client.runtime.driver import STOP_S
+from worker_client.runtime.service_thread import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

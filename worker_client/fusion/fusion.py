@@ -29,6 +29,7 @@ from reducer.errors import (
 )
 from worker_client.fusion.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation, group
 from worker_client.fusion.tensor_queue import Waiting
+from worker_client.runtime.service_thread import ServiceThread
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.host_buffer import HostBuffer
 
@@ -47,7 +48,6 @@ LATE_S = 0.1  # of what waits for longer it is looked up which ranks lack it
 AGAIN_S = 0.001  # rest after a round that was for nothing; then twice as long each time, ...
 AGAIN_MOST_S = 0.05  # ... up to this: all ranks have something, but nothing in common
 LOOK_S = 0.2  # how often to look at deadlines while a round waits for other ranks
-STOP_S = 5.0  # several times what the thread takes to end
 LEAST_S = 0.001  # timeout of an all-reduce whose tensors have no time left
 WHY_MOST = 500  # characters of a reason that other ranks are told
 IDLE_BUFFERS = 4  # fusion buffers that wait for their next use: two in flight, two being filled
@@ -151,7 +151,8 @@ class Fusion(Generic[C]):
         self.bytes_reduced = 0
         self.waited_s = 0.0
         self._waited_from = 0.0  # the submission from which it was counted last
-        self._thread: threading.Thread | None = None
+        self._thread = ServiceThread[None]("fusion", self._run)
+        self._begun = False  # whether that was started for good, and not interrupted
 
     @property
     def channel(self) -> C | None:
@@ -188,7 +189,7 @@ class Fusion(Generic[C]):
         try:
             if check is not None:
                 check()
-            if self._thread is None:
+            if not self._begun:
                 self._begin()
             return self._submissions.submit(data, op, name, timeout)
         except LocalProtocolError:
@@ -225,7 +226,7 @@ class Fusion(Generic[C]):
         """
         if not isinstance(name, str):
             return  # there is no such call at any rank
-        if self._thread is None:
+        if not self._begun:
             self._begin()
         with self._changed:
             call = self._submissions.calls.get(name, 0)
@@ -236,30 +237,24 @@ class Fusion(Generic[C]):
 
     def _begin(self) -> None:
         with self._changed:
-            if self._thread is None and not self._closing:
-                # First: Ctrl-C may interrupt the start, and then there is a thread.
-                self._thread = threading.Thread(target=self._run, name="fusion", daemon=True)
-                try:
-                    self._thread.start()
-                except BaseException:
-                    if self._thread.ident is None:
-                        self._thread = None  # whoever calls again tries again
-                    raise
+            if not self._closing:
+                self._thread.start()
+                self._begun = True
 
     def stop(self) -> None:
         """Leave the channel; what is in progress fails. May be called again."""
         with self._changed:
             self._submissions.refusal = self._why
             self._changed.notify_all()
-        in_callback = threading.current_thread() is self._thread
+        in_callback = self._thread.is_current
         if self._channel is not None:
             in_callback |= self._channel.in_callback
             self._channel.shutdown()
-        if self._thread is not None and not in_callback:
-            self._thread.join(STOP_S)
+        if not in_callback:
+            self._thread.wait_for_end()
 
     def _lead(self, done: Callable[[], bool], until: float) -> None:
-        if threading.current_thread() is self._thread:
+        if self._thread.is_current:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
         with self._changed:
             self._urgent = bool(self._waiting)

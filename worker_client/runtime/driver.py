@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.protocol.actions import Connect, Finish, Reset, Send
-from worker_client.runtime.forks import forks
+from worker_client.runtime.service_thread import STOP_S, forks
 from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused, Released
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed
 REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
-STOP_S = 5.0  # several times what a farewell takes
 
 log = logging.getLogger(__name__)
 

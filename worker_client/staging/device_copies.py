@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import queue
 import threading
 from collections import deque
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import DeviceError, LocalProtocolError, ReductionError
 from worker_client.protocol.operation import Operation
-from worker_client.runtime.driver import STOP_S
+from worker_client.runtime.service_thread import STOP_S, ServiceThread
 from worker_client.staging import device
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.split_call import Call, Piece, cut
@@ -137,14 +136,15 @@ class DeviceStaging:
         self._failure: Exception | None = None  # a piece was not contributed: the order is lost
         # Calls as they were made, each with its pieces; the first stays until it was submitted.
         self._line: deque[tuple[Call | None, Sequence[tuple[Piece, Ended]]]] = deque()
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # look at the line, or leave
-        # Pieces that have ended, and how; None: no more will be submitted.
-        self._ended: queue.SimpleQueue[End | None] = queue.SimpleQueue()
+        # The first one is woken to look at the line, or to leave; the other one gets pieces that
+        # have ended, and None: no more will be submitted.
+        self._sending = ServiceThread[None]("to-host", self._send)
+        self._returning: ServiceThread[End | None] = ServiceThread("to-device", self._return)
+        self._threads = (self._sending, self._returning)
         self._calls: set[Call] = set()  # being submitted, or submitted and not ended
         self._closing = False
-        # Guards `_closing`, `_devices` and `_threads`. A signal handler may take it again.
+        # Guards `_closing` and `_devices`. A signal handler may take it again.
         self._lock = threading.RLock()
-        self._threads: list[threading.Thread] = []
 
     @property
     def in_order(self) -> bool:
@@ -154,7 +154,7 @@ class DeviceStaging:
     @property
     def is_this_thread(self) -> bool:
         """Whether the caller is in a callback of a call that has ended here."""
-        return threading.current_thread() in self._threads
+        return any(thread.is_current for thread in self._threads)
 
     def all_reduce(
         self,
@@ -214,13 +214,10 @@ class DeviceStaging:
         """
         with self._lock:
             self._closing = True
-            threads = list(self._threads)
-        self._wake.put(None)
-        for thread in threads:
-            if wait and thread.is_alive() and thread is not threading.current_thread():
-                thread.join(STOP_S)
-                if thread.is_alive():
-                    log.warning("a device has not made all copies after %g s", STOP_S)
+        self._sending.queue.put(None)
+        for thread in self._threads:
+            if wait and not thread.wait_for_end():
+                log.warning("a device has not made all copies after %g s", STOP_S)
 
     def _check(self) -> None:
         if self._closing:
@@ -233,36 +230,30 @@ class DeviceStaging:
             if of not in self._devices:
                 opened = device.open_device(of)
                 self._devices[of] = opened, BufferPool(opened.pinned, turns=BLOCK_TURNS)
-            if not self._threads:
-                self._threads = [
-                    threading.Thread(target=target, name=name, daemon=True)
-                    for target, name in ((self._send, "to-host"), (self._return, "to-device"))
-                ]
             for thread in self._threads:
-                if thread.ident is None:  # Ctrl-C may have come before it was started
-                    thread.start()
+                thread.start()
             return self._devices[of]
 
     def _stand_in_line(self, call: Call | None, turns: Sequence[tuple[Piece, Ended]]) -> None:
         with self._lock:
             self._check()
             self._line.append((call, turns))
-        self._wake.put(None)
+        self._sending.queue.put(None)
 
     def _piece_ended(
         self, call: Call, opened: Device, operation: Operation, error: Exception | None
     ) -> None:
-        self._ended.put((call, opened, operation, error))
+        self._returning.queue.put((call, opened, operation, error))
 
     # -- the sending thread -------------------------------------------------------------------
 
     def _send(self) -> None:
         failure: Exception | None = None
         while self._line or not self._closing:
-            self._wake.get()
+            self._sending.queue.get()
             while self._line:
                 failure = self._submit_first(failure)
-        self._ended.put(None)
+        self._returning.queue.put(None)
 
     def _submit_first(self, failure: Exception | None) -> Exception | None:
         """Submit the pieces of the call that is first in the line, or end them.
@@ -295,7 +286,7 @@ class DeviceStaging:
     def _return(self) -> None:
         sending = True
         while sending or self._calls:
-            sending = self._bring_back(self._ended.get()) and sending
+            sending = self._bring_back(self._returning.queue.get()) and sending
 
     def _bring_back(self, end: End | None) -> bool:
         """Take note of the end of a piece; return whether more may be submitted."""
