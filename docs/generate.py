@@ -1,12 +1,14 @@
-"""Write the pages of this folder that are made from the code: ``python docs/generate.py``.
+"""Write the files of this folder that are generated: ``python docs/generate.py``.
 
-`PAGES` names each page and the function that returns its text; a test holds that the files are what
-these functions return.
+`PAGES` names each file and the function that returns its text; a test holds that the files are what
+these functions return. The settings come from the code, the picture of the gain from the tables of
+performance.md.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import textwrap
 from pathlib import Path
@@ -83,9 +85,6 @@ def architecture() -> str:
     return re.sub(rf"(?s){_OPEN}.*{_CLOSE}", lambda _: f"{_OPEN}\n{picture}\n{_CLOSE}", written)
 
 
-PAGES: dict[str, Callable[[], str]] = {"architecture.md": architecture, "settings.md": settings}
-
-
 def _floors(layers: list[str], package: str) -> Iterator[str]:
     """Yield the lines of a contract's floors from the top one down, a / behind each room."""
     for number, layer in enumerate(layers, 1):
@@ -96,6 +95,74 @@ def _floors(layers: list[str], package: str) -> Iterator[str]:
         yield from textwrap.wrap(
             " ".join(words), 98, initial_indent=f"{number} ", subsequent_indent="  "
         )
+
+
+_GAIN = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 336" \
+font-family="Helvetica, Arial, 'DejaVu Sans', sans-serif" font-size="12">
+  <title>Time of an all-reduce through a pool, relative to Gloo's and Open MPI's, by size</title>
+  <rect width="880" height="336" rx="12" fill="#ffffff"/>
+  <circle cx="262" cy="318" r="5" fill="#2563a8"/>
+  <text x="274" y="322" fill="#1c2430">pool's time / Gloo's time</text>
+  <rect x="465" y="313" width="10" height="10" fill="#c2570c"/>
+  <text x="482" y="322" fill="#1c2430">pool's time / Open MPI's time</text>
+{panels}
+</svg>
+"""
+_PANELS = (("Four workers, four reducers", "4", "1 Gbit/s"), ("Eight workers", "8", "400 Mbit/s"))
+
+
+def gain() -> str:
+    """Return the picture of measured times against Gloo and MPI, from performance.md's tables."""
+    page = (DOCS / "performance.md").read_text()
+    return _GAIN.format(
+        panels="\n".join(
+            _panel(20 + 430 * at, f"{hosts} workers, {hosts} reducers, links of {links}", rows)
+            for at, (begin, hosts, links) in enumerate(_PANELS)
+            if (rows := _ratios(page.partition(f"\n{begin}")[2]))
+        )
+    )
+
+
+def _ratios(text: str) -> list[tuple[str, float, float]]:
+    """Return size, time / Gloo's and time / MPI's of each row of the first table in a text."""
+    table = text.partition("\n| size |")[2].partition("\n\n")[0]
+    cells = [[cell.strip() for cell in row.split("|")] for row in table.splitlines()[2:]]
+    return [(size, float(gloo), float(mpi)) for _, size, _, _, gloo, mpi, *_ in cells]
+
+
+def _panel(left: int, title: str, rows: list[tuple[str, float, float]]) -> str:
+    def height(ratio: float) -> float:
+        return round(150 - 32 * math.log2(ratio), 1)
+
+    lines = [f'<text x="{left + 8}" y="32" font-size="14" fill="#1c2430">{title}</text>']
+    for ratio, said in ((4, "4 x"), (1, "equal"), (0.25, "1/4")):
+        y = height(ratio)
+        stroke = "#59626f" if ratio == 1 else "#d5d9df"
+        lines += [
+            f'<path d="M{left + 48} {y}h360" stroke="{stroke}"/>',
+            f'<text x="{left + 42}" y="{y + 4}" text-anchor="end" fill="#59626f">{said}</text>',
+        ]
+    for at, (size, gloo, mpi) in enumerate(rows):
+        x = left + 76 + at * 50
+        one, two = height(gloo), height(mpi)
+        # Labels stand on the far sides of the two marks.
+        above, below = (one + 17, two - 9) if one > two else (one - 9, two + 17)
+        lines += [
+            f'<circle cx="{x}" cy="{one}" r="5" fill="#2563a8"/>',
+            f'<text x="{x}" y="{above}" text-anchor="middle" fill="#2563a8">{gloo:.2f}</text>',
+            f'<rect x="{x - 5}" y="{two - 5}" width="10" height="10" fill="#c2570c"/>',
+            f'<text x="{x}" y="{below}" text-anchor="middle" fill="#c2570c">{mpi:.2f}</text>',
+            f'<text x="{x}" y="300" text-anchor="middle" fill="#59626f">{size}</text>',
+        ]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "architecture.md": architecture,
+    "gain.svg": gain,
+    "settings.md": settings,
+}
 
 
 def _table(config: type[BaseSettings], kind: str, given: dict[str, str]) -> str:

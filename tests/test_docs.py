@@ -1,4 +1,4 @@
-"""Pages of docs/ that `docs/generate.py` makes from the code: the files are what it makes."""
+"""Files of docs/ that `docs/generate.py` makes: they are what it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README shows is run, as it stands there."""
+"""The quick start of the README and the pool of docs/frameworks.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def free_ports(number: int) -> list[str]:
     for free in sockets:
         free.close()
     return ports
+
+
+def test_the_readme_fits_a_few_screens() -> None:
+    assert len(README.splitlines()) <= 160
+    assert max(map(len, README.splitlines())) <= 100
 
 
 def test_the_quick_start_is_the_example() -> None:
@@ -120,8 +125,9 @@ def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
 
 
 def test_the_pool_for_a_notebook_runs_as_shown_and_warns_of_nothing() -> None:
-    found = re.search(r"^from reducer import local_pool\n.*?(?=^```$)", README, re.M | re.DOTALL)
-    assert found, "the README has no local_pool"
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    found = re.search(r"^from reducer import local_pool\n.*?(?=^```$)", page, re.M | re.DOTALL)
+    assert found, "docs/frameworks.md has no local_pool"
     ended = subprocess.run(
         [sys.executable, "-c", f"import worker_client\n{found[0]}"],
         env={k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")},
