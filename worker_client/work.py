@@ -109,7 +109,7 @@ class Work:
             error: why the all-reduce failed; None if it did not.
             write_back: called first, if it did not; if it raises an exception, that is the error.
         """
-        if error is None and write_back is not None:
+        if error is None and write_back is not None and not self._ended:
             try:
                 write_back()
             except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)

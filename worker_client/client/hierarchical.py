@@ -291,7 +291,7 @@ class HierarchicalClient(Client):
             call.buffer.view.nbytes,
             call.buffer.dtype.name,
             call.op.name,
-            name[:_NAME_SHOWN],
+            name[:_NAME_SHOWN] or "no name",
             fingerprint(name),  # of what is not shown, too
             call.refusal[:_REFUSAL_SHOWN],
         ]

@@ -89,7 +89,10 @@ class Membership:
         """Return an error in which ranks are numbered as in `all`."""
         if len(self.present) == self.all.world_size:
             return error
-        return renumbered(error, self.present, "without lost ranks")
+        told = renumbered(error, self.present, "without lost ranks")
+        if str(told) == str(error):  # its text may name a rank all the same
+            told.args = (f"{error} (numbering the ranks {self.present} from 0 on)",)
+        return told
 
 
 def marked(job: str, what: object) -> str:

@@ -130,7 +130,7 @@ class Call:
     def fail(self, error: Exception) -> None:
         """Let the call end with this error, unless it has one already."""
         if self.error is None:
-            error = copy.copy(error)
             if isinstance(error, ReductionError):
+                error = copy.copy(error)
                 error.name = self._name  # the piece's own is in the message
             self.error = error
