@@ -37,12 +37,14 @@ def fold(rows: Sequence[memoryview], dtype: DType, op: ReduceOp) -> Array:
     """
     wide = folded_as(dtype)
     folded = np.empty(rows[0].nbytes // dtype.itemsize * wide.itemsize, np.uint8)
-    if wide is not dtype:
-        widened = [folded, *(np.empty_like(folded) for _ in rows[1:])]
-        for row, floats in zip(rows, widened, strict=True):
-            _CASTS.widen(row, floats.data, dtype)
-        rows = [floats.data for floats in widened]
-    _KERNELS.reduce(rows, folded, wide, op)
+    if wide is dtype:
+        _KERNELS.reduce(rows, folded, wide, op)
+        return folded
+    _CASTS.widen(rows[0], folded.data, dtype)
+    floats = np.empty_like(folded)  # of one row at a time
+    for row in rows[1:]:
+        _CASTS.widen(row, floats.data, dtype)
+        _KERNELS.reduce([folded, floats], folded, wide, op)
     return folded
 
 
