@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,6 +132,8 @@ class Fallback:
 
     def take(self, stay: Stay, calls: list[Unfinished]) -> None:
         """Bring calls to their end, one after another; see `Stay.take`."""
+        if self._stopped:
+            return
         if calls and not stay.begun:
             stay.begun = True
             level = logging.DEBUG if self.announced else logging.WARNING
@@ -140,9 +143,11 @@ class Fallback:
             self._thread.queue.put([(stay, call) for call in calls])
 
     def stop(self) -> None:
-        """Write to no buffer and end no call from now on."""
+        """Write to no buffer and end no call from now on; the group is destroyed."""
         with self._buffers:
             self._stopped = True
+        if self._thread.ident is None:
+            self._destroy_group()
         self._thread.queue.put([])
         self._thread.wait_for_end()
 
@@ -174,6 +179,18 @@ class Fallback:
                 stay.back.forward(_asked_for(call))
             elif stay.failure is not None:
                 self._end(stay, call, stay.failure)
+        self._destroy_group()
+
+    def _destroy_group(self) -> None:
+        """End the group's threads, which waits for what Gloo still does in one.
+
+        If that ends while the interpreter does, Gloo's thread asks for the interpreter's lock to
+        drop a tensor, and the process aborts. Other ranks' connections end with their groups, so
+        that a call which they do not make ends here once they have stopped as well.
+        """
+        with suppress(ValueError):  # it is in no list of torch's, or was destroyed with all others
+            dist.destroy_process_group(self._group)
+        del self._group  # the last reference
 
     def _next(self) -> tuple[Stay, Unfinished] | None:
         """Wait for the next call; None when there will be none."""
