@@ -34,7 +34,8 @@ IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
 LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
 UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
-REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
+REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long; each
+LONGEST_REST_S = 0.004  # time that others have, it rests twice as long, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
 
@@ -219,14 +220,15 @@ class Driver:
 
     def _rest(self) -> None:
         """Let others lead for as long as they do so again and again."""
-        waits = -1
+        waits, rest_s = -1, REST_S
         while not self.closing and (self._is_wanted(time.monotonic()) or waits != self._waits):
             waits = self._waits
             with contextlib.suppress(queue.Empty):
-                self._resume.get(timeout=REST_S)
+                self._resume.get(timeout=rest_s)
                 while not self._resume.empty():
                     self._resume.get_nowait()
                 return
+            rest_s = min(2 * rest_s, LONGEST_REST_S)
 
     def _is_wanted(self, now: float) -> bool:
         return now < self._wanted_until and self._session.active <= 1
