@@ -42,7 +42,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # -- workers
     (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
     (_modules("fallback handover returning"), (f"{JOBS}fallback.py",)),
-    (_modules("elastic flat replay_log reconcile"), (f"{JOBS}survivors.py",)),
+    (_modules("elastic flat replay_log reconcile"), (f"{JOBS}elastic.py",)),
     (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
     (
         _modules("hierarchical node_* placement"),
@@ -76,7 +76,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bench/rolling* bench/chaos_run.py", (f"{JOBS}rolling.py",)),
     (
         "bench/chaos* bench/fault* bench/rank_loss.py",
-        (f"{JOBS}rank_loss.py", f"{JOBS}survivors.py", f"{JOBS}ddp_failover.py", "tests/lab"),
+        (f"{JOBS}rank_loss.py", f"{JOBS}elastic.py", f"{JOBS}ddp_failover.py", "tests/lab"),
     ),
 )
 

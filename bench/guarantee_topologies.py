@@ -80,7 +80,7 @@ TOPOLOGIES = {
         reducers=(2,),
         faults=GROUP | {"pool killed": 1.0},
         elastic=True,
-        slack_s=25.0,  # the survivors wait for each other, and then begin anew
+        slack_s=25.0,  # the ranks that are left wait for each other, and then begin anew
         patience_s=75.0,
         settings={"on_rank_lost": "continue"},
     ),
@@ -100,7 +100,7 @@ TOPOLOGIES = {
         faults=GROUP,
         group=True,
         local=2,
-        slack_s=15.0,  # a node waits for its mates' word
+        slack_s=15.0,  # a node waits for the word of all its ranks
         settings={"hierarchy": "auto"},
     ),
     "two-jobs": Topology(ranks=(2,), reducers=(2,), faults=FAULTS, jobs=("first", "second")),

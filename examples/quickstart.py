@@ -24,7 +24,7 @@ for _ in range(100):
 
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]
-reducers = len(client.settings.reducers)
+reducers = len(client.spec.reducers)
 said = f"rank {client.rank}: loss {loss:.1e}, weights {digest}, {reducers} reducers\n"
 print(said, end="", flush=True)  # in one piece: all ranks write to one terminal
 dist.barrier()  # a rank that hosts a reducer leaves when all have their last result

@@ -14,7 +14,7 @@ from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
 from worker_client.protocol.actions import Send
 from worker_client.protocol.session import Session
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class _Handshake:
         self._touched = False  # whether anything was changed on its way so far
         flight = implementation.select(name).flight
         self._sessions = [
-            Session(Settings("job", 0, rank, 2, ("here:1",), 4096, 64), flight) for rank in range(2)
+            Session(JobSpec("job", 0, rank, 2, ("here:1",), 4096, 64), flight) for rank in range(2)
         ]
 
     def run(self) -> None:

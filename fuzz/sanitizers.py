@@ -27,7 +27,7 @@ TESTS = (
     "tests/engine/test_session.py",
     "tests/worker_client/test_flight.py",
     "tests/worker_client/test_casts.py",
-    "tests/worker_client/test_submissions.py",
+    "tests/worker_client/test_tensor_queue.py",
     "tests/transport",
     "tests/fuzz",
 )

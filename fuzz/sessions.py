@@ -26,7 +26,7 @@ from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, MessageType, Redu
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Loss, Stragglers, Welcome, encode, encode_error
 from worker_client.protocol.calls import FIRST_PLACE
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ class Life:
         hosted = source.chance(4)
         world_size = 1 + source.below(3)
         self.workers = Workers(
-            Settings(
+            JobSpec(
                 "job",
                 generation=source.below(2),
                 rank=source.below(world_size),
@@ -72,7 +72,7 @@ class Life:
                 window_bytes=source.pick((4096, 0)),
                 chunk_bytes=source.pick((64, 64, 0)),
                 fallback=source.chance(3),
-                outlive=source.chance(4),
+                elastic=source.chance(4),
                 patience_s=source.pick((math.inf, 1.0)),
                 hosts={len(reducers) - 1: world_size - 1} if hosted else {},
             )

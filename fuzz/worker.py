@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.constants import DType, ReduceOp
     from worker_client.protocol.actions import Action
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 
 class Call(NamedTuple):
@@ -38,12 +38,12 @@ class Twin:
 
     Args:
         name: of the implementation.
-        settings: of the job.
+        spec: of the job.
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, spec: JobSpec) -> None:
         self.name = name
-        self.session = Session(settings, implementation.select(name).flight)
+        self.session = Session(spec, implementation.select(name).flight)
         self.operations: list[Operation] = []
 
     def submit(self, nbytes: int, dtype: DType, op: ReduceOp, now: float) -> list[Action]:
@@ -87,11 +87,11 @@ class Workers:
     """Sessions of all implementations, in step.
 
     Args:
-        settings: of the job.
+        spec: of the job.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.all = [Twin(name, settings) for name in names()]
+    def __init__(self, spec: JobSpec) -> None:
+        self.all = [Twin(name, spec) for name in names()]
 
     @property
     def plain(self) -> Session:

@@ -49,7 +49,7 @@ PLAIN_ROWS = tuple(
         "tests/integration/test_misuse.py",
         "tests/integration/test_out_of_step.py",
         "tests/integration/test_pauses.py",
-        "tests/integration/test_survivors.py",
+        "tests/integration/test_elastic.py",
         "tests/integration/test_topologies.py",
         "tests/integration/test_wire_dtype.py",
         "tests/security/",
@@ -90,7 +90,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_call_waits_for_a_pool_that_is_gone[2]",
         ),
     },
-    "tests/integration/test_survivors.py": {
+    "tests/integration/test_elastic.py": {
         "test_the_others_go_on_when_a_rank_dies": (
             "test_a_rank_dies_while_the_others_compute",
             "test_one_rank_after_another_dies",

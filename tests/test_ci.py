@@ -40,7 +40,7 @@ def demanded(*paths: str) -> list[str]:
         ("worker_client/protocol/losses.py", ["test_failures.py tests/sim tests/worker_client'"]),
         (
             "bench/rank_loss.py",
-            ["test_rank_loss.py tests/integration/test_survivors.py tests/lab'"],
+            ["test_elastic.py tests/integration/test_rank_loss.py tests/lab'"],
         ),
         ("fuzz/targets.py", []),
         ("tests/security/test_pool.py", ["test-extended SELECT='-m extended tests/security'"]),

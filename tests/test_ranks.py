@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,9 @@ import psutil
 import pytest
 
 from tests.ranks import RESULT, ROOT, Loopback, environments, fork_server, ranks, run
+from tests.waits import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tests.ranks import Forked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -29,13 +27,6 @@ SLEEP = "print('sleeps', flush=True); import time; time.sleep(600)"
 def state(process: Forked) -> str:
     """The process's state, one letter, as /proc has it."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -65,7 +56,7 @@ def test_how_a_rank_ends(code: str, ends: int, says: str, fresh: bool) -> None:
 def test_it_can_be_stopped_and_goes_on() -> None:
     with ranks(environments(1), "-c", "print(input(), flush=True)", talk=True) as (rank,):
         rank.send_signal(signal.SIGSTOP)
-        until(lambda: state(rank) == "T")
+        eventually(lambda: state(rank) == "T")
         rank.stdin.write("heard\n")
         rank.stdin.flush()
         rank.send_signal(signal.SIGCONT)
@@ -151,7 +142,7 @@ def test_no_rank_is_left(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> Non
         pytest.raises(KeyError),
         ranks(environments(3), "-c", code, fresh=fresh) as job,
     ):
-        until(lambda: all("sleeps" in rank.out for rank in job))
+        eventually(lambda: all("sleeps" in rank.out for rank in job))
         job[1].send_signal(signal.SIGSTOP)
         job[2].kill()
         left = [psutil.Process(rank.pid) for rank in job]
@@ -160,7 +151,7 @@ def test_no_rank_is_left(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> Non
     # An interpreter is asked to end first; one that is stopped may hear that before it is killed.
     ends = {-signal.SIGKILL, -signal.SIGTERM} if fresh else {-signal.SIGKILL}
     assert {rank.returncode for rank in job} <= ends
-    until(lambda: not any(map(alive, left)))
+    eventually(lambda: not any(map(alive, left)))
 
 
 def alive(process: psutil.Process) -> bool:

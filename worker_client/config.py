@@ -349,7 +349,7 @@ def launch() -> Resolved:
     return resolve(os.environ)
 
 
-def torchrun_ends_survivors() -> bool:
+def torchrun_ends_the_others() -> bool:
     """Whether torchrun has started this process such that it ends others when a rank is lost.
 
     It leaves them alone only where each node has one rank, ranks find each other by a fixed address

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 import worker_client
 from reducer.errors import ConfigError
 from reducer.wire.constants import ReduceOp
-from worker_client.client.bootstrap import connect_part
+from worker_client.client.bootstrap import connect_subgroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ def attach(
     for module in modules:
         _check(module, ranks)
     if client is None:
-        client = connect_part(ranks)
+        client = connect_subgroup(ranks)
         atexit.register(client.shutdown)  # say goodbye, so that nobody waits for us
     _check_ranks(client, group)
     for module in modules:

@@ -103,7 +103,7 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
 
     def _leave(self, client: Client) -> None:
         everyone = not self._failed and len(client.present) == client.world_size
-        if client.settings.hosts and everyone:
+        if client.spec.hosts and everyone:
             self.barrier()  # others may still wait for results of the reducer that ends here
         client.shutdown()
 

@@ -16,7 +16,7 @@ import pytest
 from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from worker_client.protocol.flight import Part
+from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.runtime import implementation
 
@@ -35,7 +35,7 @@ class Exchange(NamedTuple):
     """An all-reduce to submit, and what the reducers answer: link, header and payload."""
 
     operation: Operation
-    parts: list[Part]
+    shards: list[LinkShard]
     results: list[tuple[int, bytes, bytes]]
 
 
@@ -55,7 +55,7 @@ def exchange(sequence: int, data: bytes, reduced: bytes, chunk: int) -> Exchange
     )
     return Exchange(
         operation,
-        [Part(link, link * part, (link + 1) * part) for link in range(LINKS)],
+        [LinkShard(link, link * part, (link + 1) * part) for link in range(LINKS)],
         [
             (at // part, header._replace(offset=at).pack(), reduced[at : at + chunk])
             for at in range(0, len(data), chunk)
@@ -85,7 +85,7 @@ def test_submit_to_complete(benchmark: BenchmarkFixture, kib: int, impl: str) ->
         return (exchange(next(sequences), data, reduced, chunk),), {}
 
     def complete(asked: Exchange) -> tuple[memoryview, list[Send], list[int] | None]:
-        worker.submit(asked.operation, asked.parts, chunk, 0)
+        worker.submit(asked.operation, asked.shards, chunk, 0)
         sends = worker.refill(1.0)
         for link, header, payload in asked.results:
             done = worker.take(link, header, payload, 2.0)

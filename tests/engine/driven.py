@@ -10,7 +10,7 @@ from reducer.wire.messages import Welcome, encode, encode_error
 from tests.engine import twins
 from worker_client.protocol.actions import Finish, Send
 from worker_client.protocol.operation import Operation
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 M = MessageType
 
@@ -18,8 +18,8 @@ M = MessageType
 class Driven:
     """A session whose actions are followed by what its flight then sends, as the client does."""
 
-    def __init__(self, implementation: str, *settings: Any, **others: Any) -> None:
-        self.session = twins.session(implementation, Settings("job", 0, *settings, **others))
+    def __init__(self, implementation: str, *given: Any, **others: Any) -> None:
+        self.session = twins.session(implementation, JobSpec("job", 0, *given, **others))
         self.flight = self.session.flight
         self.links = self.session.links
 

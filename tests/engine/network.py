@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
 from worker_client.protocol.actions import Finish, Reset
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ class Network:
         self.addresses = addresses
         common = (world_size, addresses, window, chunk_bytes)
         self.workers = [
-            Worker(session(implementation, Settings("job", 0, rank, *common)))
+            Worker(session(implementation, JobSpec("job", 0, rank, *common)))
             for rank in range(world_size)
         ]
         pairs = [(rank, index) for rank in range(world_size) for index in range(reducers)]

@@ -13,16 +13,16 @@ from worker_client.runtime import implementation as worker_implementation
 
 if TYPE_CHECKING:
     from reducer.engine.rounds import Send
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 IMPLEMENTATIONS = implementation.NAMES
 
 
-def session(name: str, settings: Settings) -> Session:
+def session(name: str, spec: JobSpec) -> Session:
     """A session with the flight of this implementation."""
     chosen = worker_implementation.select(name)
     assert chosen.name == name
-    return Session(settings, chosen.flight)
+    return Session(spec, chosen.flight)
 
 
 class Served:

@@ -105,7 +105,7 @@ def fit(strategy: Any, *, resume: str | None = None, **options: Any) -> dict[str
         "digest": digest(model),
         "bytes": 0 if client is None else client.bytes_reduced,
         "left": client is None or not client.usable,
-        "hosts": client is not None and bool(client.settings.hosts),
+        "hosts": client is not None and bool(client.spec.hosts),
     }
 
 

@@ -200,7 +200,7 @@ def work_object(rank: int, gloo: dist.ProcessGroup) -> None:
 
 
 def groups(rank: int, gloo: dist.ProcessGroup) -> None:
-    job = dist.group.WORLD.client.settings.job
+    job = dist.group.WORLD.client.spec.job
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     mine = [
         (at, pair) for at, pair in enumerate(pairs) if pair != dist.GroupMember.NON_GROUP_MEMBER
@@ -215,7 +215,7 @@ def groups(rank: int, gloo: dist.ProcessGroup) -> None:
     for work, tensor, (at, pair) in zip(works, tensors, mine, strict=True):
         work.wait()
         assert tensor == [1, 3, 2][at]
-        assert pair.client.settings.job == f"{job}.{pair.group_name}"
+        assert pair.client.spec.job == f"{job}.{pair.group_name}"
     alone = dist.new_group([rank], use_local_synchronization=True)
     dist.all_reduce(tensors[0], group=alone)
     assert alone.client is None

@@ -22,7 +22,7 @@ rank, n = dist.get_rank(), dist.get_world_size()
 client = worker_client.init()
 """
 EXACT = """
-assert len(client.settings.reducers) == {reducers}
+assert len(client.spec.reducers) == {reducers}
 for step in range(20):
     rows = [numpy.random.default_rng([step, r]).standard_normal(100_003) for r in range(n)]
     rows = [row.astype(numpy.float32) for row in rows]

@@ -25,17 +25,17 @@ from reducer.errors import (
 from reducer.wire.constants import DType
 from worker_client.client import hierarchical
 from worker_client.client.hierarchical import HierarchicalClient
-from worker_client.communicators.node_sockets import meet
+from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
 from worker_client.fusion.fusion import Fusion
 from worker_client.fusion.tensor_queue import twin
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from worker_client.communicators.node_sockets import Mates
+    from worker_client.communicators.node_sockets import NodeSockets
 
 STEPS = {
     "sum": np.add,
@@ -82,12 +82,12 @@ def joining(
         place = arrange(keys, rank)
         assert place is not None
         return HierarchicalClient(
-            Settings(
+            JobSpec(
                 f"hierarchy-{number}-{place.local_rank}", 0, place.node, nodes, tuple(servers), 0
             ),
             place=place,
-            introduce=lambda: meet(
-                place.mates, place.local_rank, lambda name: board.share(rank, name), board.read
+            introduce=lambda: connect_node(
+                place.peers, place.local_rank, lambda name: board.share(rank, name), board.read
             ),
             timeout_s=timeout_s,
             connect_timeout_s=10.0,
@@ -145,7 +145,7 @@ def expected(rows: list[np.ndarray], op: str, local: int) -> np.ndarray:
 
 def check(clients: list[HierarchicalClient], dtype: str, op: str, count: int) -> None:
     rows = contributions(dtype, count, len(clients))
-    want = expected(rows, op, len(clients[0].place.mates))
+    want = expected(rows, op, len(clients[0].place.peers))
     works = [client.all_reduce(row, op) for client, row in zip(clients, rows, strict=True)]
     for work in works:
         assert work.wait(20).tobytes() == want.tobytes()
@@ -387,7 +387,7 @@ def test_nobody_waits_in_a_callback(six: list[HierarchicalClient]) -> None:
 
 
 def test_a_stranger_at_the_door_is_sent_away() -> None:
-    """Something else connects first; the mates find each other all the same."""
+    """Something else connects first; the ranks of the node find each other all the same."""
     import socket  # noqa: PLC0415
 
     board = Board()
@@ -398,10 +398,10 @@ def test_a_stranger_at_the_door_is_sent_away() -> None:
         board.share(0, name)
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(meet, (0, 1), 0, disturb, board.read)
-        second = pool.submit(meet, (0, 1), 1, lambda name: board.share(1, name), board.read)
-        mates: list[Mates] = [first.result(10), second.result(10)]
-        both = [pool.submit(one.agree, 0, one.local_rank, time.monotonic() + 5) for one in mates]
+        first = pool.submit(connect_node, (0, 1), 0, disturb, board.read)
+        second = pool.submit(connect_node, (0, 1), 1, lambda name: board.share(1, name), board.read)
+        nodes: list[NodeSockets] = [first.result(10), second.result(10)]
+        both = [pool.submit(one.agree, 0, one.local_rank, time.monotonic() + 5) for one in nodes]
         assert [one.result() for one in both] == [[0, 1]] * 2
-    for one in mates:
+    for one in nodes:
         one.close()

@@ -15,7 +15,7 @@ import pytest
 from bench import pool, rank_loss
 from bench.fault_job import Job
 from tests.conftest import local_pool
-from tests.integration import elastic
+from tests.integration import restarted_training
 from tests.ranks import Loopback, environments, ranks
 
 if TYPE_CHECKING:
@@ -186,15 +186,16 @@ def test_torchrun_starts_a_job_again_on_the_same_pool(tmp_path: Path) -> None:
     whole.mkdir()
     disturbed.mkdir()
     torchrun = ["-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--max-restarts", "2", "--nproc-per-node", "3", elastic.__file__, disturbed]
+    torchrun += ["--max-restarts", "2", "--nproc-per-node", "3"]
+    torchrun += [restarted_training.__file__, disturbed]
     with local_pool(2) as servers:
         given = environments(1, servers, KILL_IN_STEP="6")
         with ranks(given, *torchrun, fresh=True) as launcher:
             launcher.finish()
-        with ranks(environments(3, servers), elastic.__file__, whole) as job:
+        with ranks(environments(3, servers), restarted_training.__file__, whole) as job:
             job.finish()
     for before, after in zip(facts(whole), facts(disturbed), strict=True):
         assert (before["restarts"], before["generation"], before["first"]) == (0, 0, 0)
         assert (after["restarts"], after["generation"], after["first"]) == (1, 1, 4)
-        assert after["bytes_reduced"] == 8 * 4 * elastic.SIZE  # from the checkpoint on
+        assert after["bytes_reduced"] == 8 * 4 * restarted_training.SIZE  # from the checkpoint on
         assert after["weights"] == before["weights"]

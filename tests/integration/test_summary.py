@@ -54,7 +54,7 @@ def test_logging_decides_where_it_is_set_up(level: str, lines: int) -> None:
         assert said.count("INFO:worker_client.client.summary:rank ") == lines
 
 
-def test_that_torchrun_ends_survivors_is_said_once() -> None:
+def test_that_torchrun_ends_the_others_is_said_once() -> None:
     elastic = {"REDUCTION_ON_RANK_LOST": "continue", "TORCHELASTIC_RUN_ID": "none"}
     for said in run("WARNING", LOCAL_WORLD_SIZE="2", **elastic):
         assert "torchrun ends the others of its node" in said

@@ -18,7 +18,7 @@ from reducer.server import Server
 from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined
 from worker_client.client.client import Client
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,11 +104,9 @@ def beside(servers: list[Server], impl: str) -> Iterator[list[Client]]:
 
     def join(rank: int) -> Client:
         hosted = servers[rank]
-        settings = Settings(
-            "beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc
-        )
+        spec = JobSpec("beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc)
         return Client(
-            settings,
+            spec,
             timeout_s=30,
             connect_timeout_s=10,
             impl=impl,

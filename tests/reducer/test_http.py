@@ -26,10 +26,11 @@ from reducer.monitoring.observer import JobView, Observer, StatusInbox, merge_jo
 from reducer.server import Server
 from tests.conftest import joined
 from tests.reducer.ports import ask, serving
+from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
@@ -61,13 +62,6 @@ def samples(text: bytes) -> dict[str, float]:
 
 def total(found: dict[str, float], name: str) -> float:
     return sum(value for key, value in found.items() if key.startswith(name + "{"))
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_a_job_does_is_told(server: Server, port: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from tests.conftest import joined
 from tests.integration.calls import all_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from reducer.engine.rounds import Counters
@@ -110,14 +109,6 @@ def serving(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str]
             yield process, process.stdout.readline().split()[-1]
         finally:
             process.kill()
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Wait until something is so."""
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.01)
 
 
 @contextmanager

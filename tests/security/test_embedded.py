@@ -23,7 +23,7 @@ for step in range(10):
     works += [client.all_reduce(torch.ones(10), op="sum", name=name) for name in "ab"]
     assert (works[0].wait(20) == n * (n - 1) / 2 + n * step).all()
     assert all((work.wait(20) == n).all() for work in works[1:])
-reducers = client.settings.reducers
+reducers = client.spec.reducers
 print(*(greet(*split(address), timeout_s=20).mechanism for address in reducers))
 try:
     connect(servers=reducers, rank=0, world_size=1, embedded=False, job=f"x{rank}").shutdown()

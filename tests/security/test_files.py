@@ -22,7 +22,8 @@ from reducer.keyfiles import KeyPair, is_key
 from reducer.runtime.keyring import LOOK_S, Keyring
 from reducer.runtime.transport import make_pair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner, owner
-from tests.security.conftest import serving, until
+from tests.security.conftest import serving
+from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 from worker_client.runtime import credentials as worker_keys
 
@@ -306,7 +307,7 @@ def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
                 return True
             return False
 
-        until(refused)
+        eventually(refused)
         process.terminate()
         assert process.wait(10) == 0
 

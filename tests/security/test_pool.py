@@ -26,7 +26,8 @@ from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
 from tests.conftest import joined, local_pool
 from tests.integration.calls import all_reduce, errors_of, ones
-from tests.security.conftest import WAIT_S, busy, until
+from tests.security.conftest import WAIT_S, busy
+from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def test_a_key_is_for_all_names_that_begin_with_its_job(pool: Pool, job: str) ->
 def test_without_a_key(pool: Pool) -> None:
     with busy(pool.join("one")):
         assert "this worker has none: set REDUCTION_KEYS" in refusal(pool)
-        until(lambda: pool.counters.unauthenticated >= 1)
+        eventually(lambda: pool.counters.unauthenticated >= 1)
 
 
 def test_with_a_key_that_nobody_allowed(pool: Pool, tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_with_a_key_that_nobody_allowed(pool: Pool, tmp_path: Path) -> None:
         assert "is not of the pool that this worker's keys are for" in said
         (stranger / "pool.public").write_text((pool.home / "pool" / "pool.public").read_text())
         assert "refuses this worker's key" in refusal(pool, keys=stranger)  # not just its HELLO
-        until(lambda: pool.counters.unauthenticated >= 2)
+        eventually(lambda: pool.counters.unauthenticated >= 2)
 
 
 def test_with_a_key_where_the_pool_has_none(impl: str, home: Path) -> None:
@@ -112,7 +113,7 @@ def test_many_refusals_are_one_line(pool: Pool, caplog: pytest.LogCaptureFixture
             stranger.sendall(b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL".ljust(56, b"\0"))
             while stranger.recv(100):
                 pass
-    until(lambda: pool.counters.unauthenticated == 30)
+    eventually(lambda: pool.counters.unauthenticated == 30)
     lines = [record for record in caplog.records if "refused connections" in record.message]
     assert len(lines) == 1
     assert "without a key" in lines[0].message
@@ -214,7 +215,7 @@ def test_a_tenant_cannot_speak_for_another_job(pool: Pool, tenant: Tenant) -> No
             tenant.leave()
             tenant.connect()
         count = made[0]
-        until(lambda: made[0] > count + 20)
+        eventually(lambda: made[0] > count + 20)
 
 
 def test_a_connection_without_curve_reaches_nobody(pool: Pool) -> None:
@@ -234,7 +235,7 @@ def test_a_revoked_key_is_out_at_once(pool: Pool) -> None:
     with busy(kept) as made:
         all_reduce(revoked)
         pool.allow("one")
-        until(lambda: "two" not in pool.members)
+        eventually(lambda: "two" not in pool.members)
         for error in errors_of([client.all_reduce(ones()) for client in revoked]):
             assert isinstance(error, AuthError)
             assert "not on the pool's allow-list" in str(error)
@@ -242,9 +243,9 @@ def test_a_revoked_key_is_out_at_once(pool: Pool) -> None:
         assert pool.counters.unauthenticated >= 2
         pool.allow("one", "two")
         late = pool.home / "jobs" / "two"
-        until(lambda: admitted(pool, late))
+        eventually(lambda: admitted(pool, late))
         count = made[0]
-        until(lambda: made[0] > count)
+        eventually(lambda: made[0] > count)
     all_reduce(kept)
 
 
@@ -276,11 +277,13 @@ def test_rotation_under_load(pool: Pool) -> None:
         for turn in range(3):
             pool.allow("one", "two" if turn % 2 else "")
             count = made[0]
-            until(lambda: ("two" in allowed.read_text()) == admitted(pool, pool.home / "jobs/two"))
-            until(lambda count=count: made[0] > count + 5)
+            eventually(
+                lambda: ("two" in allowed.read_text()) == admitted(pool, pool.home / "jobs/two")
+            )
+            eventually(lambda count=count: made[0] > count + 5)
         keygen(pool.home, ["one"], rotate=True)
         assert old in allowed.read_text()
-        until(lambda: admitted(pool, pool.home / "jobs" / "one"))
+        eventually(lambda: admitted(pool, pool.home / "jobs" / "one"))
         # Who starts now has the new key, in a run of its own.
         successors = pool.join("one", job="one/next")
         all_reduce(successors)
@@ -289,7 +292,7 @@ def test_rotation_under_load(pool: Pool) -> None:
     allowed.write_text(allowed.read_text().replace(old, "# revoked"))
     with busy(successors) as made:
         count = made[0]
-        until(lambda: made[0] > count + 50)
+        eventually(lambda: made[0] > count + 50)
     assert pool.members == {"one/next": 2}
 
 
@@ -319,7 +322,7 @@ def test_another_reducer_takes_over(impl: str, home: Path) -> None:
                 servers[1].stop()
                 stopped = True
                 count = made[0]
-                until(lambda: made[0] > count + 20)
+                eventually(lambda: made[0] > count + 20)
             assert clients[0].counters.losses >= 1
     finally:
         for server in servers[: 1 if stopped else 2]:
@@ -345,7 +348,7 @@ def test_a_file_that_does_not_answer_holds_up_nobody(
             pool.allow("two")
             assert asked.wait(WAIT_S)
             before = made[0]
-            until(lambda: made[0] > before + 10)
+            eventually(lambda: made[0] > before + 10)
             all_reduce(pool.join("two"))
             assert not answered.is_set(), "the list from before holds until the file answers"
         ended.start()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.zmtp import STRANGERS, dial
-from tests.security.conftest import reduces, until
+from tests.security.conftest import reduces
+from tests.waits import eventually
 
 if TYPE_CHECKING:
     from bench.company import Reducer
@@ -23,7 +24,7 @@ def test_strangers_are_shown_out(reducer: Reducer, honest: list[Client], kind: s
             stack.enter_context(STRANGERS[kind](reducer.address))
         assert reduces(honest)
         # They are still there: it is the reducer that closes them.
-        until(lambda: reducer.files <= before)
+        eventually(lambda: reducer.files <= before)
     assert reduces(honest)
 
 
@@ -35,13 +36,13 @@ def test_idle_connections_cost_nothing_but_themselves(
         for _ in range(200):
             stack.enter_context(dial(reducer.address))
         assert reduces(honest)
-        until(lambda: reducer.files <= before)
+        eventually(lambda: reducer.files <= before)
     assert reducer.resident < resident + (32 << 20)
 
 
 def test_members_are_not_shown_out(reducer: Reducer, honest: list[Client]) -> None:
     before = reducer.files
     with dial(reducer.address):
-        until(lambda: reducer.files > before)
-        until(lambda: reducer.files == before)  # longer than a stranger may stay
+        eventually(lambda: reducer.files > before)
+        eventually(lambda: reducer.files == before)  # longer than a stranger may stay
     assert reduces(honest)

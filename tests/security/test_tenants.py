@@ -13,7 +13,8 @@ from reducer.errors import CapacityError
 from reducer.wire.constants import MessageType
 from reducer.wire.messages import decode_error
 from tests.conftest import joined
-from tests.security.conftest import HONEST, SHORT, reduces, until
+from tests.security.conftest import HONEST, SHORT, reduces
+from tests.waits import eventually
 
 if TYPE_CHECKING:
     from bench.company import Reducer
@@ -41,7 +42,7 @@ def test_another_job_is_served_all_the_same(
         with suppress(OSError):  # it was shown out before it was through
             TENANTS[kind](reducer.address)
         assert reduces(honest)
-    until(lambda: reducer.files <= before)
+    eventually(lambda: reducer.files <= before)
 
 
 def test_who_has_keys_may_do_no_more(impl: str) -> None:
@@ -60,7 +61,7 @@ def test_who_has_keys_may_do_no_more(impl: str) -> None:
                 act(reducer.address, shown / JOB)
             assert reduces(clients)
             assert reducer.resident < (256 << 20) + OVERHEAD
-        until(lambda: reducer.files <= before)
+        eventually(lambda: reducer.files <= before)
 
 
 def test_who_reads_no_results_is_dropped(reducer: Reducer, honest: list[Client]) -> None:
@@ -72,7 +73,7 @@ def test_who_reads_no_results_is_dropped(reducer: Reducer, honest: list[Client])
         while send(worker, chunk):  # in the end nobody takes what it says
             chunk += 1
             assert reducer.resident < (256 << 20) + OVERHEAD
-        until(lambda: reducer.files < before)
+        eventually(lambda: reducer.files < before)
         assert reduces(honest)
 
 

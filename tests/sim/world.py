@@ -32,7 +32,7 @@ from worker_client.protocol.agreement import FIRST_CALL
 from worker_client.protocol.handover import gaps, held, merge
 from worker_client.protocol.names import refused
 from worker_client.protocol.operation import Operation
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,10 +130,10 @@ class Reducer(Process):
 class Worker(Process):
     """One rank: a session, its connections, and how each of its all-reduces ended."""
 
-    def __init__(self, world: World, settings: Settings) -> None:
+    def __init__(self, world: World, spec: JobSpec) -> None:
         super().__init__(world)
-        self.rank = settings.rank
-        self.session = session(world.implementation, settings)
+        self.rank = spec.rank
+        self.session = session(world.implementation, spec)
         self.connections: dict[int, Connection] = {}
         self._old: dict[int, Connection] = {}  # that were lost, by link
         self.ended: dict[int, Exception | None] = {}
@@ -444,7 +444,7 @@ class World:
             self.odd.clear()  # with whom it could disagree
         common = (self.world_size, self.addresses, window, CHUNK_BYTES, self.group is not None)
         self.workers = [
-            Worker(self, Settings("job", 0, rank, *common)) for rank in range(self.world_size)
+            Worker(self, JobSpec("job", 0, rank, *common)) for rank in range(self.world_size)
         ]
         for worker in self.workers if self.agree_often else ():
             worker.session._agreement.every = FIRST_CALL

@@ -13,7 +13,7 @@ from reducer.runtime import transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client.client import Client
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,10 +49,10 @@ def joined(
             for reducer in pool:
                 stack.callback(reducer.socket.close)
             addresses = tuple(f"127.0.0.1:{reducer.port}" for reducer in pool)
-            settings = Settings("job", 0, 0, 2, addresses, window, CHUNK, **more)
+            spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
             with ThreadPoolExecutor(1) as thread:
                 client = thread.submit(
-                    Client, settings, timeout_s=timeout_s, connect_timeout_s=5.0, impl=impl
+                    Client, spec, timeout_s=timeout_s, connect_timeout_s=5.0, impl=impl
                 )
                 for reducer in pool:
                     reducer.welcome()

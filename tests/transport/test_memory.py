@@ -19,7 +19,7 @@ from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
-from worker_client.protocol.flight import Part
+from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
@@ -133,7 +133,7 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(inside: I
     for view, link in ((long, 0), (short, 1)):
         operation = Operation(view, DType.UINT8, ReduceOp.MAX, None, 1.0)
         operation.sequence = link
-        flight.submit(operation, [Part(link, 0, view.nbytes)], CHUNK, 0)
+        flight.submit(operation, [LinkShard(link, 0, view.nbytes)], CHUNK, 0)
     transport.refill()
     for reducer, chunks in zip(reducers, (500, 1), strict=True):
         for _ in range(chunks):
@@ -157,7 +157,7 @@ def test_a_reducer_in_this_process_sees_that_memory_is_shared(inside: Inside, nb
         address = np.frombuffer(data, np.uint8).ctypes.data
         mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
         mine.sequence = sequence
-        flight.submit(mine, [Part(0, 0, nbytes)], nbytes, 0)
+        flight.submit(mine, [LinkShard(0, 0, nbytes)], nbytes, 0)
         transport.refill()
         _, header, payload = reducer.recv_multipart(copy=False)
         assert Header.unpack(header.buffer).sequence == mine.sequence

@@ -10,7 +10,7 @@ from worker_client.protocol.operation import Operation
 from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
-    from worker_client.protocol.flight import Flight, Part, Send
+    from worker_client.protocol.flight import Flight, LinkShard, Send
 
 IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions
@@ -33,7 +33,7 @@ def make(
 def submit(
     flight: Flight,
     asked: Operation,
-    parts: list[Part],
+    shards: list[LinkShard],
     chunk_bytes: int,
     epoch: int,
     *,
@@ -42,7 +42,7 @@ def submit(
     """Submit it under the next number, or one so many beyond it, and return that."""
     asked.sequence = _next[id(flight)] + left_out
     _next[id(flight)] = asked.sequence + 1
-    flight.submit(asked, parts, chunk_bytes, epoch)
+    flight.submit(asked, shards, chunk_bytes, epoch)
     return asked.sequence
 
 

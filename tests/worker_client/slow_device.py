@@ -170,13 +170,6 @@ class Gate:
         self._open.set()
 
 
-def eventually(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def reduce_all(clients: list[Client], tensors: list[Any], **arguments: Any) -> None:
     works = [
         client.all_reduce(tensor, **arguments)

@@ -29,7 +29,7 @@ def test_all_ranks_choose_alike_and_say_so(
     monkeypatch.setenv("REDUCTION_AUTOTUNE", "1")
     caplog.set_level(logging.INFO, "worker_client.client.autotune")
     with joined(2, servers=servers, job="tuned") as clients:
-        one, other = (client.settings for client in clients)
+        one, other = (client.spec for client in clients)
         assert (one.chunk_bytes, one.window_bytes) == (other.chunk_bytes, other.window_bytes)
         assert one.chunk_bytes in autotune.CHUNKS
         assert one.window_bytes in autotune.WINDOWS
@@ -43,7 +43,7 @@ def test_what_was_set_stays(servers: list[str], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("REDUCTION_AUTOTUNE", "1")
     given = {"chunk_bytes": "128KiB", "fusion_threshold": "3MiB"}
     with joined(1, servers=servers, job="set", **given) as (client,):
-        assert client.settings.chunk_bytes == 128 << 10
+        assert client.spec.chunk_bytes == 128 << 10
         assert client._fusion._threshold == 3 << 20
 
 
@@ -54,7 +54,7 @@ def test_the_fastest_wins(
     tried: list[tuple[int, int]] = []
 
     def rate(client: Client, nbytes: int) -> float:
-        key = (client.settings.chunk_bytes, client.settings.window_bytes)
+        key = (client.spec.chunk_bytes, client.spec.window_bytes)
         if nbytes != autotune.TRIAL_BYTES or key in tried:
             return {1 << 16: 9.4, 1 << 18: 9.8}[nbytes]
         tried.append(key)

@@ -374,7 +374,7 @@ def test_horovods_names_are_honoured_and_ours_win(monkeypatch: pytest.MonkeyPatc
         ("2", None, "0", False),
     ],
 )
-def test_when_torchrun_ends_survivors(
+def test_when_torchrun_ends_the_others(
     monkeypatch: pytest.MonkeyPatch,
     local_world_size: str,
     run: str | None,
@@ -385,4 +385,4 @@ def test_when_torchrun_ends_survivors(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    assert config.torchrun_ends_survivors() == ends
+    assert config.torchrun_ends_the_others() == ends

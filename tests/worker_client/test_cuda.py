@@ -1,6 +1,6 @@
 """CUDA: what is asked of torch, anywhere; and all of it on a real GPU, where there is one.
 
-`test_device_staging.py` has what staging does, over a device of the tests' own.
+`test_device_copies.py` has what staging does, over a device of the tests' own.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ import torch
 from reducer.errors import (
     DeviceError,
 )
+from tests.waits import eventually
 from tests.worker_client.slow_device import (
     PIECE,
     Devices,
     Gate,
     SlowDevice,
     blocks_of,
-    eventually,
     reduce_all,
 )
 from worker_client.staging import split_call

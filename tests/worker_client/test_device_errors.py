@@ -17,11 +17,11 @@ from reducer.errors import (
     RankLostError,
     ReductionTimeout,
 )
+from tests.waits import eventually
 from tests.worker_client.slow_device import (
     Devices,
     Gate,
     blocks_of,
-    eventually,
     reduce_all,
 )
 from worker_client.runtime import service_thread

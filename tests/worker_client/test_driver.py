@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def test_who_waits_again_and_again_leads(client: Client) -> None:
     one_after_another(client)
-    assert client._part.driver._waits >= 2 * 20
+    assert client._communicator.driver._waits >= 2 * 20
 
 
 def test_the_plain_transport_stays_with_its_thread(
@@ -31,7 +31,7 @@ def test_the_plain_transport_stays_with_its_thread(
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     client = make()
     one_after_another(client)
-    assert client._part.driver._waits == 0
+    assert client._communicator.driver._waits == 0
 
 
 def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
@@ -42,7 +42,7 @@ def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
             lambda _, ended=ended: ended.set()
         )
         assert ended.wait(10)
-        assert client._part.driver._leader in {0, client._part.driver._thread.ident}
+        assert client._communicator.driver._leader in {0, client._communicator.driver._thread.ident}
 
 
 def test_calls_that_nobody_waits_for_are_not_left_alone(client: Client) -> None:
@@ -63,7 +63,7 @@ def test_threads_that_wait_side_by_side(client: Client) -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert client._part.session.active == 0
+    assert client._communicator.session.active == 0
     assert not client._works
 
 
@@ -74,11 +74,11 @@ def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
     waiter = threading.Thread(target=long.wait, args=(20,))
     waiter.start()
     deadline = time.monotonic() + 10.0
-    while ours._part.driver._leader != waiter.ident:
+    while ours._communicator.driver._leader != waiter.ident:
         assert time.monotonic() < deadline
     with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
         ours.all_reduce(np.ones(8), op="sum", timeout=0.1).wait(10)
-    assert ours._part.driver._leader == waiter.ident
+    assert ours._communicator.driver._leader == waiter.ident
     theirs.all_reduce(np.ones(8), op="sum").wait(10)
     waiter.join(10)
     assert not waiter.is_alive()
@@ -109,7 +109,7 @@ def test_a_callback_may_call_and_shut_down(client: Client) -> None:
     work.wait(10)
     assert (second[0].wait(10) == 1).all()
     deadline = time.monotonic() + 10.0
-    while client._part.driver._thread.is_alive():
+    while client._communicator.driver._thread.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -130,13 +130,13 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
     work = client.all_reduce(np.ones(8), op="sum")
-    waits = client._part.driver._waits
+    waits = client._communicator.driver._waits
     child = os.fork()
     if child == 0:
         try:
             work.wait(0.5)
         except ReductionTimeout:
-            os._exit(0 if client._part.driver._waits == waits else 2)
+            os._exit(0 if client._communicator.driver._waits == waits else 2)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -164,7 +164,7 @@ def test_waiting_where_nobody_could_end_it_is_refused(client: Client) -> None:
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main, tick = threading.get_ident(), client._part.session.tick
+    main, tick = threading.get_ident(), client._communicator.session.tick
 
     def broken(now: float) -> list:
         if threading.get_ident() == main:
@@ -172,12 +172,12 @@ def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
         return tick(now)
 
     one_after_another(client)
-    monkeypatch.setattr(client._part.session, "tick", broken)
+    monkeypatch.setattr(client._communicator.session, "tick", broken)
     with pytest.raises(BlockingIOError):
         one_after_another(client, 1_000_000)
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
-    client._part.driver._thread.join(10)
+    client._communicator.driver._thread.join(10)
     assert not client._works
 
 
@@ -185,7 +185,7 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    take = client._part.driver._take_lead
+    take = client._communicator.driver._take_lead
 
     def after_a_shutdown(*timeout_s: float) -> bool:
         other = threading.Thread(target=client.shutdown)
@@ -193,14 +193,14 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
         other.join(10)
         return take(*timeout_s)
 
-    monkeypatch.setattr(client._part.driver, "_take_lead", after_a_shutdown)
+    monkeypatch.setattr(client._communicator.driver, "_take_lead", after_a_shutdown)
     ended: list[bool] = []  # whether the driver's thread had, when a call was begun
 
     def submit(*_call: object) -> list:
-        ended.append(not client._part.driver._thread.is_alive())
+        ended.append(not client._communicator.driver._thread.is_alive())
         return []
 
-    monkeypatch.setattr(client._part.session, "submit", submit)
+    monkeypatch.setattr(client._communicator.session, "submit", submit)
     work = client.all_reduce(np.ones(4), op="sum")
     with pytest.raises(LocalProtocolError, match="shut down"):
         work.wait(10)

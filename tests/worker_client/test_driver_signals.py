@@ -42,14 +42,14 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_client(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    main, tick = threading.get_ident(), client._part.session.tick
+    main, tick = threading.get_ident(), client._communicator.session.tick
 
     def interrupted(now: float) -> list:
         if threading.get_ident() == main:
             raise KeyboardInterrupt
         return tick(now)
 
-    monkeypatch.setattr(client._part.session, "tick", interrupted)
+    monkeypatch.setattr(client._communicator.session, "tick", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_after_another(client)
     other = threading.Thread(target=client.shutdown)  # it ends by itself
@@ -121,14 +121,14 @@ def test_every_call_ends_although_a_completion_was_interrupted(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    main, completed = threading.get_ident(), client._part.session.completed
+    main, completed = threading.get_ident(), client._communicator.session.completed
 
     def interrupted(sequences: list[int], now: float) -> list:
         if threading.get_ident() == main:
             raise KeyboardInterrupt
         return completed(sequences, now)
 
-    monkeypatch.setattr(client._part.session, "completed", interrupted)
+    monkeypatch.setattr(client._communicator.session, "completed", interrupted)
     works: list[Work] = []
 
     def until_interrupted() -> None:

@@ -17,7 +17,7 @@ from tests.worker_client.flights import (
     submit,
     where,
 )
-from worker_client.protocol.flight import Part
+from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def flight(name: str) -> Flight:
 def test_a_contribution_says_everything(flight: Flight) -> None:
     mine = operation(bytes(range(200)))
     mine.since, mine.history = (1 << 32) - 1, (1 << 64) - 1
-    assert submit(flight, mine, [Part(1, 0, 200)], 128, 0) == 0
+    assert submit(flight, mine, [LinkShard(1, 0, 200)], 128, 0) == 0
     first, second = flight.refill(1.0)
     assert (first.link, second.link) == (1, 1)
     assert header_of(first) == IDENTITY._replace(
@@ -64,7 +64,7 @@ def test_a_contribution_says_everything(flight: Flight) -> None:
 
 
 def test_an_empty_buffer_is_one_empty_chunk(flight: Flight) -> None:
-    submit(flight, operation(0), [Part(1, 0, 0)], 64, 0)
+    submit(flight, operation(0), [LinkShard(1, 0, 0)], 64, 0)
     (send,) = flight.refill(1.0)
     assert (send.link, bytes(send.payload)) == (1, b"")
     assert answer(flight, send) == [0]
@@ -78,7 +78,7 @@ def test_every_link_gets_a_chunk_before_any_gets_another(name: str, rank: int) -
     submit(
         flight,
         operation(64 * 9),
-        [Part(link, 192 * link, 192 * link + 192) for link in range(3)],
+        [LinkShard(link, 192 * link, 192 * link + 192) for link in range(3)],
         64,
         0,
     )
@@ -87,7 +87,13 @@ def test_every_link_gets_a_chunk_before_any_gets_another(name: str, rank: int) -
 
 
 def test_a_link_may_have_several_parts(flight: Flight) -> None:
-    submit(flight, operation(512), [Part(0, 0, 128), Part(1, 128, 192), Part(0, 192, 512)], 256, 0)
+    submit(
+        flight,
+        operation(512),
+        [LinkShard(0, 0, 128), LinkShard(1, 128, 192), LinkShard(0, 192, 512)],
+        256,
+        0,
+    )
     sends = flight.refill(1.0)
     assert [(send.link, header_of(send).offset, len(send.payload)) for send in sends] == [
         (0, 0, 128),
@@ -100,7 +106,7 @@ def test_a_link_may_have_several_parts(flight: Flight) -> None:
 
 def test_a_window_counts_bytes_and_lets_one_through(flight: Flight) -> None:
     flight.set_window(0, 2100)
-    submit(flight, operation(9000), [Part(0, 0, 9000)], 3000, 0)
+    submit(flight, operation(9000), [LinkShard(0, 0, 9000)], 3000, 0)
     (first,) = flight.refill(1.0)  # larger than the window, but alone
     assert flight.stats(0).in_flight == 3000
     assert answer(flight, first) == []
@@ -111,7 +117,7 @@ def test_a_window_counts_bytes_and_lets_one_through(flight: Flight) -> None:
 
 def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -> None:
     for _ in range(6):
-        submit(flight, operation(1), [Part(0, 0, 1)], 64, 0)
+        submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
     sends = flight.refill(1.0)
     assert len(sends) == 4
     assert flight.stats(0).in_flight == 4096
@@ -121,37 +127,37 @@ def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -
 
 def test_nothing_is_sent_over_a_link_that_is_shut(name: str) -> None:
     flight = make(name)
-    submit(flight, operation(128), [Part(0, 0, 64), Part(1, 64, 128)], 64, 0)
+    submit(flight, operation(128), [LinkShard(0, 0, 64), LinkShard(1, 64, 128)], 64, 0)
     assert flight.refill(1.0) == []
     flight.open(1)
     assert where(flight.refill(1.0)) == [(1, 0, 64)]
     flight.shut(1)
-    submit(flight, operation(64), [Part(1, 0, 64)], 64, 0)
+    submit(flight, operation(64), [LinkShard(1, 0, 64)], 64, 0)
     assert flight.refill(1.0) == []
 
 
 def test_the_watermark_is_the_first_unfinished(flight: Flight) -> None:
     for _ in range(200):
-        submit(flight, operation(1), [Part(0, 0, 1)], 64, 0)
+        submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
     flight.set_window(0, 1 << 20)
     sends = flight.refill(1.0)
     for send in sends[:0:-1]:
         assert answer(flight, send) == [header_of(send).sequence]
         assert flight.watermark == 0
-    assert submit(flight, operation(1), [Part(0, 0, 1)], 64, 0) == 200
+    assert submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0) == 200
     (late,) = flight.refill(1.0)
     assert header_of(late).watermark == 0
     assert answer(flight, sends[0]) == [0]
     assert flight.watermark == 200
     assert answer(flight, late) == [200]
-    submit(flight, operation(1), [Part(0, 0, 1)], 64, 0)
+    submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
     (next_one,) = flight.refill(1.0)
     assert header_of(next_one).watermark == 201
 
 
 def test_numbers_may_be_left_out(flight: Flight) -> None:
     for left_out in (1, 126, 5000, 0, 100_000):
-        submit(flight, operation(1), [Part(0, 0, 1)], 64, 0, left_out=left_out)
+        submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0, left_out=left_out)
     flight.set_window(0, 1 << 20)
     sends = flight.refill(1.0)
     numbers = [header_of(send).sequence for send in sends]
@@ -165,7 +171,7 @@ def test_numbers_may_be_left_out(flight: Flight) -> None:
     for send in sends[3:]:
         assert answer(flight, send) == [header_of(send).sequence]
     assert flight.watermark == 105_132
-    submit(flight, operation(1), [Part(0, 0, 1)], 64, 0, left_out=1 << 40)
+    submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0, left_out=1 << 40)
     (last,) = flight.refill(1.0)
     assert header_of(last).watermark == header_of(last).sequence == (1 << 40) + 105_132
     assert answer(flight, last, sequence=1) is None
@@ -177,7 +183,7 @@ def test_numbers_may_be_left_out(flight: Flight) -> None:
 
 def test_a_result_replaces_its_chunk(flight: Flight) -> None:
     mine = operation(bytes(range(192)))
-    submit(flight, mine, [Part(0, 0, 64), Part(1, 64, 192)], 64, 0)
+    submit(flight, mine, [LinkShard(0, 0, 64), LinkShard(1, 64, 192)], 64, 0)
     sends = flight.refill(1.0)
     assert answer(flight, sends[2]) == []
     assert bytes(mine.view[:128]) == bytes(range(128))  # contributions may still lie there
@@ -217,7 +223,7 @@ def test_a_result_replaces_its_chunk(flight: Flight) -> None:
 )
 def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict) -> None:
     mine = operation(bytes(range(256)))
-    submit(flight, mine, [Part(0, 0, 256)], 64, 0)
+    submit(flight, mine, [LinkShard(0, 0, 256)], 64, 0)
     sends = flight.refill(1.0)
     before = flight.stats(0)
     assert answer(flight, sends[0], **change) is None
@@ -228,7 +234,7 @@ def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict)
 
 def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:
     for size in (MAX_CHUNK_BYTES + 64, MAX_CHUNK_BYTES):
-        submit(flight, operation(size), [Part(0, 0, size)], size, 0)
+        submit(flight, operation(size), [LinkShard(0, 0, size)], size, 0)
     flight.set_window(0, 1 << 30)
     larger, largest = flight.refill(1.0)
     assert answer(flight, larger) is None
@@ -237,7 +243,7 @@ def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 95, 97])
 def test_what_is_no_header_changes_nothing(flight: Flight, size: int) -> None:
-    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     frame, payload = result(send)
     assert flight.take(0, (frame + b"x")[:size], payload, 2.0) is None
@@ -247,14 +253,14 @@ def test_what_is_no_header_changes_nothing(flight: Flight, size: int) -> None:
 
 
 def test_a_result_counts_on_its_own_link_alone(flight: Flight) -> None:
-    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     assert flight.take(1, *result(send), 2.0) is None
     assert answer(flight, send) == [0]
 
 
 def test_a_result_of_what_was_not_sent_is_none(flight: Flight) -> None:
-    submit(flight, operation(64 * 8), [Part(0, 0, 64 * 8)], 64, 0)
+    submit(flight, operation(64 * 8), [LinkShard(0, 0, 64 * 8)], 64, 0)
     sends = flight.refill(1.0)
     assert answer(flight, sends[3], offset=64 * 4) is None
     assert flight.expects(0, 0, 64 * 3)
@@ -265,7 +271,7 @@ def test_a_result_of_what_was_not_sent_is_none(flight: Flight) -> None:
 
 
 def test_links_are_measured(flight: Flight) -> None:
-    submit(flight, operation(64 * 3), [Part(0, 0, 64 * 3)], 64, 0)
+    submit(flight, operation(64 * 3), [LinkShard(0, 0, 64 * 3)], 64, 0)
     assert flight.stats(0)[1:] == (0, 0, 0, 0, 0.0, 0.0)
     for send, now in zip(flight.refill(1.0), (1.5, 1.25, 2.0), strict=True):
         answer(flight, send, now)
@@ -281,8 +287,8 @@ def test_links_are_measured(flight: Flight) -> None:
 
 def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
     first, second = operation(64 * 6), operation(64)
-    submit(flight, first, [Part(0, 0, 64 * 6)], 64, 0)
-    submit(flight, second, [Part(0, 0, 64)], 64, 0)
+    submit(flight, first, [LinkShard(0, 0, 64 * 6)], 64, 0)
+    submit(flight, second, [LinkShard(0, 0, 64)], 64, 0)
     sends = flight.refill(1.0)
     assert len(sends) == 4
     flight.end(0)
@@ -294,7 +300,9 @@ def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
 
 
 def test_forgetting_concerns_one_link(flight: Flight) -> None:
-    submit(flight, operation(64 * 12), [Part(0, 0, 64 * 6), Part(1, 64 * 6, 64 * 12)], 64, 0)
+    submit(
+        flight, operation(64 * 12), [LinkShard(0, 0, 64 * 6), LinkShard(1, 64 * 6, 64 * 12)], 64, 0
+    )
     sends = flight.refill(1.0)
     flight.forget(0, 0)
     assert not flight.waits_for(0, 0)
@@ -309,11 +317,11 @@ def test_forgetting_concerns_one_link(flight: Flight) -> None:
 def test_what_needs_a_link(flight: Flight) -> None:
     waiting, queued, done, elsewhere = (operation(64) for _ in range(4))
     for mine, link in ((done, 0), (waiting, 0), (elsewhere, 1)):
-        submit(flight, mine, [Part(link, 0, 64)], 64, 0)
+        submit(flight, mine, [LinkShard(link, 0, 64)], 64, 0)
     sends = flight.refill(1.0)
     answer(flight, next(send for send in sends if header_of(send).sequence == 0))
     flight.set_window(0, 1)
-    submit(flight, queued, [Part(0, 0, 64)], 64, 0)
+    submit(flight, queued, [LinkShard(0, 0, 64)], 64, 0)
     assert flight.refill(1.0) == []
     assert flight.needs(0) == [1, 3]
     flight.shut(0)
@@ -330,7 +338,7 @@ def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight: Flight) -> None
     buffers = [bytearray(64), bytearray(64)]
     for sequence, buffer in enumerate(buffers):
         mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
-        assert submit(flight, mine, [Part(0, 0, 64)], 64, 0) == sequence
+        assert submit(flight, mine, [LinkShard(0, 0, 64)], 64, 0) == sequence
     del mine
     sends = flight.refill(1.0)
     for buffer in buffers:

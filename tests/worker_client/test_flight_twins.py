@@ -20,7 +20,7 @@ from tests.worker_client.flights import (
     result,
     submit,
 )
-from worker_client.protocol.flight import Part
+from worker_client.protocol.flight import LinkShard
 
 if TYPE_CHECKING:
     import random
@@ -78,8 +78,8 @@ class Twins(RuleBasedStateMachine):
         cut, end = [], 0
         for size in sizes:
             start, end = end, end + 64 * size
-            cut.append(Part(self.link(choice), start, end))
-        cut = cut or [Part(self.link(choice), 0, 0)]
+            cut.append(LinkShard(self.link(choice), start, end))
+        cut = cut or [LinkShard(self.link(choice), 0, 0)]
         chunk_bytes, epoch = 64 * choice.randint(1, 3), choice.randint(0, 2)
         data = choice.randbytes(end)
         since, history = choice.getrandbits(32), choice.getrandbits(64)

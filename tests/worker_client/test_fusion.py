@@ -96,7 +96,9 @@ def test_ranks_may_submit_in_any_order(job: Job, threshold: str, world_size: int
 
     clients = job(world_size, fusion_threshold=threshold)
     at_all(clients, train)
-    sent = [client._fusion.channel._part.session.calls.end // PLACES + 1 for client in clients]
+    sent = [
+        client._fusion.channel._communicator.session.calls.end // PLACES + 1 for client in clients
+    ]
     assert len(set(sent)) == 1
     per_step = {"64MiB": 100, "8KiB": 200, "0": 1000}[threshold]
     assert sent[0] < 3 * per_step

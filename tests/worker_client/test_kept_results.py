@@ -9,13 +9,13 @@ import pytest
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.worker_client.flights import IDENTITY, answer, header_of, make, operation, submit, where
-from worker_client.protocol.flight import Carried, Part
+from worker_client.protocol.flight import Carried, LinkShard
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
 
-BOTH = [Part(0, 0, 128), Part(1, 128, 256)]
+BOTH = [LinkShard(0, 0, 128), LinkShard(1, 128, 256)]
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -54,7 +54,7 @@ def test_a_link_that_is_shut_has_nothing_in_flight_and_expects_nothing(flight: F
 
 def test_what_is_carried_is_of_one_all_reduce_or_all(flight: Flight) -> None:
     for _ in range(3):
-        submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
+        submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     flight.shut(0)
     assert [chunk.sequence for chunk in flight.carried(0)] == [0, 1, 2]
     assert [chunk.sequence for chunk in flight.carried(0, 1)] == [1]
@@ -82,7 +82,7 @@ def test_a_chunk_that_is_moved_is_sent_and_answered_elsewhere(flight: Flight) ->
 
 
 def test_a_chunk_may_move_again(flight: Flight) -> None:
-    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     flight.shut(0)
     flight.move(0, 0, 1)
     flight.refill(1.0)
@@ -96,7 +96,7 @@ def test_a_chunk_may_move_again(flight: Flight) -> None:
 
 def test_what_is_moved_is_sent_in_the_order_of_calls(flight: Flight) -> None:
     for link in (0, 1):
-        submit(flight, operation(128), [Part(link, 0, 128)], 64, 0)
+        submit(flight, operation(128), [LinkShard(link, 0, 128)], 64, 0)
     flight.set_window(1, 1)
     first = flight.refill(1.0)
     assert where([send for send in first if send.link == 1]) == [(1, 1, 0)]
@@ -129,7 +129,7 @@ def test_what_failed_is_not_carried(flight: Flight) -> None:
 def test_the_buffer_is_free_at_the_end_wherever_chunks_went(flight: Flight) -> None:
     buffer = bytearray(64)
     mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
-    submit(flight, mine, [Part(0, 0, 64)], 64, 0)
+    submit(flight, mine, [LinkShard(0, 0, 64)], 64, 0)
     flight.refill(1.0)
     flight.shut(0)
     flight.move(0, 0, 1)
@@ -192,7 +192,7 @@ def test_results_of_what_is_not_done_are_kept_too(flight: Flight) -> None:
 def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(name: str) -> None:
     flight = make(name)
     flight.open(0)
-    submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
+    submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     assert answer(flight, send) == [0]
     assert flight.kept_bytes == 0
@@ -201,7 +201,7 @@ def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(name: str) -> None
 
 def test_a_result_says_what_every_rank_has(flight: Flight) -> None:
     for _ in range(3):
-        submit(flight, operation(64), [Part(0, 0, 64)], 64, 0)
+        submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     one, two, three = flight.refill(1.0)
     answer(flight, one)
     assert (flight.reached, flight.kept_bytes) == (0, 64)
@@ -228,7 +228,7 @@ def test_a_result_that_is_done_is_moved_but_not_sent(flight: Flight) -> None:
 
 
 def test_an_empty_result_is_kept(flight: Flight) -> None:
-    submit(flight, operation(0), [Part(0, 0, 0)], 64, 0)
+    submit(flight, operation(0), [LinkShard(0, 0, 0)], 64, 0)
     (send,) = flight.refill(1.0)
     assert answer(flight, send) == [0]
     frame, payload = flight.kept(0, 0)
@@ -242,7 +242,7 @@ def test_what_is_moved_is_sent_no_further_ahead_than_anything(flight: Flight) ->
     for sequence in (0, MAX_ROUNDS_AHEAD - 1, MAX_ROUNDS_AHEAD):
         asked = operation(1)
         asked.sequence = sequence
-        flight.submit(asked, [Part(0, 0, 1)], 64, 0)
+        flight.submit(asked, [LinkShard(0, 0, 1)], 64, 0)
     first, *_ = flight.refill(1.0)
     flight.shut(0)
     flight.move(MAX_ROUNDS_AHEAD, 0, 1)

@@ -20,14 +20,14 @@ from worker_client.client import autotune, rendezvous, summary
 from worker_client.client.client import Client
 from worker_client.client.hierarchical import HierarchicalClient
 from worker_client.communicators.membership import PATIENCE_S
-from worker_client.communicators.node_sockets import meet
+from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
 from worker_client.config import NAMED
 from worker_client.fusion import tensor_queue
 from worker_client.fusion.fusion import Fusion
 from worker_client.launch import Role
 from worker_client.launch.resolved import Launcher
-from worker_client.protocol.spec import Heartbeats, Settings
+from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 from worker_client.runtime.credentials import load as load_keys
 from worker_client.staging.wire_cast import WIRE_DTYPES
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from reducer.server import Server
-    from worker_client.client.rendezvous import ProcessGroup
+    from worker_client.client.rendezvous import Rendezvous
     from worker_client.communicators.fallback import Fallback
     from worker_client.communicators.placement import Place
     from worker_client.config import InitSettings, WorkerConfig
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def connect(*, group: ProcessGroup | None = None, **given: Unpack[InitSettings]) -> Client:
+def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
 
     `group` is who takes part and how they meet, instead of torch's default process group.
@@ -68,11 +68,11 @@ def connect(*, group: ProcessGroup | None = None, **given: Unpack[InitSettings])
     if group is None or place is None:
         client = enlist(settings, group, who, who, lambda _: Client)
     else:
-        between = group.part([group.ranks[at] for at in place.across])
+        between = group.subgroup([group.ranks[at] for at in place.across])
         create = partial(_through_node, group, place)
         client = enlist(settings, between, who, (between.rank, between.world_size), create)
     if not part:
-        if settings.on_rank_lost == "continue" and config.torchrun_ends_survivors():
+        if settings.on_rank_lost == "continue" and config.torchrun_ends_the_others():
             log.warning(
                 "REDUCTION_ON_RANK_LOST=continue cannot work like this: when a rank is lost, "
                 "torchrun ends the others of its node, and with --max-restarts or a c10d "
@@ -83,11 +83,11 @@ def connect(*, group: ProcessGroup | None = None, **given: Unpack[InitSettings])
     return client
 
 
-def _through_node(group: ProcessGroup, place: Place, topic: str) -> Callable[..., Client]:
+def _through_node(group: Rendezvous, place: Place, topic: str) -> Callable[..., Client]:
     """Return what makes a client whose all-reduces go through this rank's node first."""
     introduce = partial(
-        meet,
-        place.mates,
+        connect_node,
+        place.peers,
         place.local_rank,
         partial(group.share, f"mate/{topic}"),
         partial(group.read, f"mate/{topic}"),
@@ -95,7 +95,7 @@ def _through_node(group: ProcessGroup, place: Place, topic: str) -> Callable[...
     return partial(HierarchicalClient, place=place, introduce=introduce)
 
 
-def connect_part(ranks: Sequence[int]) -> Client:
+def connect_subgroup(ranks: Sequence[int]) -> Client:
     """Join a job of some ranks of the default process group, this one among them.
 
     All ranks of the process group call this at the same point, each with those of its own part.
@@ -112,9 +112,9 @@ def connect_part(ranks: Sequence[int]) -> Client:
         raise ConfigError(
             "there is no process group: call torch.distributed.init_process_group() first"
         )
-    part = group.part(ranks)
-    who = part.rank, part.world_size
-    client = enlist(config.load(), part, who, who, lambda _: Client)
+    subgroup = group.subgroup(ranks)
+    who = subgroup.rank, subgroup.world_size
+    client = enlist(config.load(), subgroup, who, who, lambda _: Client)
     summary.begin(client)
     return client
 
@@ -182,7 +182,7 @@ class Default:
 
 
 def _identify(
-    rank: int | None, world_size: int | None, group: ProcessGroup | None
+    rank: int | None, world_size: int | None, group: Rendezvous | None
 ) -> tuple[int, int]:
     if group is not None:
         return group.rank, group.world_size
@@ -207,7 +207,7 @@ def _identify(
     return rank, world_size
 
 
-def _place(settings: WorkerConfig, group: ProcessGroup | None) -> Place | None:
+def _place(settings: WorkerConfig, group: Rendezvous | None) -> Place | None:
     """Find this rank's place among nodes, if all-reduces are to go through nodes first."""
     if settings.hierarchy == "off":
         return None
@@ -225,7 +225,7 @@ def _place(settings: WorkerConfig, group: ProcessGroup | None) -> Place | None:
     if place is None:
         log.info("no hierarchy: it needs a process group, and nodes with equally many ranks")
     else:
-        log.info("hierarchy: %d nodes of %d ranks", len(place.nodes), len(place.mates))
+        log.info("hierarchy: %d nodes of %d ranks", len(place.nodes), len(place.peers))
     return place
 
 
@@ -237,7 +237,7 @@ BEGIN_WITHOUT_S = 3.0  # longer than a reducer that is well takes to answer anyw
 
 def enlist(
     settings: WorkerConfig,
-    group: ProcessGroup | None,
+    group: Rendezvous | None,
     who: tuple[int, int],
     member: tuple[int, int],
     create: Callable[[str], Callable[..., Client]],
@@ -264,7 +264,7 @@ def enlist(
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
     try:
-        ours = Settings(
+        spec = JobSpec(
             job=job_name(settings, group, keys, alone=world_size == 1),
             generation=settings.generation,
             rank=rank,
@@ -273,7 +273,7 @@ def enlist(
             window_bytes=int(settings.window_bytes),
             chunk_bytes=int(settings.chunk_bytes),
             fallback=fallback is not None,
-            outlive=settings.on_rank_lost == "continue",
+            elastic=settings.on_rank_lost == "continue",
             begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
             wait_s=settings.wait_for_reducers,
             weights=weights,
@@ -302,8 +302,8 @@ def enlist(
         }
         threshold = int(settings.fusion_threshold)
         if settings.autotune:
-            ours, threshold = _tune(settings, ours, partial(Client, **common))
-        named = replace(ours, job=f"{ours.job}{NAMED}")
+            spec, threshold = _tune(settings, spec, partial(Client, **common))
+        named = replace(spec, job=f"{spec.job}{NAMED}")
 
         def open_channel() -> Client:
             # Who begins when a reducer is lost already does not wait for it.
@@ -322,9 +322,9 @@ def enlist(
         )
         on_shutdown = hosted.stop if hosted else None
         client = create("ordered")(
-            ours, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown, **common
+            spec, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown, **common
         )
-        if ours.fallback or ours.outlive:
+        if spec.fallback or spec.elastic:
             try:
                 fusion.open()  # later some of those that it goes on without may be lost
             except BaseException:
@@ -337,7 +337,7 @@ def enlist(
         raise
 
 
-def job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys, *, alone: bool) -> str:
+def job_name(settings: WorkerConfig, group: Rendezvous | None, keys: Keys, *, alone: bool) -> str:
     """Return what the job is called: as was told, or else a name that its ranks agree on.
 
     Raises:
@@ -348,7 +348,7 @@ def job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys, *, 
     launched = config.launch()
     base = launched.job
     # The pool wants names that begin as the key's.
-    ours = f"{keys.job}/" if keys.job else ""
+    prefix = f"{keys.job}/" if keys.job else ""
     if group is None:
         if alone:
             base = base or secrets.token_hex(8)
@@ -356,18 +356,18 @@ def job_name(settings: WorkerConfig, group: ProcessGroup | None, keys: Keys, *, 
         if not base:
             raise ConfigError(
                 "this run has no name, so nothing tells its ranks from those of another run that "
-                f"uses the same reducers: set REDUCTION_JOB={ours}NAME, the same at every rank and "
-                "another one for each run; or start it with a launcher such as torchrun, set "
+                f"uses the same reducers: set REDUCTION_JOB={prefix}NAME, the same at every rank "
+                "and another one for each run; or start it with a launcher such as torchrun, set "
                 "MASTER_ADDR and MASTER_PORT, or call torch.distributed.init_process_group() first"
             )
-        return f"{ours}{base}"
+        return f"{prefix}{base}"
     if group.rank == 0:
         # Two runs that share a pool must not meet in one job, nor a run its own predecessor.
-        group.share("job", group.named(f"{ours}{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
+        group.share("job", group.named(f"{prefix}{(base or 'job')[:24]}-{secrets.token_hex(4)}"))
     return group.read("job", 0)
 
 
-def _run(group: ProcessGroup | None, world_size: int) -> str:
+def _run(group: Rendezvous | None, world_size: int) -> str:
     """Return what the ranks of this run have in common, and another run of the job has not."""
     if group is not None:
         if group.rank == 0:
@@ -393,26 +393,26 @@ def _meeting_place(launched: Resolved) -> str:
 
 
 def _tune(
-    settings: WorkerConfig, ours: Settings, make: Callable[[Settings], Client]
-) -> tuple[Settings, int]:
-    """Return the job's settings and fusion threshold, found by trying unless they were given."""
+    settings: WorkerConfig, spec: JobSpec, make: Callable[[JobSpec], Client]
+) -> tuple[JobSpec, int]:
+    """Return the job's spec and fusion threshold, found by trying unless they were given."""
 
     def trial(name: str, chunk_bytes: int, window_bytes: int) -> Client:
         return make(
             replace(
-                ours,
-                job=f"{ours.job}/{name}",
+                spec,
+                job=f"{spec.job}/{name}",
                 chunk_bytes=chunk_bytes,
                 window_bytes=window_bytes,
                 fallback=False,
-                outlive=False,
+                elastic=False,
             )
         )
 
     fields = set(autotune.Choice._fields) & settings.model_fields_set
     given = {name: int(getattr(settings, name)) for name in fields}
     chunk_bytes, window_bytes, threshold = autotune.sweep(trial, given)
-    return replace(ours, chunk_bytes=chunk_bytes, window_bytes=window_bytes), threshold
+    return replace(spec, chunk_bytes=chunk_bytes, window_bytes=window_bytes), threshold
 
 
 def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
@@ -428,7 +428,7 @@ def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
 
 
 def _fallback(
-    settings: WorkerConfig, group: ProcessGroup | None, *, announced: bool = False
+    settings: WorkerConfig, group: Rendezvous | None, *, announced: bool = False
 ) -> Fallback | None:
     if settings.fallback == "error":
         return None
@@ -449,7 +449,7 @@ def _fallback(
 
 
 def _embed(
-    settings: WorkerConfig, group: ProcessGroup | None
+    settings: WorkerConfig, group: Rendezvous | None
 ) -> tuple[Server, tuple[str, ...], Mapping[str, Curve | None]]:
     if group is None and settings.embedded:
         raise ConfigError(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.communicators.elastic import Survivors
-from worker_client.communicators.flat import Part
+from worker_client.communicators.elastic import ElasticCommunicator
+from worker_client.communicators.flat import FlatCommunicator
 from worker_client.communicators.returning import Past, Returning
 from worker_client.protocol.names import own, refused
 from worker_client.protocol.operation import Operation
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
     from worker_client.protocol.operation import Unfinished
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
     from worker_client.staging.host_buffer import HostBuffer
     from worker_client.staging.split_call import Call
@@ -64,7 +64,7 @@ class Client:
     """One worker of one job. Threads may share it; a forked child may not use it.
 
     Args:
-        settings: who we are and where the reducers are.
+        spec: who we are and where the reducers are.
         timeout_s: default for `all_reduce`, in seconds.
         connect_timeout_s: how long to wait for every reducer's welcome.
         impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
@@ -73,7 +73,7 @@ class Client:
         keys: what to show to reducers; by default none.
         fusion: what reduces tensors that have names; without it, names are merely compared.
         fallback: what brings all-reduces to their end when no reducer is left, if
-            `settings.fallback`.
+            `spec.fallback`.
         on_shutdown: called once, after the farewell (embedded reducers stop there).
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
@@ -90,7 +90,7 @@ class Client:
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         *,
         timeout_s: float,
         connect_timeout_s: float,
@@ -104,7 +104,7 @@ class Client:
         failpoints: Sequence[Failpoint] = (),
         wire_dtype: DType | None = None,
     ) -> None:
-        self.settings = settings
+        self.spec = spec
         self.timeout_s = timeout_s
         self.on_end: Callable[[Client], None] | None = None
         self._bytes_reduced = 0
@@ -120,15 +120,15 @@ class Client:
         # Pieces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
         self._works: dict[Operation, Callable[[Exception | None], None]] = {}  # whom to tell
-        self._wire = WireCast(wire_dtype, whole=settings.outlive)
+        self._wire = WireCast(wire_dtype, whole=spec.elastic)
         self._staging = DeviceStaging(self._drive)
         self._forks = forks()
 
         def enter(
-            settings: Settings, ended: Ended, left: Left, back: Returning | None = None
-        ) -> Part:
-            return Part(
-                settings,
+            spec: JobSpec, ended: Ended, left: Left, back: Returning | None = None
+        ) -> FlatCommunicator:
+            return FlatCommunicator(
+                spec,
                 chosen,
                 io_threads=io_threads,
                 context=context,
@@ -138,11 +138,11 @@ class Client:
                 hand_over=_keep if fallback is None else fallback.stay(ended, back).take,
             )
 
-        self._survivors: Survivors | None = None
+        self._elastic: ElasticCommunicator | None = None
         self._returning: Returning | None = None
-        if settings.outlive:
-            self._survivors = Survivors(
-                settings,
+        if spec.elastic:
+            self._elastic = ElasticCommunicator(
+                spec,
                 enter,
                 self._end,
                 self._leave,
@@ -151,13 +151,13 @@ class Client:
             )
         elif fallback is not None:
             self._returning = Returning(
-                settings, enter, self._end, self._leave, announced=fallback.announced
+                spec, enter, self._end, self._leave, announced=fallback.announced
             )
         else:
-            self._whole = enter(settings, self._end, self._leave)
-        self._driver = self._survivors or self._returning or self._whole.driver
+            self._whole = enter(spec, self._end, self._leave)
+        self._driver = self._elastic or self._returning or self._whole.driver
         try:
-            self._part.join(connect_timeout_s)
+            self._communicator.join(connect_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -165,12 +165,12 @@ class Client:
     @property
     def rank(self) -> int:
         """Rank of this worker."""
-        return self.settings.rank
+        return self.spec.rank
 
     @property
     def world_size(self) -> int:
         """Number of workers that the job began with."""
-        return self.settings.world_size
+        return self.spec.world_size
 
     @property
     def wire_dtype(self) -> str:
@@ -181,29 +181,29 @@ class Client:
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks that take part: all of them, but for those that the job goes on without."""
-        lost = self._survivors.lost if self._survivors is not None else ()
+        lost = self._elastic.lost if self._elastic is not None else ()
         return tuple(rank for rank in range(self.world_size) if rank not in lost)
 
     @property
     def lanes(self) -> list[int]:
         """Number of connections to each reducer, one for each of its threads."""
-        session = self._part.session
+        session = self._communicator.session
         reducers = [link.reducer for link in session.links]
-        return [reducers.count(reducer) for reducer in range(len(session.settings.reducers))]
+        return [reducers.count(reducer) for reducer in range(len(session.spec.reducers))]
 
     @property
     def in_use(self) -> list[bool]:
-        """Whether each reducer is in use, in the order of the settings."""
-        part = self._part
-        used = dict(zip(part.session.settings.reducers, part.in_use, strict=True))
-        return [used.get(address, False) for address in self.settings.reducers]
+        """Whether each reducer is in use, in the order of the spec."""
+        communicator = self._communicator
+        used = dict(zip(communicator.session.spec.reducers, communicator.in_use, strict=True))
+        return [used.get(address, False) for address in self.spec.reducers]
 
     @property
     def counters(self) -> Counters:
         """What has happened to this client's reducers so far."""
         past = Past() if self._returning is None else self._returning.past
         mine = Counters(
-            *past.plus(self._part),
+            *past.plus(self._communicator),
             fallbacks=0 if self._fallback is None else self._fallback.count,
             returns=0 if self._returning is None else self._returning.returns,
         )
@@ -236,10 +236,10 @@ class Client:
         return None if self._fusion is None else self._fusion.channel
 
     @property
-    def _part(self) -> Part:
-        if self._survivors is not None:
-            return self._survivors.part
-        return self._whole if self._returning is None else self._returning.part
+    def _communicator(self) -> FlatCommunicator:
+        if self._elastic is not None:
+            return self._elastic.communicator
+        return self._whole if self._returning is None else self._returning.communicator
 
     @property
     def in_callback(self) -> bool:
@@ -495,7 +495,7 @@ class Client:
         """
         if not self.usable:
             return  # it makes no calls any more, as the others hear
-        refusal = refused(self.settings.rank, f"{type(why).__name__}: {why}")
+        refusal = refused(self.spec.rank, f"{type(why).__name__}: {why}")
         nothing = Operation(
             memoryview(b""),
             DType.UINT8,

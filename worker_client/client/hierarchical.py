@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from worker_client.client.node_fold import Array
-    from worker_client.communicators.node_sockets import Mates
+    from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import Place
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
     from worker_client.staging.arguments import Arguments
     from worker_client.work import Work
 
@@ -126,7 +126,7 @@ class HierarchicalClient(Client):
     that comes too late, ranks that disagree.
 
     Args:
-        settings: of the job between the nodes, of this local rank.
+        spec: of the job between the nodes, of this local rank.
         place: of this rank.
         introduce: makes the connections to the other ranks of this node.
         arguments: of `Client`.
@@ -134,14 +134,14 @@ class HierarchicalClient(Client):
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         *,
         place: Place,
-        introduce: Callable[[], Mates],
+        introduce: Callable[[], NodeSockets],
         **arguments: Any,
     ) -> None:
         self.place = place
-        self._mates = introduce()
+        self._node = introduce()
         self._first = ServiceThread[_Call | None]("hierarchy", self._fold_all)
         self._second = ServiceThread[_Piece | None]("hierarchy", self._hand_out_all)
         self._open: dict[_Call, None] = {}
@@ -150,9 +150,9 @@ class HierarchicalClient(Client):
         self._latest: object = None  # call that was asked for
         self._guard = threading.Lock()  # of the two before
         try:
-            super().__init__(settings, **arguments)
+            super().__init__(spec, **arguments)
         except BaseException:
-            self._mates.close()
+            self._node.close()
             raise
         self._first.start()
         self._second.start()
@@ -160,12 +160,12 @@ class HierarchicalClient(Client):
     @property
     def rank(self) -> int:
         """Rank of this worker among all."""
-        return self.place.mates[self.place.local_rank]
+        return self.place.peers[self.place.local_rank]
 
     @property
     def world_size(self) -> int:
         """Number of workers on all nodes."""
-        return len(self.place.nodes) * len(self.place.mates)
+        return len(self.place.nodes) * len(self.place.peers)
 
     def _submit_buffer(self, call: object, asked: Arguments) -> Work:
         """As of `Client`, but that what ended this client is raised by the next call.
@@ -239,14 +239,14 @@ class HierarchicalClient(Client):
         """
         if forks() != self._forks:
             return
-        self._mates.stop()
+        self._node.stop()
         self._first.queue.put(None)
         self._second.queue.put(None)
         self._first.wait_for_end()
         self._second.wait_for_end()
         self._break(LocalProtocolError("this client was shut down"))
         self._end_all()
-        self._mates.close()
+        self._node.close()
         time.sleep(max(0.0, self._leave_at - time.monotonic()))
         super().shutdown()
 
@@ -266,7 +266,7 @@ class HierarchicalClient(Client):
                 super()._give_up(inner, call.error)
             self._second.queue.put(_Piece(call, [], None, None, True))
             return
-        ranks, here = len(self.place.mates), self.place.local_rank
+        ranks, here = len(self.place.peers), self.place.local_rank
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
         pieces = list(call.pieces(ranks))
         for number, parts in enumerate(pieces):
@@ -274,7 +274,7 @@ class HierarchicalClient(Client):
             rows = [
                 own if at == here else np.empty(own.nbytes, np.uint8).data for at in range(ranks)
             ]
-            self._mates.exchange(_IN, parts, rows, call.until)
+            self._node.exchange(_IN, parts, rows, call.until)
             folded = fold(rows, call.buffer.dtype, op)
             left_s = max(call.until - time.monotonic(), _SHORTEST_S)
             sent = HostBuffer(folded.data, folded_as(call.buffer.dtype), None)
@@ -295,12 +295,12 @@ class HierarchicalClient(Client):
             fingerprint(name),  # of what is not shown, too
             call.refusal[:_REFUSAL_SHOWN],
         ]
-        said = self._mates.agree(_IN, asked, call.until)
-        first = self.place.mates[0]
-        for rank, (*_, refusal) in zip(self.place.mates, said, strict=True):
+        said = self._node.agree(_IN, asked, call.until)
+        first = self.place.peers[0]
+        for rank, (*_, refusal) in zip(self.place.peers, said, strict=True):
             if refusal:
                 return refused(rank, refusal)
-        for rank, other in zip(self.place.mates, said, strict=True):
+        for rank, other in zip(self.place.peers, said, strict=True):
             for field, expected, got in zip(fields, said[0], other, strict=False):
                 if expected != got:
                     return MismatchError.between(
@@ -311,7 +311,7 @@ class HierarchicalClient(Client):
     # -- the second thread: the results, to the node --------------------------------------------
 
     def _hand_out_all(self) -> None:
-        while (piece := self._second.queue.get()) is not None or not self._mates.stopped:
+        while (piece := self._second.queue.get()) is not None or not self._node.stopped:
             if piece is not None and self._broken is None:
                 self._try(self._hand_out, piece)
             if self._broken is not None:
@@ -331,17 +331,17 @@ class HierarchicalClient(Client):
             finish(piece.folded, call.buffer.dtype, divisor, own)
         call.error = call.error or error
         until = call.until + GRACE_S
-        self._mates.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
+        self._node.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
         if piece.last:
             mine = None if call.error is None else describe(call.error)
-            said = self._mates.agree(_OUT, mine, until)
+            said = self._node.agree(_OUT, mine, until)
             self._conclude(call, next((revive(one) for one in said if one), None))
 
     def _wait_for(self, call: _Call, between: Work) -> ReductionError | None:
         """Wait for the end between the nodes and return the error, in this job's ranks."""
         future, across = between.future(), self.place.across
         while not future.done():
-            self._mates.check(everybody=True)  # none of them can have this call's end
+            self._node.check(everybody=True)  # none of them can have this call's end
             call.missing = tuple(across[node] for node in between.missing)
             concurrent.futures.wait([future], _TICK_S)
         error = future.exception()
@@ -370,9 +370,9 @@ class HierarchicalClient(Client):
             if self._broken is not None:
                 return
             self._broken = error
-        if self._mates.stopped:
+        if self._node.stopped:
             return
-        self._mates.give_up(error)
+        self._node.give_up(error)
         if isinstance(error, RankLostError):
             self._leave_at = time.monotonic() + LINGER_S
         else:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reducer.keyfiles import KeyPair
     from reducer.runtime.keyring import Keyring
     from reducer.server import Server
-    from worker_client.client.rendezvous import ProcessGroup
+    from worker_client.client.rendezvous import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Hosted(NamedTuple):
     curves: Mapping[str, Curve | None]
 
 
-def start(group: ProcessGroup) -> Hosted:
+def start(group: Rendezvous) -> Hosted:
     """Start this rank's reducer and learn where those of the others are.
 
     Those that other machines can reach have keys, made here, and admit the ranks of this group

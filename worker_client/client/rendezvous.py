@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 STORE_TIMEOUT_S = 60.0
-_joined = [0]  # calls of `current` so far; the same number at every rank, so it names a meeting
+_joined = [0]  # calls of `current` so far; the same number at every rank, so it names one
 
 
-class ProcessGroup:
-    """One meeting of all ranks of a process group, or of some of them.
+class Rendezvous:
+    """Where all ranks of a process group meet, or some of them.
 
     Args:
         rank: among those who meet.
@@ -67,18 +67,18 @@ class ProcessGroup:
         # A key is bound to the first part.
         return f"{owner(job)}.{digest}" if is_owner(owner(job)) else digest
 
-    def part(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return the meeting of some, this one among them; each is in one part of a meeting.
+    def subgroup(self, ranks: Sequence[int]) -> Rendezvous:
+        """Return that of some ranks, this one among them; each is in one subgroup.
 
         Args:
-            ranks: as the default process group calls them, in the order of the part.
+            ranks: as the default process group calls them, in the order of the subgroup.
         """
         from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 (as below)
 
         store = PrefixStore(f"part/{ranks[0]}", self._store)
         rank = list(ranks).index(self.ranks[self.rank])
         name = f"{self.name}.{ranks[0]}" if self.name else str(ranks[0])
-        return ProcessGroup(rank, ranks, store, name=name, timeout_s=self._timeout_s)
+        return Rendezvous(rank, ranks, store, name=name, timeout_s=self._timeout_s)
 
     def share(self, topic: str, value: str) -> None:
         """Publish this rank's value."""
@@ -114,7 +114,7 @@ def _private_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def current() -> ProcessGroup | None:
+def current() -> Rendezvous | None:
     """Return the initialised default process group, or None (torch is not imported for it)."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -133,4 +133,4 @@ def current() -> ProcessGroup | None:
     start = config.launch().restarts
     store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
     ranks = range(dist.get_world_size())
-    return ProcessGroup(dist.get_rank(), ranks, store, make_private=_private_group)
+    return Rendezvous(dist.get_rank(), ranks, store, make_private=_private_group)

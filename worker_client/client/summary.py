@@ -40,19 +40,19 @@ def end(client: Client) -> None:
 
 
 def _job(client: Client) -> str:
-    settings = client.settings
-    generation = f" (generation {settings.generation})" if settings.generation else ""
-    return f"job {settings.job}{generation}"
+    spec = client.spec
+    generation = f" (generation {spec.generation})" if spec.generation else ""
+    return f"job {spec.job}{generation}"
 
 
 def _reducers(client: Client) -> str:
-    settings = client.settings
-    pool = [a for at, a in enumerate(settings.reducers) if at not in settings.hosts]
+    spec = client.spec
+    pool = [a for at, a in enumerate(spec.reducers) if at not in spec.hosts]
     said = []
     if pool:
         listed = f" ({', '.join(pool)})" if len(pool) <= _NAMED else ""
         said.append(f"{len(pool)} reducer{'s' * (len(pool) > 1)}{listed}")
-    if settings.hosts:
+    if spec.hosts:
         said.append("a reducer in every rank")
     return f"{' and '.join(said)}, {client.impl} implementation"
 

@@ -1,4 +1,4 @@
-"""A client's part in one membership of a job: a session, its connections, and who moves them on."""
+"""One membership of one job: a session, its connections, and who moves them on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import ReductionError
     from worker_client.protocol.operation import Operation, Unfinished
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
     from worker_client.runtime.implementation import Implementation
 
@@ -27,11 +27,11 @@ SETTLE_S = 1.0  # several times what an idle driver takes to see that some do no
 log = logging.getLogger(__name__)
 
 
-class Part:
+class FlatCommunicator:
     """A session that runs.
 
     Args:
-        settings: who we are and where the reducers are.
+        spec: who we are and where the reducers are.
         implementation: of the flight and the transport.
         io_threads: threads of libzmq that serve the connections.
         context: libzmq's context of the reducer that this process hosts, if it does.
@@ -44,7 +44,7 @@ class Part:
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         implementation: Implementation,
         *,
         io_threads: int,
@@ -54,12 +54,12 @@ class Part:
         left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
-        self.session = Session(settings, implementation.flight)
-        self._wait_until = time.monotonic() + settings.wait_s
-        for address in settings.reducers:
+        self.session = Session(spec, implementation.flight)
+        self._wait_until = time.monotonic() + spec.wait_s
+        for address in spec.reducers:
             _resolve(address, self._wait_until)
         transport = implementation.transport(
-            self.session.flight, io_threads, context, keys, settings.heartbeats
+            self.session.flight, io_threads, context, keys, spec.heartbeats
         )
         for link in self.session.links:
             transport.connect(self.session.endpoint(link))
@@ -68,7 +68,7 @@ class Part:
     def join(self, timeout_s: float) -> None:
         """Wait until every reducer has welcomed us that is in use.
 
-        If none has, wait for longer, as the settings say.
+        If none has, wait for longer, as the spec says.
 
         Raises:
             ReducerLostError: a reducer did not answer in time; the message names it and says why.
@@ -109,9 +109,9 @@ class Part:
 
     @property
     def in_use(self) -> list[bool]:
-        """Whether each reducer is in use, in the order of the settings."""
+        """Whether each reducer is in use, in the order of the spec."""
         shard_map = self.session.failover.map
-        return [shard_map.uses(at) for at in range(len(self.session.settings.reducers))]
+        return [shard_map.uses(at) for at in range(len(self.session.spec.reducers))]
 
 
 def _resolve(address: str, until: float) -> None:

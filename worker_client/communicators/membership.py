@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import ReductionError
     from worker_client.protocol.link import Link
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 PATIENCE_S = 1.0  # a reducer that is well answers in milliseconds; one that returns is used again
 _MARK_BYTES = 17  # of a job's name: what tells its memberships from each other
@@ -28,19 +28,19 @@ class Membership:
     Reducers number them from 0 on without gaps.
 
     Attributes:
-        all: settings of the job with all ranks.
-        settings: of this membership.
+        all: spec of the job with all ranks.
+        spec: of this membership.
         present: ranks of `all`, ascending.
     """
 
-    all: Settings
-    settings: Settings
+    all: JobSpec
+    spec: JobSpec
     present: tuple[int, ...]
 
     @classmethod
-    def whole(cls, settings: Settings) -> Membership:
+    def whole(cls, spec: JobSpec) -> Membership:
         """Return the membership that a job begins with."""
-        return cls(settings, settings, tuple(range(settings.world_size)))
+        return cls(spec, spec, tuple(range(spec.world_size)))
 
     def without(self, lost: Collection[int], links: Iterable[Link]) -> Membership:
         """Return the membership of those that are left.
@@ -59,13 +59,13 @@ class Membership:
         pool = [at for at in range(len(s.reducers)) if at not in s.hosts]
         hosted = [at for at, host in s.hosts.items() if host in present]
         reducers = tuple(s.reducers[at] for at in pool + hosted)
-        lanes: dict[str, list[str]] = {address: [] for address in self.settings.reducers}
+        lanes: dict[str, list[str]] = {address: [] for address in self.spec.reducers}
         for link in links:
             if link.lane:
-                lanes[self.settings.reducers[link.reducer]].append(link.address)
+                lanes[self.spec.reducers[link.reducer]].append(link.address)
         hosts = {len(pool) + at: present.index(s.hosts[one]) for at, one in enumerate(hosted)}
         weights = mixed_weights(len(present), len(pool)) if hosted else (1,) * len(pool)
-        settings = replace(
+        spec = replace(
             s,
             job=marked(s.job, (present, reducers)),
             rank=present.index(s.rank),
@@ -74,11 +74,11 @@ class Membership:
             hosts=hosts,
             weights=weights,
             lanes={at: lanes[address] for at, address in enumerate(reducers)},
-            outlive=True,
+            elastic=True,
             patience_s=PATIENCE_S,
             fallback=False,
         )
-        return replace(self, settings=settings, present=present)
+        return replace(self, spec=spec, present=present)
 
     def may_follow(self, before: Membership) -> bool:
         """Whether no other ranks of an earlier membership could go on beside these."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MESSAGE_BYTES = 8192  # of an agreement or a reason, so that nobody has to say how long it is
 STREAMS = 2
-MEET_S = 60.0
+CONNECT_S = 60.0
 _ALARM = STREAMS  # its number among the three connections of a pair
 _TICK_S = 0.1  # between two looks whether a mate gives up
 _AT_ONCE = 1 << 20  # bytes for one call of the kernel
@@ -37,7 +37,7 @@ _HELLO = struct.Struct("<HH")  # local rank, number of the connection
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
-class Mates:
+class NodeSockets:
     """The connections of one rank to the others of its node.
 
     Args:
@@ -112,7 +112,7 @@ class Mates:
         return [json.loads(bytes(one)) for one in said]
 
     def give_up(self, error: ReductionError) -> None:
-        """Tell the mates why this rank takes part no longer; they fail for the same reason."""
+        """Tell the node's other ranks why this one takes part no longer; they fail likewise."""
         self._failure = self._failure or error
         reason = _encode(describe(error))
         for connection in self._alarms.values():
@@ -146,7 +146,7 @@ class Mates:
         self._stopped = True
 
     def close(self) -> None:
-        """Hang up, which the mates notice."""
+        """Hang up, which the node's other ranks notice."""
         self.stop()
         for kind in (*self._streams, self._alarms):
             for connection in kind.values():
@@ -197,12 +197,12 @@ class Mates:
         return RankLostError(f"rank {rank}, of this node, has ended or left", rank=rank)
 
 
-def meet(
+def connect_node(
     ranks: Sequence[int],
     local_rank: int,
     share: Callable[[str], None],
     read: Callable[[int], str],
-) -> Mates:
+) -> NodeSockets:
     """Connect to the other ranks of this node.
 
     Args:
@@ -221,7 +221,7 @@ def meet(
         name = f"reduction-{os.getpid()}-{os.urandom(8).hex()}"
         listener.bind(f"\0{name}")
         listener.listen(len(sockets) * len(ranks))
-        listener.settimeout(MEET_S)
+        listener.settimeout(CONNECT_S)
         share(name)
         for at, rank in enumerate(ranks[:local_rank]):
             address = f"\0{read(rank)}"
@@ -238,13 +238,13 @@ def meet(
         while not all(len(found) == len(ranks) - 1 for found in sockets):
             try:
                 connection, _ = listener.accept()
-                connection.settimeout(MEET_S)
+                connection.settimeout(CONNECT_S)
                 hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
             except TimeoutError:
                 known = {local_rank}.union(*sockets)
                 missing = tuple(rank for at, rank in enumerate(ranks) if at not in known)
                 raise ReductionTimeout(
-                    f"of the ranks of this node, {missing} did not connect within {MEET_S:g} s",
+                    f"of the ranks of this node, {missing} did not connect within {CONNECT_S:g} s",
                     missing=missing,
                 ) from None
             if len(hello) != _HELLO.size or not _is_ours(connection):
@@ -253,7 +253,7 @@ def meet(
             at, kind = _HELLO.unpack(hello)
             sockets[kind][at] = stack.enter_context(connection)
         stack.pop_all()
-    return Mates(ranks, local_rank, sockets)
+    return NodeSockets(ranks, local_rank, sockets)
 
 
 def _is_ours(connection: socket.socket) -> bool:

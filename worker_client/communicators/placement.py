@@ -26,7 +26,7 @@ class Place(NamedTuple):
     local_rank: int
 
     @property
-    def mates(self) -> tuple[int, ...]:
+    def peers(self) -> tuple[int, ...]:
         """Ranks of this node, this one included."""
         return self.nodes[self.node]
 

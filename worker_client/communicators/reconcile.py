@@ -12,51 +12,51 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
-    from worker_client.communicators.replay_log import Entry, Journal
-    from worker_client.protocol.spec import Settings
+    from worker_client.communicators.replay_log import Entry, ReplayLog
+    from worker_client.protocol.spec import JobSpec
 
 
 class NewLossError(Exception):
-    """One of those that are to meet is lost as well."""
+    """One of those that are to reconcile is lost as well."""
 
 
-class Meeting:
-    """One meeting.
+class Reconciliation:
+    """One reconciliation.
 
     Args:
-        settings: of the new membership.
+        spec: of the new membership.
         ask: makes an all-reduce in it and waits for its end.
         cause: what calls end with that have failed at a rank for another reason.
 
     Attributes:
-        ends: calls that have ended in the meeting.
+        ends: calls that have ended in it.
         last: sequence number of its last all-reduce.
     """
 
     def __init__(
-        self, settings: Settings, ask: Callable[[Operation], None], cause: ReductionError
+        self, spec: JobSpec, ask: Callable[[Operation], None], cause: ReductionError
     ) -> None:
         self.ends: list[Entry] = []
         self.last = -1
-        self._me, self._ranks = settings.rank, settings.world_size
+        self._me, self._ranks = spec.rank, spec.world_size
         self._ask = ask
         self._cause = cause
 
-    def run(self, journal: Journal, timeout_s: float) -> None:
+    def run(self, replay_log: ReplayLog, timeout_s: float) -> None:
         """Bring to their end the calls that have ended at any rank; the others can be made again.
 
         Args:
-            journal: this rank's calls; those that end here are changed.
+            replay_log: this rank's calls; those that end here are changed.
             timeout_s: for each question.
 
         Raises:
-            RankLostError, NewLossError: another rank is lost; a smaller meeting may succeed.
-            ReductionError: the meeting failed.
+            RankLostError, NewLossError: another rank is lost; that of fewer ranks may succeed.
+            ReductionError: it failed.
         """
-        bounds = array("q", [-journal.unfinished(), journal.ended()])
+        bounds = array("q", [-replay_log.unfinished(), replay_log.ended()])
         self._all_reduce(bounds, ReduceOp.MAX, "which calls are unfinished", timeout_s)
         first, end = -bounds[0], bounds[1]
-        calls = journal.calls(first, end)
+        calls = replay_log.calls(first, end)
         facts = array("q")  # per call: who supplies the result, whether nobody lacks it, or failed
         for entry, lacks in calls:
             has = entry is not None and entry.result is not None
@@ -70,7 +70,7 @@ class Meeting:
             if none_lacks:
                 continue
             if not none_failed:
-                failed_here = journal.fail(first + at, self._cause)
+                failed_here = replay_log.fail(first + at, self._cause)
                 self.ends += [] if failed_here is None else [failed_here]
             elif supplier < self._ranks:
                 self._supply(_known(entry), supplier, timeout_s)

@@ -64,7 +64,7 @@ class Entry:
         self.result, self.error = result, error
 
 
-class Journal:
+class ReplayLog:
     """Calls in their order, numbered from 0; threads may share it.
 
     Attributes:

@@ -28,8 +28,8 @@ from worker_client.runtime.service_thread import STOP_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.communicators.flat import Part
-    from worker_client.protocol.spec import Settings
+    from worker_client.communicators.flat import FlatCommunicator
+    from worker_client.protocol.spec import JobSpec
 
     Ended = Callable[[Operation, ReductionError | None], None]
     Left = Callable[[list[tuple[Operation, ReductionError]], ReductionError], None]
@@ -52,16 +52,16 @@ class Offer(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What has happened in parts that were left; see `worker_client.client.client.Counters`."""
+    """What has happened in communicators before; see `worker_client.client.client.Counters`."""
 
     losses: int = 0
     moved: int = 0
     claimed: int = 0
     supplied: int = 0
 
-    def plus(self, part: Part) -> Past:
-        """Add what has happened in another part."""
-        there = part.session.failover
+    def plus(self, communicator: FlatCommunicator) -> Past:
+        """Add what has happened in another communicator."""
+        there = communicator.session.failover
         found = (there.losses, there.moved, there.claimed, there.supplied)
         return Past(*map(sum, zip(self, found, strict=True)))
 
@@ -72,21 +72,21 @@ class Returning:
     The process group's thread calls `offer`, `settle`, `go` and `forward`.
 
     Args:
-        settings: of the job.
-        enter: makes a part of a job, from its settings, whom to tell of ends, and the way back.
+        spec: of the job.
+        enter: makes a communicator of a job, from its spec, whom to tell of ends, and the way back.
         ended, left: as of `Driver`.
         announced: whether another client of this rank says, at the same time, where calls go.
 
     Attributes:
-        part: where calls are submitted.
+        communicator: where calls are submitted.
         returns: how often they went back to the reducers.
-        past: what has happened in parts before this one.
+        past: what has happened in communicators before this one.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        enter: Callable[[Settings, Ended, Left, Returning], Part],
+        spec: JobSpec,
+        enter: Callable[[JobSpec, Ended, Left, Returning], FlatCommunicator],
         ended: Ended,
         left: Left,
         *,
@@ -94,34 +94,34 @@ class Returning:
     ) -> None:
         self.returns = 0
         self.past = Past()
-        self._settings = settings
+        self._spec = spec
         self._enter = enter
         self._ended = ended
         self._left = left
         self._level = logging.DEBUG if announced else logging.WARNING
         self._attempt = 1
-        self._coming: Part | None = None  # where calls are to go
+        self._coming: FlatCommunicator | None = None  # where calls are to go
         self._retry_at = 0.0
         self._stopped = False
-        self._marker: Operation | None = None  # after all that was submitted to the earlier part
+        self._marker: Operation | None = None  # after all that the earlier one was given
         self._later: deque[Operation] = deque()  # submitted after the marker
         self._leaving: threading.Thread | None = None
-        # Guards `part`, `_marker` and `_later`. The group's thread waits for nobody with it.
+        # Guards `communicator`, `_marker`, `_later`. The group's thread waits for nobody with it.
         self._gate = threading.RLock()
-        self.part = self._make_part(settings)
+        self.communicator = self._connect(spec)
 
     # -- as of Driver -------------------------------------------------------------------------
 
     @property
     def closing(self) -> bool:
         """Whether nothing may be submitted any more."""
-        return self._stopped or self.part.driver.closing
+        return self._stopped or self.communicator.driver.closing
 
     @property
     def in_callback(self) -> bool:
         """Whether this thread leads; see `Driver.in_callback`."""
-        coming = self._coming
-        return self.part.driver.in_callback or (coming is not None and coming.driver.in_callback)
+        either = (self.communicator, self._coming)
+        return any(one is not None and one.driver.in_callback for one in either)
 
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce behind all others.
@@ -133,22 +133,22 @@ class Returning:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
             if self._marker is None:
-                self.part.driver.submit(operation)
+                self.communicator.driver.submit(operation)
             else:
                 self._later.append(operation)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Lead where calls are submitted; see `Driver.wait`."""
-        self.part.driver.wait(done, until)
+        self.communicator.driver.wait(done, until)
 
     def stop(self) -> None:
         """Leave the job; what is in progress fails. May be called again."""
         with self._gate:
             self._stopped = True
-            parts = [part for part in (self._coming, self.part) if part is not None]
+            communicators = [one for one in (self._coming, self.communicator) if one is not None]
             leaving = self._leaving
-        for part in parts:
-            part.driver.stop()
+        for communicator in communicators:
+            communicator.driver.stop()
         if leaving is not None:
             leaving.join(STOP_S)
 
@@ -187,10 +187,10 @@ class Returning:
         with self._gate:
             self._marker = Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 1.0)
             with suppress(LocalProtocolError):  # the client ends
-                self.part.driver.submit(self._marker)
+                self.communicator.driver.submit(self._marker)
 
     def forward(self, operation: Operation) -> None:
-        """Submit to the reducers what comes out of the earlier part."""
+        """Submit to the reducers what comes out of the earlier communicator."""
         if operation is self._marker:
             self._arrive()
         else:
@@ -214,9 +214,9 @@ class Returning:
             break_off.start()
 
     def _change_over(self) -> threading.Thread | None:
-        """Make the new part the one that calls are submitted to; return what leaves the other."""
+        """Submit calls to the new communicator from now on; return what leaves the other."""
         assert self._coming is not None
-        earlier, self.part = self.part, self._coming
+        earlier, self.communicator = self.communicator, self._coming
         self._coming = self._marker = None
         self._attempt += 1
         self.past = self.past.plus(earlier)
@@ -226,13 +226,13 @@ class Returning:
         return self._leaving
 
     def _join(self) -> None:
-        settings = replace(
-            self._settings,
-            job=marked(self._settings.job, ("after the process group", self._attempt)),
+        spec = replace(
+            self._spec,
+            job=marked(self._spec.job, ("after the process group", self._attempt)),
             patience_s=PATIENCE_S,
         )
         try:
-            self._coming = self._make_part(settings)
+            self._coming = self._connect(spec)
         except ReductionError as error:
             log.debug("no way back to the reducers yet: %s", error)
             self._retry_at = time.monotonic() + RETRY_S
@@ -244,15 +244,15 @@ class Returning:
         if coming is not None:
             coming.driver.stop()
 
-    def _make_part(self, settings: Settings) -> Part:
+    def _connect(self, spec: JobSpec) -> FlatCommunicator:
         def left(failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
-            going_there = part is self._coming and self._marker is not None
-            if part is self.part or going_there:
+            going_there = communicator is self._coming and self._marker is not None
+            if communicator is self.communicator or going_there:
                 self._stopped = True  # if it has ended by itself
                 self._left(failed, error)
                 return
             for one in failed:
                 self._ended(*one)
 
-        part = self._enter(settings, self._ended, left, self)
-        return part
+        communicator = self._enter(spec, self._ended, left, self)
+        return communicator

@@ -94,7 +94,7 @@ class Job:
     def leave(self) -> None:
         """Leave, after the other ranks have their last result if this one hosts a reducer."""
         failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
-        if self.client.usable and self.client.settings.hosts and not failing:
+        if self.client.usable and self.client.spec.hosts and not failing:
             self._say_farewell()
         self.client.shutdown()
 

@@ -28,13 +28,13 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     ctypedef struct operation_t "struct operation":
         header_t header
 
-    struct part:
+    struct shard:
         operation_t *of
         uint32_t home
         chunk_t *chunks
 
     ctypedef struct chunk_t "struct chunk":
-        part *of
+        shard *of
         uint32_t link
         uint8_t state
         bint kept

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 from reducer.wire.header import Buffer, Header
-from worker_client.protocol.flight import Carried, LinkStats, Part, Send
+from worker_client.protocol.flight import Carried, LinkShard, LinkStats, Send
 from worker_client.protocol.operation import Operation
 
 class CompiledFlight:
@@ -14,7 +14,7 @@ class CompiledFlight:
     @property
     def kept_bytes(self) -> int: ...
     def submit(
-        self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
+        self, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int, epoch: int
     ) -> None: ...
     def open(self, link: int) -> None: ...
     def set_window(self, link: int, nbytes: int) -> None: ...

@@ -47,7 +47,7 @@ cdef class CompiledFlight:
         if not flight_add_link(&self.its, window, keep):
             raise MemoryError
 
-    def submit(self, operation, parts, uint64_t chunk_bytes, uint32_t epoch):
+    def submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch):
         cdef header_t said = self.its.identity
         said.sequence = operation.sequence
         said.epoch = epoch
@@ -56,18 +56,18 @@ cdef class CompiledFlight:
         said.tag = operation.tag
         said.since = operation.since
         said.history = operation.history
-        cdef range_t *wanted = <range_t *>calloc(len(parts), sizeof(range_t))
+        cdef range_t *wanted = <range_t *>calloc(len(shards), sizeof(range_t))
         if wanted == NULL:
             raise MemoryError
         cdef operation_t *submitted
         try:
-            for at, (link, start, end) in enumerate(parts):
+            for at, (link, start, end) in enumerate(shards):
                 wanted[at].link = self.check(link)
                 wanted[at].start = start
                 wanted[at].end = end
             submitted = flight_submit(
                 &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
-                &said, chunk_bytes, wanted, len(parts),
+                &said, chunk_bytes, wanted, len(shards),
             )
         finally:
             free(wanted)

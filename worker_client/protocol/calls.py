@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from worker_client.protocol.aborts import Aborts
     from worker_client.protocol.actions import Action
-    from worker_client.protocol.flight import Flight, Part
+    from worker_client.protocol.flight import Flight, LinkShard
     from worker_client.protocol.flow_control import FlowControl
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
@@ -31,7 +31,7 @@ class Calls:
     """All-reduces in progress: the callers', and at times the ranks' own question.
 
     Args:
-        settings: who we are.
+        spec: who we are.
         links: the session's.
         flight, flow: what moves them.
         aborts: tells reducers of a bad end.
@@ -46,7 +46,7 @@ class Calls:
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         links: list[Link],
         *,
         flight: Flight,
@@ -58,7 +58,7 @@ class Calls:
         self.names = Names()
         self.question: Operation | None = None
         self.final: RankLostError | None = None
-        self._settings = settings
+        self._spec = spec
         self._frozen: int | None = None
         self._links = links
         self._flight = flight
@@ -104,10 +104,15 @@ class Calls:
             self._history = ((self._history ^ operation.tag) * _FACTOR + asked) & _MASK
 
     def begin(
-        self, operation: Operation, parts: list[Part], chunk_bytes: int, epoch: int, now: float
+        self,
+        operation: Operation,
+        shards: list[LinkShard],
+        chunk_bytes: int,
+        epoch: int,
+        now: float,
     ) -> None:
         """Start an all-reduce, in seconds of the caller's clock."""
-        self._flight.submit(operation, parts, chunk_bytes, epoch)
+        self._flight.submit(operation, shards, chunk_bytes, epoch)
         self._flow.begin(operation.view.nbytes, now)
         self.active.begin(operation, now)
         if operation.name:
@@ -135,7 +140,7 @@ class Calls:
         missing = ", ".join(map(str, operation.missing))
         error = ReductionTimeout(
             f"{operation}: not done after {operation.timeout_s:g} s "
-            f"at rank {self._settings.rank}{missing and f', waiting for rank {missing}'}",
+            f"at rank {self._spec.rank}{missing and f', waiting for rank {missing}'}",
             missing=operation.missing,
             sequence=operation.sequence,
         )
@@ -150,7 +155,7 @@ class Calls:
         self, operation: Operation, error: ReductionError, told_by: Link | None = None
     ) -> list[Action]:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
-        if self._settings.outlive and self.final is None and isinstance(error, RankLostError):
+        if self._spec.elastic and self.final is None and isinstance(error, RankLostError):
             # What another rank has finished, and this one will get from it, it is to keep.
             self.final = error
             self.freeze()

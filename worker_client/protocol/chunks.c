@@ -16,33 +16,33 @@ static uint64_t count_chunks(const struct range *range, uint64_t chunk_bytes)
     return nbytes == 0 ? 1 : (nbytes - 1) / chunk_bytes + 1;
 }
 
-/* One block of memory holds the operation, its parts, and their chunks. */
+/* One block of memory holds the operation, its shards, and their chunks. */
 struct operation *operation_allocate(uint64_t chunk_bytes, const struct range *ranges, size_t count)
 {
     uint64_t chunks = 0;
     for (size_t at = 0; at < count; at++)
         chunks += count_chunks(&ranges[at], chunk_bytes);
-    struct operation *operation = calloc(1, sizeof(struct operation) + count * sizeof(struct part) +
+    struct operation *operation = calloc(1, sizeof(struct operation) + count * sizeof(struct shard) +
                                                 chunks * sizeof(struct chunk));
     if (operation == NULL)
         return NULL;
     atomic_init(&operation->uses, 1);
-    operation->parts = (struct part *)(operation + 1);
-    operation->part_count = count;
+    operation->shards = (struct shard *)(operation + 1);
+    operation->shard_count = count;
     operation->chunk_bytes = chunk_bytes;
     operation->remaining = chunks;
-    struct chunk *next = (struct chunk *)(operation->parts + count);
+    struct chunk *next = (struct chunk *)(operation->shards + count);
     for (size_t at = 0; at < count; at++) {
-        struct part *part = &operation->parts[at];
-        part->of = operation;
-        part->start = ranges[at].start;
-        part->end = ranges[at].end;
-        part->home = ranges[at].link;
-        part->chunk_count = count_chunks(&ranges[at], chunk_bytes);
-        part->chunks = next;
-        for (uint64_t number = 0; number < part->chunk_count; number++, next++) {
-            next->of = part;
-            next->link = part->home;
+        struct shard *shard = &operation->shards[at];
+        shard->of = operation;
+        shard->start = ranges[at].start;
+        shard->end = ranges[at].end;
+        shard->home = ranges[at].link;
+        shard->chunk_count = count_chunks(&ranges[at], chunk_bytes);
+        shard->chunks = next;
+        for (uint64_t number = 0; number < shard->chunk_count; number++, next++) {
+            next->of = shard;
+            next->link = shard->home;
             next->state = CHUNK_DROPPED; /* until it is in a queue */
         }
     }
@@ -62,19 +62,19 @@ uint32_t chunk_nbytes(const struct chunk *chunk)
 
 struct chunk *operation_chunk(const struct operation *operation, uint64_t offset)
 {
-    size_t low = 0, high = operation->part_count;
+    size_t low = 0, high = operation->shard_count;
     while (high - low > 1) {
         size_t middle = low + (high - low) / 2;
-        if (operation->parts[middle].start <= offset)
+        if (operation->shards[middle].start <= offset)
             low = middle;
         else
             high = middle;
     }
-    const struct part *part = &operation->parts[low];
-    if (offset < part->start || (offset - part->start) % operation->chunk_bytes != 0)
+    const struct shard *shard = &operation->shards[low];
+    if (offset < shard->start || (offset - shard->start) % operation->chunk_bytes != 0)
         return NULL;
-    uint64_t number = (offset - part->start) / operation->chunk_bytes;
-    return number < part->chunk_count ? &part->chunks[number] : NULL;
+    uint64_t number = (offset - shard->start) / operation->chunk_bytes;
+    return number < shard->chunk_count ? &shard->chunks[number] : NULL;
 }
 
 bool operation_needs(const struct operation *operation, uint32_t link)

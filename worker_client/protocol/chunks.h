@@ -21,7 +21,7 @@ enum chunk_state {
 };
 
 struct chunk {
-    struct part *of;
+    struct shard *of;
     struct chunk *before, *after; /* in its link's queue or among those in flight there */
     uint64_t sent_ns;
     atomic_uint reads; /* messages in libzmq that lie in its memory */
@@ -32,7 +32,7 @@ struct chunk {
 };
 
 /* A part of a buffer that the plan gave to one link. */
-struct part {
+struct shard {
     struct operation *of;
     uint64_t start, end;
     uint64_t chunk_count; /* at least one: an empty buffer travels as an empty chunk */
@@ -47,12 +47,12 @@ struct operation {
     atomic_size_t uses;
     struct operation *following; /* in the list `completed`, `lingering` or `ended` */
     struct header header;        /* what its contributions have in common */
-    uint64_t chunk_bytes;        /* size of every chunk but the last of each part */
+    uint64_t chunk_bytes;        /* size of every chunk but the last of each shard */
     uint64_t remaining;          /* chunks whose result has not come */
     uint64_t kept;               /* chunks whose result is kept */
     unsigned char *data;         /* the caller's, until the operation has ended */
-    size_t part_count;
-    struct part *parts; /* in the order of their offsets */
+    size_t shard_count;
+    struct shard *shards; /* in the order of their offsets */
 };
 
 /* Chunks in the order of their operations and offsets. */
@@ -62,9 +62,9 @@ struct chunk_list {
 };
 
 #define FOR_EACH_CHUNK(chunk, operation)                                                           \
-    for (size_t part_ = 0; part_ < (operation)->part_count; part_++)                               \
-        for (struct chunk *chunk = (operation)->parts[part_].chunks,                               \
-                          *end_ = chunk + (operation)->parts[part_].chunk_count;                   \
+    for (size_t shard_ = 0; shard_ < (operation)->shard_count; shard_++)                               \
+        for (struct chunk *chunk = (operation)->shards[shard_].chunks,                               \
+                          *end_ = chunk + (operation)->shards[shard_].chunk_count;                   \
              chunk < end_; chunk++)
 
 /* An all-reduce over ranges that are ascending, disjoint and together the whole buffer, with one

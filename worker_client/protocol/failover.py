@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reducer.wire.header import Header
     from worker_client.protocol.flight import Carried, Flight
     from worker_client.protocol.link import Link
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Failover:
     """The losses of one worker's reducers.
 
     Args:
-        settings: who we are and where the reducers are.
+        spec: who we are and where the reducers are.
         links: the session's.
         flight: what they carry.
         header: makes the header of a message.
@@ -46,18 +46,18 @@ class Failover:
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         links: Sequence[Link],
         flight: Flight,
         header: Callable[[MessageType], Header],
     ) -> None:
-        self._fallback = settings.fallback
-        self._reducers = len(settings.reducers)
-        self._hosts = settings.hosts
+        self._fallback = spec.fallback
+        self._reducers = len(spec.reducers)
+        self._hosts = spec.hosts
         alone = self._reducers == 1 and not self._hosts
-        waits = alone and settings.wait_s > 0  # for another process in its place
+        waits = alone and spec.wait_s > 0  # for another process in its place
         adopts = (self.replaceable or waits) and not self._fallback
-        self.map = ShardMap(self._reducers, settings.hosts, adopts=adopts)
+        self.map = ShardMap(self._reducers, spec.hosts, adopts=adopts)
         self.losses = self.moved = self.claimed = self.supplied = 0
         self._links = links
         self._flight = flight

@@ -48,7 +48,7 @@ struct turn {
 struct walk {
     struct operation *operation;
     uint64_t sequence; /* where the search for the next one in progress begins */
-    size_t part;
+    size_t shard;
     uint64_t chunk;
     bool in_ended;
 };

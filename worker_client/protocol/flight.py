@@ -22,7 +22,7 @@ class Send(NamedTuple):
     payload: Buffer | None
 
 
-class Part(NamedTuple):
+class LinkShard(NamedTuple):
     """A part of a buffer that travels over one link: a shard.
 
     Attributes:
@@ -42,7 +42,7 @@ class Carried(NamedTuple):
         sequence, epoch: of the all-reduce.
         offset: of the chunk within the buffer, bytes.
         home: the link that the plan gave it to.
-        number: of the chunk within its part.
+        number: of the chunk within its shard.
         done: whether its result is here.
     """
 
@@ -110,14 +110,14 @@ class Flight(Protocol):
         """Bytes of results that are kept."""
 
     def submit(
-        self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
+        self, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int, epoch: int
     ) -> None:
         """Queue an all-reduce.
 
         Args:
             operation: what is asked for, with a number above all before; some are left out.
-            parts: what travels over which link: ascending, disjoint, together the whole buffer.
-            chunk_bytes: size of every chunk but the last of each part.
+            shards: what travels over which link: ascending, disjoint, together the whole buffer.
+            chunk_bytes: size of every chunk but the last of each shard.
             epoch: version of the shard map.
         """
 

@@ -102,17 +102,17 @@ static struct operation *following(const struct flight *flight, struct walk *wal
 struct chunk *flight_walk(const struct flight *flight, struct walk *walk, uint32_t link)
 {
     for (;;) {
-        while (walk->operation != NULL && walk->part < walk->operation->part_count) {
-            struct part *part = &walk->operation->parts[walk->part];
-            while (walk->chunk < part->chunk_count) {
-                struct chunk *chunk = &part->chunks[walk->chunk++];
+        while (walk->operation != NULL && walk->shard < walk->operation->shard_count) {
+            struct shard *shard = &walk->operation->shards[walk->shard];
+            while (walk->chunk < shard->chunk_count) {
+                struct chunk *chunk = &shard->chunks[walk->chunk++];
                 if (chunk->link == link && chunk->state != CHUNK_DROPPED)
                     return chunk;
             }
-            walk->part++;
+            walk->shard++;
             walk->chunk = 0;
         }
-        walk->part = 0;
+        walk->shard = 0;
         walk->chunk = 0;
         walk->operation = following(flight, walk);
         if (walk->operation == NULL)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.flow_control import FlowControl
     from worker_client.protocol.plan import Plan
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
 
@@ -32,7 +32,7 @@ class Joining:
     """The links of a session, from stranger to member.
 
     Args:
-        settings: who we are and where the reducers are.
+        spec: who we are and where the reducers are.
         links: where they are kept.
         flight, flow, plan: what hears of links.
         failover: knows which reducers are used.
@@ -43,7 +43,7 @@ class Joining:
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         links: list[Link],
         *,
         flight: Flight,
@@ -52,7 +52,7 @@ class Joining:
         failover: Failover,
     ) -> None:
         self.complete = False
-        self._settings = settings
+        self._spec = spec
         self._links = links
         self._flight = flight
         self._flow = flow
@@ -61,8 +61,8 @@ class Joining:
         self._since: float | None = None  # when some reducers had welcomed us, and others had not
         self._retries: dict[int, float] = {}  # links that were refused: when to try again
         self._refused: set[int] = set()  # links that were refused last
-        for reducer, address in enumerate(settings.reducers):
-            for lane, known in enumerate([address, *settings.lanes.get(reducer, ())]):
+        for reducer, address in enumerate(spec.reducers):
+            for lane, known in enumerate([address, *spec.lanes.get(reducer, ())]):
                 self._add(reducer, lane, known)
 
     @property
@@ -78,8 +78,8 @@ class Joining:
         if self._since is None:
             self._since = now
         # Who refuses us knows more than who has been restarted: of another process, perhaps.
-        begin_s = math.inf if self._refused else self._settings.begin_without_s
-        if now < self._since + min(self._settings.patience_s, begin_s):
+        begin_s = math.inf if self._refused else self._spec.begin_without_s
+        if now < self._since + min(self._spec.patience_s, begin_s):
             return []
         self.complete = True
         return [link.reducer for link in self._links if not link.member]
@@ -89,7 +89,7 @@ class Joining:
         link.up = True
         link.refusal = None
         link.state = LinkState.JOINING
-        s = self._settings
+        s = self._spec
         body = Hello(
             job=s.job,
             world_size=s.world_size,
@@ -126,7 +126,7 @@ class Joining:
         """Take note that a reducer does not admit us; later it may."""
         link.refusal = error
         self._refused.add(link.index)
-        if self.complete or self._settings.patience_s < math.inf or may_pass(error):
+        if self.complete or self._spec.patience_s < math.inf or may_pass(error):
             self._retries[link.index] = now + RETRY_S
 
     def retry(self, now: float) -> list[Reset]:
@@ -141,12 +141,12 @@ class Joining:
 
     def endpoint(self, link: Link) -> str:
         """Return where the transport connects: ``host:port``, or ``inproc://`` in this process."""
-        return self._settings.inproc.get(link.address, link.address)
+        return self._spec.inproc.get(link.address, link.address)
 
     def _add(self, reducer: int, lane: int, address: str) -> Connect:
         link = Link(len(self._links), reducer, lane, address)
         self._links.append(link)
-        window = self._settings.window_per_reducer()
+        window = self._spec.window_per_reducer()
         self._flight.add_link(window, self._failover.keeps(reducer))
         self._plan.use(self._links, self._failover.map.base)
         return Connect(self.endpoint(link))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.flow_control import FlowControl
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 ADOPT_S = 2.0  # how long to wait at least for any reducer, when all in use are lost
 
@@ -34,7 +34,7 @@ class Losses:
     """Goes on without reducers for as long as there is one.
 
     Args:
-        settings: who we are and where the reducers are.
+        spec: who we are and where the reducers are.
         links: the session's.
         calls: what is in progress.
         failover: where chunks go.
@@ -48,7 +48,7 @@ class Losses:
 
     def __init__(
         self,
-        settings: Settings,
+        spec: JobSpec,
         links: list[Link],
         *,
         calls: Calls,
@@ -59,7 +59,7 @@ class Losses:
         renewed: Callable[[], None],
     ) -> None:
         self.final = False
-        self._settings = settings
+        self._spec = spec
         self._links = links
         self._calls = calls
         self._failover = failover
@@ -81,7 +81,7 @@ class Losses:
         used = asking or self._map.uses(link.reducer) or self._flight.needs(link.index)
         link.disconnect()
         link.absent = reason
-        if link.reducer in self._settings.hosts:
+        if link.reducer in self._spec.hosts:
             return self._lose_host(link, reason)
         self._flight.shut(link.index)
         if used:
@@ -101,7 +101,7 @@ class Losses:
             link
             for link in self._links
             if link.state is LinkState.DRAINING
-            and link.reducer not in self._settings.hosts
+            and link.reducer not in self._spec.hosts
             and not self._map.uses(link.reducer)
             and not self._flight.needs(link.index)
         ]
@@ -112,7 +112,7 @@ class Losses:
 
     def told(self, reducer: int, stage: Stage, process: str) -> list[Action]:
         """Go on without a reducer that another rank has lost, a `process` if that is known."""
-        if reducer in self._settings.hosts or reducer >= len(self._settings.reducers):
+        if reducer in self._spec.hosts or reducer >= len(self._spec.reducers):
             return []
         actions = self._lose_reducer(reducer, stage, self._missed(reducer), process)
         return actions + self.adopt()
@@ -141,7 +141,7 @@ class Losses:
                     link.reducer, final, self._missed(link.reducer), link.incarnation
                 )
         away = {link.reducer for link in self._links if not link.member}
-        there = [r for r in range(len(self._settings.reducers)) if r not in away]
+        there = [r for r in range(len(self._spec.reducers)) if r not in away]
         if adopts and not set(there).intersection(self._map.used()):
             # One that is there was lost, but not for good: go on to the stage after that.
             lost = min((self._map.lost_for(r) for r in there), default=final)
@@ -151,7 +151,7 @@ class Losses:
         able = [reducer for reducer in used if reducer in there]
         # Rather one that has a part of what is in progress: it would not take that again.
         first = next((r for r in able if adopts and self._carries(r)), next(iter(able), None))
-        patience_s = max(ADOPT_S, self._settings.wait_s)
+        patience_s = max(ADOPT_S, self._spec.wait_s)
         waited = now is not None and self._since is not None and now >= self._since + patience_s
         self._since = (now if self._since is None else self._since) if first is None else None
         if not adopts or stage is None:
@@ -175,7 +175,7 @@ class Losses:
         """Have everything go to the reducer that has taken the place of all."""
         if adopted != self._named:
             self._named = adopted
-            log.warning("going on with reducer %s alone", self._settings.reducers[adopted])
+            log.warning("going on with reducer %s alone", self._spec.reducers[adopted])
         return [
             self._failover.leave(link)
             for link in self._links
@@ -191,7 +191,7 @@ class Losses:
 
     def lose(self, link: Link, error: ReductionError) -> list[Action]:
         """Go on without the reducer at the other end of a link."""
-        if link.reducer in self._settings.hosts:
+        if link.reducer in self._spec.hosts:
             return self._calls.fail_all(error)
         return self._lose_reducer(link.reducer, self._present, error, link.incarnation)
 
@@ -258,7 +258,7 @@ class Losses:
             self._why = error
             log.warning("%s, the last one in use: waiting for another that answers", error)
             return self.adopt()
-        if self._settings.fallback:
+        if self._spec.fallback:
             self.final = True
             return list(self._failover.give_up())
         error, self._why = self._why or error, None
@@ -287,25 +287,25 @@ class Losses:
 
     def _irreplaceable(self, link: Link) -> bool:
         """Whether there is no way without the reducer of a link."""
-        if link.reducer in self._settings.hosts:
+        if link.reducer in self._spec.hosts:
             return True
-        return not (self._settings.fallback or self._failover.others(link.reducer))
+        return not (self._spec.fallback or self._failover.others(link.reducer))
 
     def _absent(self, link: Link) -> ReductionError:
         """Say why a reducer cannot be used right now."""
         if link.refusal is not None and not isinstance(link.refusal, DuplicateRankError):
             return link.refusal  # a later generation, perhaps
         why = "is shutting down" if link.state is LinkState.DRAINING else link.absent
-        if link.reducer in self._settings.hosts:
+        if link.reducer in self._spec.hosts:
             return self._host_lost(link, why)
         return self._lost(link, why)
 
     def _host_lost(self, link: Link, why: str) -> RankLostError:
-        rank = self._settings.hosts[link.reducer]
+        rank = self._spec.hosts[link.reducer]
         return RankLostError(f"rank {rank}, whose reducer is {link.address}, {why}", rank=rank)
 
     def _missed(self, reducer: int) -> ReducerLostError:
-        address = self._settings.reducers[reducer]
+        address = self._spec.reducers[reducer]
         return ReducerLostError(
             f"reducer {address} died, or a rank cannot reach it", reducer=address
         )

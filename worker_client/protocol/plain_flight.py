@@ -10,7 +10,7 @@ from reducer.errors import ReductionError
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk
 from reducer.wire.layout import charge
-from worker_client.protocol.flight import Carried, LinkStats, Part, Send
+from worker_client.protocol.flight import Carried, LinkShard, LinkStats, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class _Chunk:
 
     Attributes:
         home: the link that the plan gave it to.
-        number: within its part.
+        number: within its shard.
         link: the one it is assigned to now.
         result: what came, if it is kept.
     """
@@ -63,12 +63,12 @@ class _Progress:
     __slots__ = ("chunks", "header", "operation", "remaining")
 
     def __init__(
-        self, header: Header, operation: Operation, parts: Sequence[Part], chunk_bytes: int
+        self, header: Header, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int
     ) -> None:
         self.header = header
         self.operation: Operation | None = operation
         self.chunks: dict[int, _Chunk] = {}  # by offset
-        for link, start, end in parts:
+        for link, start, end in shards:
             # At least one: an empty buffer travels as an empty chunk.
             for number, offset in enumerate(range(start, end, chunk_bytes) or (start,)):
                 nbytes = min(chunk_bytes, end - offset)
@@ -134,7 +134,7 @@ class PlainFlight:
         self._links.append(_Link(window, keep))
 
     def submit(
-        self, operation: Operation, parts: Sequence[Part], chunk_bytes: int, epoch: int
+        self, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int, epoch: int
     ) -> None:
         sequence = operation.sequence
         self._next_sequence = sequence + 1
@@ -149,7 +149,7 @@ class PlainFlight:
             tag=operation.tag,
             history=operation.history,
         )
-        progress = self._active[sequence] = _Progress(header, operation, parts, chunk_bytes)
+        progress = self._active[sequence] = _Progress(header, operation, shards, chunk_bytes)
         for chunk in progress.chunks.values():
             insort(self._links[chunk.link].queue, chunk, key=_place)
 

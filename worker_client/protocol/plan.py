@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from reducer.wire.layout import shards, turn_of
-from worker_client.protocol.flight import Part
+from worker_client.protocol.flight import LinkShard
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -30,7 +30,7 @@ class Plan:
         self._chunk_bytes = chunk_bytes
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
-        self._known: dict[tuple[int, int], list[Part]] = {}  # by size and turn: sizes return
+        self._known: dict[tuple[int, int], list[LinkShard]] = {}  # by size and turn: sizes return
 
     def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
         """Share buffers out over the links of these reducers, whose lanes divide their parts."""
@@ -50,14 +50,14 @@ class Plan:
         """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
         return self._weights_of_reducers[link.reducer] / max(self._weights_of_reducers)
 
-    def cut(self, nbytes: int, sequence: int) -> list[Part]:
+    def cut(self, nbytes: int, sequence: int) -> list[LinkShard]:
         """Cut the buffer of an all-reduce."""
         key = nbytes, turn_of(sequence) % len(self._owners)
-        parts = self._known.get(key)
-        if parts is None:
+        known = self._known.get(key)
+        if known is None:
             cut = shards(nbytes, self._weights, sequence, self._chunk_bytes)
-            parts = [Part(self._owners[shard.reducer], shard.start, shard.end) for shard in cut]
+            known = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
             if len(self._known) == _KEPT:
                 self._known.clear()
-            self._known[key] = parts
-        return parts
+            self._known[key] = known
+        return known

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
-    from worker_client.protocol.spec import Settings
+    from worker_client.protocol.spec import JobSpec
 
 LOOK_S = 0.05  # how often to look for what is seldom due
 
@@ -55,37 +55,33 @@ class Session:
     """One worker's part in one job.
 
     Args:
-        settings: who we are and where the reducers are.
+        spec: who we are and where the reducers are.
         flight: class of what is in flight; whoever performs the actions also sends, after them,
             what its `refill` returns.
     """
 
-    def __init__(self, settings: Settings, flight: type[Flight]) -> None:
-        self.settings = settings
+    def __init__(self, spec: JobSpec, flight: type[Flight]) -> None:
+        self.spec = spec
         self.links: list[Link] = []
         self._now = 0.0
         self._identity = Header(
             MessageType.HELLO,
-            job=fingerprint(settings.job),
-            generation=settings.generation,
-            rank=settings.rank,
+            job=fingerprint(spec.job),
+            generation=spec.generation,
+            rank=spec.rank,
         )
         self.flight = flight(self._identity)
-        self.failover = Failover(settings, self.links, self.flight, self._header)
+        self.failover = Failover(spec, self.links, self.flight, self._header)
         self._map = self.failover.map
-        reducers = len(settings.reducers)
-        choose = settings.world_size > 1 and not settings.chunk_bytes
-        self._agreement = Agreement(
-            choose or self.failover.replaceable, settings.chunk_bytes, reducers
-        )
-        weights = settings.weights or (1,) * reducers
-        self._plan = Plan(weights, settings.chunk_bytes)
-        self._flow = FlowControl(
-            self.flight, self._agreement.chunk_bytes, settings.window_bytes > 0
-        )
+        reducers = len(spec.reducers)
+        choose = spec.world_size > 1 and not spec.chunk_bytes
+        self._agreement = Agreement(choose or self.failover.replaceable, spec.chunk_bytes, reducers)
+        weights = spec.weights or (1,) * reducers
+        self._plan = Plan(weights, spec.chunk_bytes)
+        self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
         self._joining = Joining(
-            settings,
+            spec,
             self.links,
             flight=self.flight,
             flow=self._flow,
@@ -94,7 +90,7 @@ class Session:
         )
         self._aborts = Aborts(self.links, self.flight, self._map, self._header)
         self.calls = Calls(
-            settings,
+            spec,
             self.links,
             flight=self.flight,
             flow=self._flow,
@@ -102,7 +98,7 @@ class Session:
             ended=self._ended,
         )
         self.losses = Losses(
-            settings,
+            spec,
             self.links,
             calls=self.calls,
             failover=self.failover,
@@ -136,7 +132,7 @@ class Session:
         """Why a reducer refused this worker, if one did, and there is no going on without it."""
         refusals = [link.refusal for link in self.links if link.refusal is not None]
         refusals = [refusal for refusal in refusals if not may_pass(refusal)]
-        if self.settings.patience_s < math.inf:
+        if self.spec.patience_s < math.inf:
             barred = all(isinstance(link.refusal, AuthError) for link in self.links)
             final = (AuthError,) if barred else (StaleGenerationError,)
             refusals = [one for one in refusals if isinstance(one, final)]
@@ -207,7 +203,7 @@ class Session:
         self.calls.number(operation)
         if operation.sequence % PLACES == FIRST_PLACE:
             self._agreement.called(now)
-        if self.settings.fallback and not self._handing.done:
+        if self.spec.fallback and not self._handing.done:
             self._handing.asked(operation.sequence, self.flight.reached)
         return self._go_on(operation, now)
 
@@ -238,12 +234,12 @@ class Session:
     def _start(self, operation: Operation, now: float) -> list[Action]:
         if operation.refusal is not None:
             return self.calls.refuse(operation, operation.refusal)
-        parts = self._plan.cut(operation.view.nbytes, operation.sequence)
-        self.calls.begin(operation, parts, self._agreement.chunk_bytes, self._map.epoch, now)
+        shards = self._plan.cut(operation.view.nbytes, operation.sequence)
+        self.calls.begin(operation, shards, self._agreement.chunk_bytes, self._map.epoch, now)
         self._roll_call.begin(now)
         actions: list[Action] = []
-        for part in parts:
-            link = self.links[part.link]
+        for shard in shards:
+            link = self.links[shard.link]
             if link.state is not LinkState.MEMBER or not self._map.intact:
                 actions += self.losses.route(operation, link)
         return actions
@@ -264,7 +260,7 @@ class Session:
             used = {reducer for reducer in self._map.base if self._map.uses(reducer)}
             missed = self.failover.agree(self._agreement.answer())
             for reducer in set(self._map.base) - used:
-                log.warning("reducer %s is used again", self.settings.reducers[reducer])
+                log.warning("reducer %s is used again", self.spec.reducers[reducer])
             self._cut_anew()
             self._roll_call.agreed()
             self._agreement.wanted = False  # as far as is known; it is looked at again soon

@@ -29,7 +29,7 @@ HEARTBEATS = Heartbeats()
 
 
 @dataclass(frozen=True)
-class Settings:
+class JobSpec:
     """What a session must know; every rank of a job gives the same but for `rank`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Settings:
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
         fallback: hand all-reduces over when no reducer is left, instead of failing them.
-        outlive: the ranks that are left will go on elsewhere when one is lost, so what is in
+        elastic: the ranks that are left will go on elsewhere when one is lost, so what is in
             progress then ends at once.
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
         patience_s: how long to wait for all reducers at the start, before going on without those
@@ -64,7 +64,7 @@ class Settings:
     window_bytes: int
     chunk_bytes: int = 0
     fallback: bool = False
-    outlive: bool = False
+    elastic: bool = False
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     patience_s: float = math.inf
     begin_without_s: float = math.inf

@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import (  # what torch.distributed's are, with t
     AllreduceOptions,
     BuiltinCommHookType,
     PrefixStore,
+    ProcessGroup,
     ProcessGroupGloo,
     ReduceScatterOptions,
 )
-from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _world
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reducer.errors import ConfigError, LocalProtocolError
 from worker_client.client import bootstrap
 from worker_client.client.hierarchical import HierarchicalClient
-from worker_client.client.rendezvous import ProcessGroup
+from worker_client.client.rendezvous import Rendezvous
 from worker_client.staging.arguments import parse_op
 from worker_client.torch_backend.collectives import (
     DEVICES,
@@ -66,7 +66,7 @@ _GLOOS = ConfigError("Gloo makes this reduction: not every tensor and reduction 
 
 
 @untraced
-class ReductionGroup(TorchProcessGroup):
+class ReductionGroup(ProcessGroup):
     """A process group whose all-reduces and reduce-scatters go through reducers.
 
     The default group joins its job at once. Each group made of it is a job of its own on the
@@ -86,7 +86,7 @@ class ReductionGroup(TorchProcessGroup):
         self._gloo = ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
         take_in(self, self._gloo)
         # The same without this class's methods, which C++ code would call again.
-        self._inner = TorchProcessGroup(options.store, rank, size)
+        self._inner = ProcessGroup(options.store, rank, size)
         take_in(self._inner, self._gloo)
         self._options = options
         self._client: Client | None = None
@@ -124,9 +124,9 @@ class ReductionGroup(TorchProcessGroup):
 
         number = count()
 
-        def make_private(timeout_s: float) -> TorchProcessGroup:
+        def make_private(timeout_s: float) -> ProcessGroup:
             apart = PrefixStore(f"reduction/private/{next(number)}", store)
-            group = TorchProcessGroup(apart, rank, size)
+            group = ProcessGroup(apart, rank, size)
             timeout = timedelta(seconds=timeout_s)
             take_in(group, ProcessGroupGloo(apart, rank, size, timeout=timeout))
             return group
@@ -136,9 +136,9 @@ class ReductionGroup(TorchProcessGroup):
         if isinstance(known, HierarchicalClient):
             known = None  # each local rank has a job of its own
         return bootstrap.connect(
-            job=None if known is None else known.settings.job,
+            job=None if known is None else known.spec.job,
             timeout=self._given_timeout_s(),
-            group=ProcessGroup(
+            group=Rendezvous(
                 rank,
                 options.global_ranks_in_group or range(size),
                 PrefixStore("reduction", store),

@@ -16,7 +16,7 @@ import pytest
 from bench.chaos_run import Pool
 from bench.ranks import Ranks
 from tests.integration.calls import all_reduce, ones
-from tests.integration.survivor_rank import IN_FLIGHT
+from tests.integration.elastic_rank import IN_FLIGHT
 from tests.ranks import Loopback
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 PATIENCE_S = 60.0
-MODULE = "tests.integration.survivor_rank"
+MODULE = "tests.integration.elastic_rank"
 
 
 class Job:
@@ -208,7 +208,7 @@ def test_a_loss_is_logged_with_those_that_go_on(
 
 def test_a_ddp_training_goes_on_without_a_rank() -> None:
     pytest.importorskip("torch", reason="needs torch")
-    job = run(3, 2, lose_in_turn(1), "tests.integration.survivor_ddp")
+    job = run(3, 2, lose_in_turn(1), "tests.integration.elastic_ddp")
     assert job.errors == {}
     assert set(job.present[0]) == set(job.present[2]) == {0, 2}
     for step, weights in job.values.items():

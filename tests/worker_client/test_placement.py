@@ -11,7 +11,7 @@ def test_ranks_with_one_key_share_a_node() -> None:
     for rank in range(6):
         place = arrange("000111", rank)
         assert place == Place(((0, 1, 2), (3, 4, 5)), rank // 3, rank % 3)
-        assert place.mates == ((0, 1, 2), (3, 4, 5))[rank // 3]
+        assert place.peers == ((0, 1, 2), (3, 4, 5))[rank // 3]
         assert place.across == (rank % 3, rank % 3 + 3)
 
 

@@ -1,6 +1,6 @@
-"""One rank of test_survivors: all-reduces until it is told to stop, whoever is lost meanwhile.
+"""One rank of test_elastic: all-reduces until it is told to stop, whoever is lost meanwhile.
 
-Started as ``python -m tests.integration.survivor_rank SPEC`` with the launcher's usual environment.
+Started as ``python -m tests.integration.elastic_rank SPEC`` with the launcher's usual environment.
 Rank r contributes 100**r in every place, so a sum or mean tells whose contributions are in it.
 """
 

@@ -17,11 +17,11 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
+from tests.waits import eventually
 from tests.worker_client.slow_device import (
     PIECE,
     Devices,
     Gate,
-    eventually,
     reduce_all,
 )
 from worker_client.ddp import ReductionState

@@ -22,11 +22,11 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from worker_client.communicators.membership import Membership
-from worker_client.communicators.reconcile import Meeting
-from worker_client.communicators.replay_log import Entry, Journal
+from worker_client.communicators.reconcile import Reconciliation
+from worker_client.communicators.replay_log import Entry, ReplayLog
 from worker_client.protocol.link import Link
 from worker_client.protocol.operation import Operation
-from worker_client.protocol.spec import Settings
+from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ def result(number: int) -> bytes:
     return bytes([128 + number] * NBYTES)
 
 
-def enter(known: Journal, number: int, rank: int) -> Entry:
+def enter(known: ReplayLog, number: int, rank: int) -> Entry:
     """A rank makes its next call."""
     buffer = bytearray(contribution(number, rank))
     entry = Entry(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
@@ -78,14 +78,14 @@ def enter(known: Journal, number: int, rank: int) -> Entry:
     return entry
 
 
-def get(known: Journal, number: int) -> Entry | None:
+def get(known: ReplayLog, number: int) -> Entry | None:
     ((entry, _),) = known.calls(number, number + 1)
     return entry
 
 
-def journal(rank: int, states: Sequence[str]) -> Journal:
+def journal(rank: int, states: Sequence[str]) -> ReplayLog:
     """What a rank knows of calls 0, 1, ..."""
-    known = Journal()
+    known = ReplayLog()
     for number, state in enumerate(states):
         entry = enter(known, number, rank)
         entry.begin().sequence = number
@@ -97,7 +97,9 @@ def journal(rank: int, states: Sequence[str]) -> Journal:
     return known
 
 
-def meet(states: Sequence[Sequence[str]]) -> tuple[list[Journal], list[Meeting], list[str | None]]:
+def meet(
+    states: Sequence[Sequence[str]],
+) -> tuple[list[ReplayLog], list[Reconciliation], list[str | None]]:
     """Let ranks meet that know calls to be in these states."""
     ranks = len(states)
     table = Table(ranks)
@@ -105,11 +107,11 @@ def meet(states: Sequence[Sequence[str]]) -> tuple[list[Journal], list[Meeting],
     return journals, gather(table, journals), table.asked
 
 
-def gather(table: Table, journals: list[Journal]) -> list[Meeting]:
+def gather(table: Table, journals: list[ReplayLog]) -> list[Reconciliation]:
     """Run every rank's side of a meeting."""
-    settings = Settings("job", 0, 0, len(journals), ("r:1",), 1 << 20)
+    spec = JobSpec("job", 0, 0, len(journals), ("r:1",), 1 << 20)
     meetings = [
-        Meeting(replace(settings, rank=rank), partial(table.ask, rank), LOST)
+        Reconciliation(replace(spec, rank=rank), partial(table.ask, rank), LOST)
         for rank in range(len(journals))
     ]
     with ThreadPoolExecutor(len(journals)) as pool:
@@ -126,7 +128,7 @@ def test_a_call_that_is_made_during_a_meeting_ends_as_the_others_have() -> None:
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(200):
-            late = Journal()
+            late = ReplayLog()
             made: list[Entry] = []
             caller = threading.Thread(
                 target=lambda made=made, late=late: made.append(enter(late, 0, 1))
@@ -211,7 +213,7 @@ def test_whatever_they_have(data: st.DataObject) -> None:
 
 # -- who is present -------------------------------------------------------------------------------
 
-POOL = Settings("job", 3, 1, 4, ("a:1", "b:1"), 1 << 20)
+POOL = JobSpec("job", 3, 1, 4, ("a:1", "b:1"), 1 << 20)
 LINKS = [Link(0, 0, 0, "a:1"), Link(1, 1, 0, "b:1"), Link(2, 0, 1, "a:2")]
 
 
@@ -219,16 +221,16 @@ def test_a_membership_is_named_by_who_is_in_it() -> None:
     whole = Membership.whole(POOL)
     without = whole.without({0}, LINKS)
     assert without.present == (1, 2, 3)
-    settings = without.settings
-    assert (settings.rank, settings.world_size, settings.generation) == (0, 3, 3)
-    assert settings.reducers == POOL.reducers
-    assert settings.lanes == {0: ["a:2"], 1: []}
+    spec = without.spec
+    assert (spec.rank, spec.world_size, spec.generation) == (0, 3, 3)
+    assert spec.reducers == POOL.reducers
+    assert spec.lanes == {0: ["a:2"], 1: []}
     other = Membership.whole(replace(POOL, rank=2)).without({0}, LINKS)
-    assert other.settings.job == settings.job
-    names = {POOL.job, settings.job, whole.without({2}, LINKS).settings.job}
-    assert len(names | {without.without({0, 2}, LINKS).settings.job}) == 4
+    assert other.spec.job == spec.job
+    names = {POOL.job, spec.job, whole.without({2}, LINKS).spec.job}
+    assert len(names | {without.without({0, 2}, LINKS).spec.job}) == 4
     long = replace(POOL, job="ü" * (MAX_JOB_NAME_BYTES // 2))
-    assert len(Membership.whole(long).without({0}, []).settings.job.encode()) <= MAX_JOB_NAME_BYTES
+    assert len(Membership.whole(long).without({0}, []).spec.job.encode()) <= MAX_JOB_NAME_BYTES
 
 
 def test_the_reducers_of_lost_hosts_are_left_out() -> None:
@@ -238,10 +240,10 @@ def test_the_reducers_of_lost_hosts_are_left_out() -> None:
         hosts={1: 0, 2: 1, 3: 2, 4: 3},
         weights=(6, 3, 3, 3, 3),
     )
-    settings = Membership.whole(mixed).without({0, 3}, []).settings
-    assert settings.reducers == ("a:1", "h1:1", "h2:1")
-    assert settings.hosts == {1: 0, 2: 1}
-    assert settings.weights == (2, 1, 1)
+    spec = Membership.whole(mixed).without({0, 3}, []).spec
+    assert spec.reducers == ("a:1", "h1:1", "h2:1")
+    assert spec.hosts == {1: 0, 2: 1}
+    assert spec.weights == (2, 1, 1)
 
 
 @pytest.mark.parametrize(

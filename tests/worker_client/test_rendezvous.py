@@ -7,17 +7,17 @@ import pytest
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import MAX_OWNER_BYTES, owner
 from worker_client.client import bootstrap
-from worker_client.client.rendezvous import ProcessGroup
+from worker_client.client.rendezvous import Rendezvous
 from worker_client.config import NAMED
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 
-def group(name: str) -> ProcessGroup:
+def group(name: str) -> Rendezvous:
     def none(timeout_s: float) -> None:
         raise AssertionError("nobody asked for a group")
 
-    return ProcessGroup(0, [0], torch.distributed.HashStore(), make_private=none, name=name)
+    return Rendezvous(0, [0], torch.distributed.HashStore(), make_private=none, name=name)
 
 
 def test_a_group_without_a_name_has_its_job_to_itself() -> None:
@@ -46,7 +46,7 @@ def test_ranks_of_a_run_share_what_others_have_not() -> None:
     said = []
     for _ in range(2):
         store = torch.distributed.HashStore()
-        ranks = [ProcessGroup(rank, [0, 1], store, make_private=none) for rank in range(2)]
+        ranks = [Rendezvous(rank, [0, 1], store, make_private=none) for rank in range(2)]
         runs = {bootstrap._run(each, 2) for each in ranks}
         assert len(runs) == 1
         said += runs

@@ -1,6 +1,6 @@
-"""One rank of a DDP training that goes on without lost ranks; see test_survivors.
+"""One rank of a DDP training that goes on without lost ranks; see test_elastic.
 
-Started as ``python -m tests.integration.survivor_ddp SPEC`` with the launcher's usual environment.
+Started as ``python -m tests.integration.elastic_ddp SPEC`` with the launcher's usual environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from bench.ddp_worker import digest
 from reducer.errors import ReductionError
-from tests.integration.survivor_rank import listen, say
+from tests.integration.elastic_rank import listen, say
 
 
 def build() -> DistributedDataParallel:

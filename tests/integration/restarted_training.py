@@ -1,6 +1,6 @@
 """A training script for torchrun, in which a rank may kill itself in the first start.
 
-    KILL_IN_STEP=6 torchrun --max-restarts 2 --nproc-per-node 3 elastic.py FOLDER
+    KILL_IN_STEP=6 torchrun --max-restarts 2 --nproc-per-node 3 restarted_training.py FOLDER
 
 It trains from the last checkpoint in FOLDER, and writes there what each rank ends with. The last
 rank kills itself in KILL_IN_STEP, unless it was started again. It needs no process group of
@@ -48,7 +48,7 @@ def main(folder: Path, kill: int) -> None:
     facts = {
         "first": first,
         "restarts": restarts,
-        "generation": client.settings.generation,
+        "generation": client.spec.generation,
         "bytes_reduced": client.bytes_reduced,
         "weights": weights.tobytes().hex(),
     }
