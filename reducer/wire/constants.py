@@ -104,6 +104,7 @@ class ErrorCode(IntEnum):
     TIMEOUT = 9
     CAPACITY = 10
     AUTH = 11
+    FAILED = 12
 
 
 class Feature(IntFlag):

@@ -241,6 +241,7 @@ _LEAVES: dict[ErrorCode, tuple[type[ReductionError], tuple[str, ...]]] = {
     ErrorCode.TIMEOUT: (errors.ReductionTimeout, ("missing",)),
     ErrorCode.CAPACITY: (errors.CapacityError, ("limit",)),
     ErrorCode.AUTH: (errors.AuthError, ()),
+    ErrorCode.FAILED: (errors.ReductionError, ()),
 }
 _KINDS: dict[str, tuple[type, ...]] = {
     "generation": (int,),
@@ -256,8 +257,8 @@ _CODES[errors.LocalProtocolError] = ErrorCode.PROTOCOL
 
 
 def encode_error(error: ReductionError) -> bytes:
-    """Return the body of an ERROR or ABORT that reports `error`."""
-    code = _CODES[type(error)]
+    """Return the body of an ERROR or ABORT that reports `error`, without its `name`."""
+    code = _CODES.get(type(error), ErrorCode.FAILED)
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
     if "missing" in detail:
         detail["missing"] = detail["missing"][:MAX_NAMED_RANKS]

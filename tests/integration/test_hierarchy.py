@@ -401,7 +401,8 @@ def test_a_stranger_at_the_door_is_sent_away() -> None:
         first = pool.submit(connect_node, (0, 1), 0, disturb, board.read)
         second = pool.submit(connect_node, (0, 1), 1, lambda name: board.share(1, name), board.read)
         nodes: list[NodeSockets] = [first.result(10), second.result(10)]
-        both = [pool.submit(one.agree, 0, one.local_rank, time.monotonic() + 5) for one in nodes]
-        assert [one.result() for one in both] == [[0, 1]] * 2
+        until = time.monotonic() + 5
+        both = [pool.submit(one.agree, 0, b"%d" % one.local_rank, until) for one in nodes]
+        assert [one.result() for one in both] == [[b"0", b"1"]] * 2
     for one in nodes:
         one.close()

@@ -36,6 +36,7 @@ ERRORS = [
     errors.ReductionTimeout("i", missing=(1, 2)),
     errors.CapacityError("j", limit="memory_limit"),
     errors.AuthError("k"),
+    errors.ReductionError("l"),
 ]
 
 
@@ -175,6 +176,14 @@ def test_what_a_reducer_passes_on_can_be_read_again(
     assert type(decode_error(passed_on)) is type(error)
 
 
-def test_local_misuse_arrives_as_a_remote_error() -> None:
-    body = encode_error(errors.LocalProtocolError("shut down"))
-    assert isinstance(decode_error(body), RemoteProtocolError)
+@pytest.mark.parametrize(
+    ("sent", "comes"),
+    [
+        (errors.LocalProtocolError("shut down"), RemoteProtocolError),
+        (errors.DeviceError("no memory", device="cuda:0"), errors.ReductionError),
+    ],
+)
+def test_what_is_local_arrives_as_what_it_is_elsewhere(
+    sent: errors.ReductionError, comes: type[errors.ReductionError]
+) -> None:
+    assert type(decode_error(encode_error(sent))) is comes

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import json
 import threading
 import time
 from contextlib import suppress
@@ -39,9 +40,9 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
+from reducer.wire.messages import decode_error, encode_error
 from worker_client.client.client import Client
 from worker_client.client.node_fold import finish, fold, folded_as
-from worker_client.communicators.reasons import describe, revive
 from worker_client.protocol.names import refused
 from worker_client.runtime.service_thread import ServiceThread, forks
 from worker_client.staging.host_buffer import HostBuffer
@@ -295,7 +296,8 @@ class HierarchicalClient(Client):
             fingerprint(name),  # of what is not shown, too
             call.refusal[:_REFUSAL_SHOWN],
         ]
-        said = self._node.agree(_IN, asked, call.until)
+        answers = self._node.agree(_IN, json.dumps(asked).encode(), call.until)
+        said = [json.loads(answer) for answer in answers]
         first = self.place.peers[0]
         for rank, (*_, refusal) in zip(self.place.peers, said, strict=True):
             if refusal:
@@ -333,9 +335,9 @@ class HierarchicalClient(Client):
         until = call.until + GRACE_S
         self._node.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
         if piece.last:
-            mine = None if call.error is None else describe(call.error)
+            mine = b"" if call.error is None else encode_error(call.error)
             said = self._node.agree(_OUT, mine, until)
-            self._conclude(call, next((revive(one) for one in said if one), None))
+            self._conclude(call, next((decode_error(one) for one in said if one), None))
 
     def _wait_for(self, call: _Call, between: Work) -> ReductionError | None:
         """Wait for the end between the nodes and return the error, in this job's ranks."""
@@ -385,6 +387,8 @@ class HierarchicalClient(Client):
             call.work.finish(call.data, copy.copy(self._broken))
 
     def _conclude(self, call: _Call, error: ReductionError | None) -> None:
+        if error is not None:
+            error.name = call.name
         call.work.finish(call.data, error, call.buffer.write_back)
         with self._guard:
             self._open.pop(call, None)

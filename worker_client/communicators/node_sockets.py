@@ -9,7 +9,6 @@ connection was closed, or wait for its timeout.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import select
 import socket
@@ -17,10 +16,10 @@ import struct
 import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError, LocalProtocolError, RankLostError, ReductionTimeout
-from worker_client.communicators.reasons import describe, revive
+from reducer.wire.messages import decode_error, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ MESSAGE_BYTES = 8192  # of an agreement or a reason, so that nobody has to say h
 STREAMS = 2
 CONNECT_S = 60.0
 _ALARM = STREAMS  # its number among the three connections of a pair
-_TICK_S = 0.1  # between two looks whether a mate gives up
+_TICK_S = 0.1  # between two looks whether a rank gives up
 _AT_ONCE = 1 << 20  # bytes for one call of the kernel
 _HELLO = struct.Struct("<HH")  # local rank, number of the connection
 _PEER = struct.Struct("3i")  # pid, uid, gid
@@ -76,9 +75,9 @@ class NodeSockets:
             until: when to give up, in seconds of the monotonic clock.
 
         Raises:
-            RankLostError: a mate has ended.
+            RankLostError: a rank of the node has ended.
             ReductionTimeout: some have not sent or taken all; it names them.
-            ReductionError: a mate has said why it gives up.
+            ReductionError: a rank of the node has said why it gives up.
             LocalProtocolError: `stop` was called.
         """
         sockets = self._streams[stream]
@@ -103,27 +102,33 @@ class NodeSockets:
                 ready.register(sockets[at], wanted)
             ready.poll(1000 * min(_TICK_S, max(0.0, until - time.monotonic()) + 0.001))
 
-    def agree(self, stream: int, message: Any, until: float) -> list[Any]:
-        """Return what all ranks of this node say, in local-rank order; raises as `exchange`."""
-        own = _encode(message)
+    def agree(self, stream: int, message: bytes, until: float) -> list[bytes]:
+        """Return what all ranks of this node say, in local-rank order; raises as `exchange`.
+
+        Args:
+            stream: as of `exchange`.
+            message: at most `MESSAGE_BYTES`, without spaces at its end.
+            until: as of `exchange`.
+        """
+        own = message.ljust(MESSAGE_BYTES)
         said = [bytearray(own) for _ in self.ranks]
         outgoing = [memoryview(own)] * len(said)
         self.exchange(stream, outgoing, [memoryview(one) for one in said], until)
-        return [json.loads(bytes(one)) for one in said]
+        return [bytes(one).rstrip() for one in said]
 
     def give_up(self, error: ReductionError) -> None:
         """Tell the node's other ranks why this one takes part no longer; they fail likewise."""
         self._failure = self._failure or error
-        reason = _encode(describe(error))
+        reason = encode_error(error)
         for connection in self._alarms.values():
-            with suppress(OSError):  # a mate that has ended needs no reason
+            with suppress(OSError):  # a rank that has ended needs no reason
                 connection.send(reason)
 
     def check(self, *, everybody: bool = False) -> None:
-        """Raise why a mate has given up, if one has, or that `stop` was called.
+        """Raise why a rank has given up, if one has, or that `stop` was called.
 
         Args:
-            everybody: raise also if a mate has ended, without a word; when all have what they need
+            everybody: raise also if a rank has ended, without a word; when all have what they need
                 of each other, they may.
         """
         if self._stopped:
@@ -161,7 +166,7 @@ class NodeSockets:
             except OSError:
                 reason = b""
             if reason:  # a message this short comes whole
-                return revive(json.loads(reason))
+                return decode_error(reason)
             self._ended.add(at)
         return None
 
@@ -188,7 +193,7 @@ class NodeSockets:
         return True
 
     def _lost(self, at: int) -> ReductionError:
-        """Return why a mate has hung up: for a reason that it gave, or because it ended."""
+        """Return why a rank has hung up: for a reason that it gave, or because it ended."""
         self.check()
         return self._end_of(at)
 
@@ -260,10 +265,6 @@ def _is_ours(connection: socket.socket) -> bool:
     """Whether the other side is a process of this user: anybody here may connect to the name."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return bool(_PEER.unpack(peer)[1] == os.getuid())
-
-
-def _encode(message: Any) -> bytes:
-    return json.dumps(message).encode().ljust(MESSAGE_BYTES)
 
 
 def _advance(views: dict[int, memoryview], at: int, nbytes: int) -> None:

@@ -23,7 +23,7 @@ from reducer.keyfiles import KeyPair
 from reducer.tcp_connections import CURVE_FRAME_BYTES, wire_bytes
 from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MAX_CHUNK_BYTES
 from worker_client.protocol.spec import HEARTBEATS
-from worker_client.runtime import credentials as reasons
+from worker_client.runtime import credentials
 from worker_client.runtime.credentials import Keys
 from worker_client.runtime.zmtp_greeting import mechanism
 
@@ -342,16 +342,16 @@ class Transport(ABC):
         address = _address(self._endpoints[link])
         keyed = self._keys.at(address) is not None
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return reasons.unknown(address)
+            return credentials.unknown(address)
         differs = value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and differs:
-            return reasons.mechanism_differs(address, keyed=keyed)
+            return credentials.mechanism_differs(address, keyed=keyed)
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             # A reducer that finds a fault of ours before we do just closes the connection.
             self._slammed[link] = self._slammed.get(link, 0) + 1
             if self._slammed[link] == _SLAMMED:
                 del self._slammed[link]
-                return reasons.guess(address, mechanism(address), keyed=keyed)
+                return credentials.guess(address, mechanism(address), keyed=keyed)
         return None
 
 
