@@ -188,7 +188,7 @@ class Model:
                 check(slot.missing == absent, "a slot knows how many are missing")
                 check(absent > 0 or slot.asked is not None, "a complete slot is summed at once")
                 for rank in slot.ranks():
-                    if round_.departed(rank) is None:
+                    if round_.left_since(rank) is None:
                         held[rank] += charge(slot.nbytes)
         used = sum(held[rank] for rank in job.members) + job.rounds.taken()
         check(used <= job.reserved, f"{used} bytes are used, {job.reserved} reserved")
@@ -204,7 +204,7 @@ class Model:
         """Check that nothing is left when everybody has gone."""
         engine = self._engine
         check(engine.jobs == [] and engine.held() == 0, "nothing is held when all have gone")
-        rest = engine._members._by_peer, engine._away, engine._contests
+        rest = engine._members._by_peer, engine._unreachable, engine._contests
         check(not any(rest), f"nothing is remembered when all have gone: {rest}")
 
 

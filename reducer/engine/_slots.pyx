@@ -162,7 +162,7 @@ cdef class Round:
     cdef Rounds _of  # keeps the structs alive
     cdef round *its
     cdef readonly object error
-    cdef dict _again  # when ranks have said something since they left: first, last, in departures
+    cdef dict _again  # when ranks have said something since they left: first, last, in leavings
     cdef dict _told  # ranks that were sent the error: when
 
     cdef round *it(self) except NULL:
@@ -245,30 +245,30 @@ cdef class Round:
 
     def missing_ranks(self):
         slots = self._open_slots()
-        lacking = (rank for rank in range(self._of.its.world_size) if lacks(slots, rank))
-        return tuple(islice(lacking, MAX_MISSING))
+        waiting = (rank for rank in range(self._of.its.world_size) if waits_for(slots, rank))
+        return tuple(islice(waiting, MAX_MISSING))
 
-    def lacks(self, uint32_t rank):
-        return lacks(self._open_slots(), rank)
+    def waits_for(self, uint32_t rank):
+        return waits_for(self._open_slots(), rank)
 
-    def departed(self, rank):
-        at, reason = self._of.departure(rank)
+    def left_since(self, rank):
+        at, reason = self._of.latest_leaving(rank)
         if at <= self.it().born:
             return None
         return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
 
     def hear(self, uint32_t rank):
-        left, _ = self._of.departure(rank)
+        left, _ = self._of.latest_leaving(rank)
         if left <= self.it().born:
             self.it().spoke[rank] = 1
         else:
-            now = self._of.its.departures
+            now = self._of.its.leavings
             self._again[rank] = self._again.get(rank, (now, now))[0], now
 
     def untold(self):
         found = set()
         for rank in range(self._of.its.world_size):
-            left, _ = self._of.departure(rank)
+            left, _ = self._of.latest_leaving(rank)
             if left <= self.it().born:
                 spoke = self.it().spoke[rank]
             else:
@@ -278,7 +278,7 @@ cdef class Round:
         return found
 
     def tell(self, rank):
-        self._told[rank] = self._of.its.departures
+        self._told[rank] = self._of.its.leavings
 
     cdef Slot _slot(self, slot *at):
         cdef Slot found = Slot.__new__(Slot)
@@ -298,7 +298,7 @@ cdef class Round:
         return found
 
 
-cdef bint lacks(list slots, uint32_t rank):
+cdef bint waits_for(list slots, uint32_t rank):
     cdef Slot at
     for at in slots:
         if at.its.payloads.present[rank] == ABSENT:
@@ -318,7 +318,7 @@ cdef class Rounds:
         self._views = {}
         self._latest = {}  # of the views, those that were made since `rest`
         self._left = {}  # by rank, when it left last, and why
-        self._swept = {}  # by rank, the latest touch that `lacking` has seen
+        self._swept = {}  # by rank, the latest touch that `waiting_for` has seen
 
     def __dealloc__(self):
         rounds_free(&self.its)
@@ -387,23 +387,23 @@ cdef class Rounds:
             at = at.before
         return sorted(found)
 
-    def lacking(self, rank):
+    def waiting_for(self, rank):
         cdef uint64_t since = self._swept.get(rank, 0)
         self._swept[rank] = self.its.touches
         found = []
         cdef round *at = self.its.latest
         while at != NULL and at.touched > since:
             view = self._view(at)
-            if view.lacks(rank):
+            if view.waits_for(rank):
                 found.append((at.sequence, view))
             at = at.before
         return sorted(found)
 
     def leave(self, rank, reason):
-        self.its.departures += 1
-        self._left[rank] = self.its.departures, reason
+        self.its.leavings += 1
+        self._left[rank] = self.its.leavings, reason
 
-    def departure(self, rank):
+    def latest_leaving(self, rank):
         return self._left.get(rank, (0, None))
 
     def open(self, sequence, first):

@@ -115,7 +115,7 @@ class Engine:
         self._forgive = 0.0  # when these are forgotten
         self._lines = 0  # about workers, since the last PING
         self._closing: ReducerLostError | None = None  # since it was told to shut down
-        self._away: dict[bytes, float] = {}  # peers whose connection broke: when they are given up
+        self._unreachable: dict[bytes, float] = {}  # peers whose connection broke, and until when
         self._heard: dict[bytes, float] = {}  # peers that fell silent: when they were heard last
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
@@ -244,12 +244,12 @@ class Engine:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
         self._contests = [contest for contest in self._contests if contest.peer != peer]
         found = self._members.find(peer)
-        if found is None or peer in self._away:
+        if found is None or peer in self._unreachable:
             return []
         job, member = found
         if self._reductions.closed is not None:
             return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
-        self._away[peer] = self._now + AWAY_S
+        self._unreachable[peer] = self._now + AWAY_S
         return self._settle_contests(job, member)
 
     def silent(self, peer: bytes, seconds: float) -> list[Send]:
@@ -271,7 +271,7 @@ class Engine:
         """
         self._now = now
         sends: list[Send] = []
-        for peer in [peer for peer, due in self._away.items() if due <= now]:
+        for peer in [peer for peer, due in self._unreachable.items() if due <= now]:
             sends += self._give_up(peer)
         if now < self._next_ping:
             return sends
@@ -287,8 +287,8 @@ class Engine:
         sends += self._decide(lambda contest: contest.due <= now)
         for job in self._members.jobs.values():
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
-            gone = encode(Stragglers(tuple(job.gone)[-MAX_NAMED_RANKS:])) if job.gone else None
-            sends += [Send(member.peer, ping, gone) for member in job.members.values()]
+            lost = encode(Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:])) if job.lost else None
+            sends += [Send(member.peer, ping, lost) for member in job.members.values()]
             if job.bar_reason is not None:  # what they have asked for at other reducers fails, too
                 sends += _to_all(job, job.bar_reason)
         return sends
@@ -349,11 +349,11 @@ class Engine:
         refusal = None if self._allowed is None else self._allowed.refusal(key, hello.job)
         if refusal is not None:
             raise refusal
-        known = self._members.find(peer) is not None and peer not in self._away
+        known = self._members.find(peer) is not None and peer not in self._unreachable
         if known or any(peer == contest.peer for contest in self._contests):
             raise RemoteProtocolError("HELLO was said already")
         holder = self._members.holder(header)
-        if holder is not None and holder.peer not in self._away:
+        if holder is not None and holder.peer not in self._unreachable:
             due = self._now + hello.patience_ms / 1000 + CONTEST_SPARE_S
             self._contests.append(RankContest(peer, header, hello, due, key))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
@@ -361,7 +361,7 @@ class Engine:
 
     def _join(self, peer: bytes, header: Header, hello: Hello, key: str) -> list[Send]:
         sends = self._make_way(header, hello)
-        if peer in self._away:  # it speaks for another rank or job now
+        if peer in self._unreachable:  # it speaks for another rank or job now
             sends += self._give_up(peer)
         try:
             if self._closing is not None:
@@ -386,7 +386,7 @@ class Engine:
             lanes=self._lanes if hello.lane == 0 else (),
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
-        if not job.absent():
+        if not job.nonmembers():
             self._say("job %r: all %d ranks are here", job.name, job.world_size)
         job.forget()  # it may have finished what the others have, too
         sends += [self._loss(job, member, loss) for loss in job.losses.values()]
@@ -408,16 +408,16 @@ class Engine:
         job = self._members.jobs.get(header.job)
         if job is None:
             return []
-        whole = all(member.peer in self._away for member in job.members.values())
+        whole = all(member.peer in self._unreachable for member in job.members.values())
         if whole and job.hello.run and hello.run and job.hello.run != hello.run:
             return [s for member in list(job.members.values()) for s in self._give_up(member.peer)]
         holder = self._members.holder(header)
-        if holder is None or holder.peer not in self._away:
+        if holder is None or holder.peer not in self._unreachable:
             return []
         same = not is_another(job.processes[holder.rank], hello)
         if same and header.watermark >= holder.watermark:
             # It is alive, and has told the others in time, or will: nobody needs to fail.
-            del self._away[holder.peer]
+            del self._unreachable[holder.peer]
             self._depart(holder.peer, self._lost(job, holder))
             return []
         # This is another process: the earlier one is dead, and so is its job if all are away.
@@ -468,7 +468,7 @@ class Engine:
 
     def _give_up(self, peer: bytes) -> list[Send]:
         """End the part of a peer whose connection broke and who did not come back."""
-        del self._away[peer]
+        del self._unreachable[peer]
         found = self._members.find(peer)
         return [] if found is None else self._leave(peer, self._lost(*found))
 
@@ -488,12 +488,12 @@ class Engine:
         job, member = found
         self._say("job %r: %s%s", job.name, reason, "" if job.members else ", the last one")
         sends: list[Send] = []
-        for sequence, round_ in job.rounds.lacking(member.rank):
+        for sequence, round_ in job.rounds.waiting_for(member.rank):
             sends += self._reductions.fail(job, sequence, round_, reason)
         return sends
 
     def _depart(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
-        self._away.pop(peer, None)
+        self._unreachable.pop(peer, None)
         self._heard.pop(peer, None)
         found = self._members.leave(peer, reason)
         if found is not None:

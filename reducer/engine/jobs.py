@@ -45,7 +45,7 @@ class Job:
     Attributes:
         hello: settings of the first rank that joined; every other rank must give the same.
         members: live ranks.
-        gone: ranks that left or were lost, with the watermark they had reached and the reason.
+        lost: ranks that left or were lost, with the watermark they had reached and the reason.
         max_chunk_bytes: the largest chunk that the job's settings lead to.
         rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
         losses: by reducer, the latest that ranks have said of its loss; of `ALL_REDUCERS` if a
@@ -54,7 +54,7 @@ class Job:
         reserved: bytes of the reducer's memory set aside for this job.
         key_shown: public key that its first rank has shown; "" without keys.
         keys: public key that each rank came with.
-        processes: what each rank has called its process, of the ranks that are here or gone.
+        processes: what each rank has called its process, of members and lost ranks.
         host_names: of the machine of each of these ranks; "" of one that did not say.
         patience_s: how long a rank may be silent before it is given up.
         barred: why ranks that the job lacks were refused, if their settings are others.
@@ -70,7 +70,7 @@ class Job:
         self.world_size = hello.world_size
         self.max_chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
         self.members: dict[int, Member] = {}
-        self.gone: dict[int, tuple[int, RankLostError]] = {}
+        self.lost: dict[int, tuple[int, RankLostError]] = {}
         self.rounds = rounds
         self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
@@ -84,7 +84,7 @@ class Job:
 
     def bar(self, rank: int, error: MismatchError) -> bool:
         """Take note that a rank was refused; whether the job cannot go on without it."""
-        if not self.absent():
+        if not self.nonmembers():
             return False  # it is somebody else
         self.barred[rank] = error
         return True
@@ -92,24 +92,24 @@ class Job:
     @property
     def bar_reason(self) -> MismatchError | None:
         """Why no all-reduce can succeed for now: a rank that the job lacks has other settings."""
-        return next(iter(self.barred.values()), None) if self.barred and self.absent() else None
+        return next(iter(self.barred.values()), None) if self.barred and self.nonmembers() else None
 
-    def absent(self) -> tuple[int, ...]:
-        """Ranks that have not joined, or have gone."""
+    def nonmembers(self) -> tuple[int, ...]:
+        """Ranks that have not joined, or left, or were lost."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.members)
 
     @property
     def healthy(self) -> bool:
         """Whether every rank is here, has been since the start, and has given up nothing."""
-        return len(self.members) == self.world_size and not self.gone and not self.given_up
+        return len(self.members) == self.world_size and not self.lost and not self.given_up
 
     def reached(self) -> int:
         """Every all-reduce below this number is finished at every rank."""
-        if len(self.members) + len(self.gone) < self.world_size:
+        if len(self.members) + len(self.lost) < self.world_size:
             return 0
         return min(
             *(member.watermark for member in self.members.values()),
-            *(watermark for watermark, _ in self.gone.values()),
+            *(watermark for watermark, _ in self.lost.values()),
             NO_SEQUENCE,
         )
 
@@ -138,7 +138,7 @@ class Job:
             return []
         reached = (
             *(member.watermark for member in self.members.values()),
-            *(watermark for watermark, _ in self.gone.values()),
+            *(watermark for watermark, _ in self.lost.values()),
         )
         latest = min(max(reached) + MAX_ROUNDS_AHEAD, NO_SEQUENCE - 1)
         clipped = [(max(low, oldest), min(high, latest)) for low, high in ranges]
@@ -158,7 +158,7 @@ class Job:
     def release(self, round_: Round, taken: Iterable[tuple[int, int]]) -> None:
         """Give back what dropped contributions, as rank and bytes, took of windows."""
         for rank, nbytes in taken:
-            if rank in self.members and round_.departed(rank) is None:
+            if rank in self.members and round_.left_since(rank) is None:
                 self.members[rank].held -= nbytes
 
     def _passed(self) -> int:
@@ -167,7 +167,7 @@ class Job:
         While a rank has yet to join, the latest ones stay: it is to learn why they failed.
         """
         reached = min(member.watermark for member in self.members.values())
-        if len(self.members) + len(self.gone) < self.world_size:
+        if len(self.members) + len(self.lost) < self.world_size:
             reached -= MAX_ROUNDS_AHEAD
         return reached
 
@@ -181,7 +181,7 @@ class Membership:
         limits: what one job may take, and how many there may be.
 
     Attributes:
-        changes: how often somebody has come or gone.
+        changes: how often somebody has joined, left or been lost.
     """
 
     def __init__(self, memory_limit: int, slots: SlotsModule, limits: Limits) -> None:
@@ -253,7 +253,7 @@ class Membership:
         member = self._slots.Member(peer, header)
         self.changes += 1
         job.members[member.rank] = member
-        job.gone.pop(member.rank, None)
+        job.lost.pop(member.rank, None)
         job.barred.pop(member.rank, None)
         job.processes[member.rank] = hello.process
         job.keys[member.rank] = key
@@ -270,7 +270,7 @@ class Membership:
             job, member = found
             del job.members[member.rank]
             self._uncount(job, member)
-            job.gone[member.rank] = (member.watermark, reason)
+            job.lost[member.rank] = (member.watermark, reason)
             if not job.members:
                 del self.jobs[job.key]
         return found
@@ -326,8 +326,8 @@ class Membership:
                 "own rank, or each run its own REDUCTION_JOB",
                 rank=header.rank,
             )
-        if header.rank in job.gone and (
-            header.watermark < job.gone[header.rank][0]
+        if header.rank in job.lost and (
+            header.watermark < job.lost[header.rank][0]
             or is_another(job.processes[header.rank], hello)
         ):
             raise _other_run(job)

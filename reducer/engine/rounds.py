@@ -160,8 +160,8 @@ class Reductions:
         if round_.error is not None:
             self.counters.late += 1
             return self._tell(job, header.sequence, round_, [member])
-        if (gone := round_.departed(member.rank)) is not None:
-            return self.fail(job, header.sequence, round_, gone)
+        if (left := round_.left_since(member.rank)) is not None:
+            return self.fail(job, header.sequence, round_, left)
         if round_.holds(header.offset, member.rank):
             self.counters.duplicates += 1
             return []
@@ -184,7 +184,7 @@ class Reductions:
         question = job.rounds.get(sequence)
         if question is None or question.first is None or question.error is not None:
             return []
-        error = _unasked(question.first, header) if question.lacks(member.rank) else None
+        error = _unasked(question.first, header) if question.waits_for(member.rank) else None
         return [] if error is None else self.fail(job, sequence, question, error)
 
     def _round(self, job: Job, member: Member, header: Header) -> Round:
@@ -206,9 +206,9 @@ class Reductions:
 
     def _make_room(self, job: Job, nbytes: int) -> None:
         held = sum(member.held for member in job.members.values())
-        lacking = held + job.rounds.taken() + nbytes - job.rounds.reserved
-        if lacking > 0:
-            self._grow(job, lacking)
+        more = held + job.rounds.taken() + nbytes - job.rounds.reserved
+        if more > 0:
+            self._grow(job, more)
 
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
@@ -236,7 +236,7 @@ class Reductions:
         if len(slot.holders) == job.world_size or header.nbytes == 0:
             return self._deliver(job, round_, slot, header, np.empty(0, np.uint8))
         holders = (rank for rank in slot.holders if rank in job.members)
-        holder = next((rank for rank in holders if round_.departed(rank) is None), None)
+        holder = next((rank for rank in holders if round_.left_since(rank) is None), None)
         if holder is None:
             rank = slot.holders[0]
             lost = RankLostError(f"rank {rank} left with the result of a chunk", rank=rank)
@@ -259,7 +259,7 @@ class Reductions:
         nbytes = slot.nbytes
         round_.finish(header.offset)
         for member in members:
-            if round_.departed(member.rank) is None:
+            if round_.left_since(member.rank) is None:
                 member.held -= charge(nbytes)
         self.counters.results += len(members)
         self.counters.bytes_out += len(members) * nbytes
@@ -327,8 +327,10 @@ class Reductions:
         missing = round_.missing_ranks()
         if not missing:
             return error
-        absent = set(job.absent())
-        who = ", ".join(f"{rank}{' (never joined)' if rank in absent else ''}" for rank in missing)
+        nonmembers = set(job.nonmembers())
+        who = ", ".join(
+            f"{rank}{' (never joined)' if rank in nonmembers else ''}" for rank in missing
+        )
         return ReductionTimeout(
             f"{error}: no contribution from rank {who}", missing=missing, sequence=error.sequence
         )
@@ -408,7 +410,7 @@ def _check_presence(job: Job) -> None:
     leave this reducer as well.
 
     Raises:
-        RankLostError: a rank is gone.
+        RankLostError: a rank is lost.
     """
-    for _, reason in job.gone.values():
+    for _, reason in job.lost.values():
         raise reason

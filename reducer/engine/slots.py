@@ -130,7 +130,7 @@ class Round:
         self._world_size = of.world_size
         self._slots: dict[int, Slot] = {}
         self._done: set[int] = set()  # offsets whose result was sent
-        # In departures: when ranks have said something, first and last, and were sent the error.
+        # In leavings: when ranks have said something, first and last, and were sent the error.
         self._spoke: dict[int, tuple[int, int]] = {}
         self._told: dict[int, int] = {}
 
@@ -219,30 +219,30 @@ class Round:
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks without which an open slot cannot be completed, 1024 at most."""
-        lacking = (rank for rank in range(self._world_size) if self.lacks(rank))
-        return tuple(islice(lacking, MAX_MISSING))
+        waiting = (rank for rank in range(self._world_size) if self.waits_for(rank))
+        return tuple(islice(waiting, MAX_MISSING))
 
-    def lacks(self, rank: int) -> bool:
+    def waits_for(self, rank: int) -> bool:
         """Whether an open slot waits for this rank."""
         slots = self._slots.values()
         return any(_waits(slot, rank) or slot.asked == rank for slot in slots)
 
-    def departed(self, rank: int) -> RankLostError | None:
+    def left_since(self, rank: int) -> RankLostError | None:
         """Return why a rank has gone, if it has since it said something about this round.
 
         What it gave stays, but nothing more is taken from it, not even when it comes back.
         """
-        at, reason = self._of.departure(rank)
+        at, reason = self._of.latest_leaving(rank)
         return reason if self._spoke.get(rank, (at, at))[0] < at else None
 
     def hear(self, rank: int) -> None:
         """Take note that a rank has said something about this round."""
-        now = self._of.departures
+        now = self._of.leavings
         self._spoke[rank] = self._spoke.get(rank, (now, now))[0], now
 
     def untold(self) -> set[int]:
         """Ranks that know of this round, but not of its error; who came back knows of neither."""
-        left = {rank: self._of.departure(rank)[0] for rank in self._spoke}
+        left = {rank: self._of.latest_leaving(rank)[0] for rank in self._spoke}
         return {
             rank
             for rank, (_, at) in self._spoke.items()
@@ -251,7 +251,7 @@ class Round:
 
     def tell(self, rank: int) -> None:
         """Take note that a rank was sent the error."""
-        self._told[rank] = self._of.departures
+        self._told[rank] = self._of.leavings
 
 
 class Rounds:
@@ -263,13 +263,13 @@ class Rounds:
     Attributes:
         reserved: bytes that contributions and records of the job may take.
         most: rounds that there may be.
-        departures: how often a rank has left the job.
+        leavings: how often a rank has left the job.
     """
 
     def __init__(self, world_size: int) -> None:
         self.reserved = 0
         self.most = NO_SEQUENCE
-        self.departures = 0
+        self.leavings = 0
         self.world_size = world_size
         self.tally = Tally()
         self._rounds: dict[int, Round] = {}
@@ -277,7 +277,7 @@ class Rounds:
         self._live: dict[int, Round] = {}  # those that have not failed, the latest touched last
         self._touches = 0
         self._left: dict[int, tuple[int, RankLostError]] = {}  # by rank, when it left last, and why
-        self._swept: dict[int, int] = {}  # by rank, the latest touch that `lacking` has seen
+        self._swept: dict[int, int] = {}  # by rank, the latest touch that `waiting_for` has seen
 
     def taken(self) -> int:
         """Return the bytes that the records of all rounds take."""
@@ -311,7 +311,7 @@ class Rounds:
             return [(at, found) for at in numbers if (found := self._live.get(at)) is not None]
         return [(at, found) for at, found in self.live() if low <= at <= high]
 
-    def lacking(self, rank: int) -> list[tuple[int, Round]]:
+    def waiting_for(self, rank: int) -> list[tuple[int, Round]]:
         """Return those that lack a rank and have not failed, though it has left.
 
         Each is looked at once for each thing that could have made it so: what a rank's leaving
@@ -322,17 +322,17 @@ class Rounds:
         for sequence, round_ in reversed(self._live.items()):
             if round_.touched <= since:
                 break
-            if round_.lacks(rank):
+            if round_.waits_for(rank):
                 found.append((sequence, round_))
         return sorted(found)
 
     def leave(self, rank: int, reason: RankLostError) -> None:
         """Take note that a rank has left."""
-        self.departures += 1
-        self._left[rank] = self.departures, reason
+        self.leavings += 1
+        self._left[rank] = self.leavings, reason
 
-    def departure(self, rank: int) -> tuple[int, RankLostError | None]:
-        """Return when a rank has left last, in departures, and why; 0 if it never has."""
+    def latest_leaving(self, rank: int) -> tuple[int, RankLostError | None]:
+        """Return when a rank has left last, in leavings, and why; 0 if it never has."""
         return self._left.get(rank, (0, None))
 
     def touch(self, sequence: int) -> None:

@@ -326,7 +326,7 @@ def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer: Reduc
     reducer.engine.silent(b"new 1", 1.25)
     assert reducer.lose(b"new 1") == [], "it may have told others that it lost this reducer"
     (job,) = (job for job in reducer.engine.jobs if job.name == "another")
-    _, lost = job.gone[1]
+    _, lost = job.lost[1]
     assert str(lost) == (
         f"rank 1 on node-1 died or cannot be reached: no heartbeat for {1.25 + AWAY_S:.1f} s"
     )

@@ -367,7 +367,7 @@ def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session
     ((link, _),) = sent(session.submit(operation(1, timeout_s=60.0), 0.0), M.CONTRIBUTION)
     ping = Header(M.PING).pack()
     session.receive(1 - link, ping, encode(Stragglers((0,))))
-    assert session.gone == {0}
+    assert session.lost_ranks == {0}
     assert sent(session.tick(HURRY_S / 2)) == []
     ((asked, _),) = sent(session.tick(HURRY_S), M.STRAGGLERS)
     answer = Header(M.STRAGGLERS, sequence=number(0)).pack()
@@ -375,7 +375,7 @@ def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session
     assert isinstance(failure, RankLostError)
     assert failure.rank == 0
     session.receive(1 - link, ping, b"")
-    assert session.gone == set(), "it is back"
+    assert session.lost_ranks == set(), "it is back"
     session.submit(operation(1, timeout_s=60.0), 1.0)
     later = Header(M.STRAGGLERS, sequence=number(1)).pack()
     assert errors(session.receive(link, later, encode(Stragglers((0,))))) == []

@@ -67,7 +67,7 @@ def test_errors_that_are_kept_hold_no_payload(reducer: Reducer) -> None:
         assert told(reducer.contribute(0, sequence))[b"0"].rank == 1
     (job,) = reducer.engine.jobs
     assert all(job.rounds.get(sequence).error.__traceback__ is None for sequence in job.rounds)
-    assert all(reason.__traceback__ is None for _, reason in job.gone.values())
+    assert all(reason.__traceback__ is None for _, reason in job.lost.values())
 
 
 def test_a_contest_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> None:

@@ -112,7 +112,7 @@ def _number_by_place(self: Calls, operation: Operation) -> None:
 
 def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
     """Take nothing from a rank that has come back since, though it had said nothing before."""
-    at, reason = self._of.departure(rank)
+    at, reason = self._of.latest_leaving(rank)
     return reason if min(first for first, _ in self._spoke.values()) < at else None
 
 
@@ -163,7 +163,7 @@ MUTATIONS = {
 
 # What only one world in thousands notices.
 RARE = {
-    "comebacks-refused": Mutation(Round, "departed", _refuse_whoever_left, seed=1968),
+    "comebacks-refused": Mutation(Round, "left_since", _refuse_whoever_left, seed=1968),
     "adopted-left": Mutation(Losses, "_carries", _carries_nothing, seed=8739),
 }
 

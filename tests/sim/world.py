@@ -753,7 +753,7 @@ class World:
                 ranks = {rank: member.watermark for rank, member in job.members.items()}
                 lines.append(
                     f"reducer {reducer.index}: alive {reducer.alive}, stopped {reducer.stopped}, "
-                    f"ranks {ranks}, gone {list(job.gone)}, losses {job.losses}, rounds {rounds}"
+                    f"ranks {ranks}, gone {list(job.lost)}, losses {job.losses}, rounds {rounds}"
                 )
         return lines
 

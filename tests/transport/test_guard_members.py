@@ -257,5 +257,5 @@ def test_a_reducer_that_did_not_run_has_missed_nobody(post: Post) -> None:
 
 def silent(post: Post) -> list[str]:
     """Names of jobs of which a member is given up in a while."""
-    away = post.engine._away
+    away = post.engine._unreachable
     return [job.name for job in post.engine.jobs for m in job.members.values() if m.peer in away]

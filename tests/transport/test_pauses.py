@@ -88,8 +88,8 @@ class Paused:
         return self._lane._guard.connections
 
     @property
-    def away(self) -> int:
-        return len(self._lane.engine._away)
+    def unreachable(self) -> int:
+        return len(self._lane.engine._unreachable)
 
     def until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -134,7 +134,7 @@ def test_a_rank_whose_connection_broke_may_still_come_back(paused: Paused) -> No
         with paused.peer() as second:
             paused.join(second, 1)
         paused.contribute(first, 0)
-        paused.until(lambda: paused.away == 1)
+        paused.until(lambda: paused.unreachable == 1)
         paused.pause()
         assert said(first) == []
         with paused.peer() as second:

@@ -80,8 +80,8 @@ def test_what_all_have_is_ready_in_one_order() -> None:
     a, b, c = key("a"), key("b"), key("c")
     decisions = ranks.round([a, b], [b, c, a], [c, b])
     assert [decision.ready for decision in decisions] == [tensors(b)] * 3
-    assert [rank.lacking(a) for rank in ranks.all] == [(2,)] * 3
-    assert [rank.lacking(c) for rank in ranks.all] == [(0,)] * 3
+    assert [rank.missing_ranks(a) for rank in ranks.all] == [(2,)] * 3
+    assert [rank.missing_ranks(c) for rank in ranks.all] == [(0,)] * 3
 
 
 def test_a_tensor_is_announced_once() -> None:
@@ -98,7 +98,7 @@ def test_a_tensor_is_announced_once() -> None:
 def test_nothing_at_some_rank_is_no_agreement() -> None:
     ranks = Ranks(2)
     assert ranks.round([], [key("a")])[1] == Decision([], {}, {}, {})
-    assert ranks.all[1].lacking(key("a")) == (0,)
+    assert ranks.all[1].missing_ranks(key("a")) == (0,)
     assert ranks.round([], [])[0] == Decision([], {}, {}, {})
 
 
@@ -209,7 +209,7 @@ def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) ->
         decision, _ = ranks.round([late, often, *keys], [often, *keys])
         assert set(decision.ready) == set(tensors(often, *keys))
         assert decision.bases == {}, "they count on"
-        forgotten += ranks.all[0].lacking(late) == ()
+        forgotten += ranks.all[0].missing_ranks(late) == ()
     assert forgotten > 3
     assert ranks.round([late], [late])[0].ready == tensors(late)
 

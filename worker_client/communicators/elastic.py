@@ -220,7 +220,7 @@ class ElasticCommunicator:
         while not self.closing:
             with self._gate:
                 for communicator, present in self._places():
-                    self._suspects.update(present[rank] for rank in communicator.session.gone)
+                    self._suspects.update(present[rank] for rank in communicator.session.lost_ranks)
                 if not self._suspects <= known:
                     return True
             if time.monotonic() > end:
@@ -340,8 +340,10 @@ class ElasticCommunicator:
             try:
                 error = answer.get(timeout=LOOK_S)
             except queue.Empty:
-                gone = {self._membership.present[rank] for rank in self.communicator.session.gone}
-                if not gone <= lost:
+                lost_too = {
+                    self._membership.present[rank] for rank in self.communicator.session.lost_ranks
+                }
+                if not lost_too <= lost:
                     raise NewLossError from None
                 continue
             if error is not None:

@@ -384,7 +384,7 @@ class Fusion(Generic[C]):
         self._learn(given_up, decision)
         early = time.monotonic() - LATE_S
         for request in takewhile(lambda one: one.begun < early, mine):  # the oldest come first
-            request.missing = self._negotiation.lacking(request.key)
+            request.missing = self._negotiation.missing_ranks(request.key)
         for key, mismatch in decision.mismatched.items():
             waiting = self._submissions.requests.get(key.tensor.name)
             if waiting is not None and waiting.key == key:

@@ -225,8 +225,8 @@ class Negotiation:
         announced: dict[int, list[Key]] = {}
         given_up: dict[tuple[str, int], ReductionError] = {}
         for rank in self._present:
-            announced[rank], gone, bases = self._announcements(rank)
-            for one in gone:
+            announced[rank], theirs, bases = self._announcements(rank)
+            for one in theirs:
                 given_up.setdefault((one.name, one.call), one.error_of(rank))
                 self._note(f"without {one.name} {one.call}")
             if bases:  # who has heard some announces none before they are confirmed
@@ -262,7 +262,7 @@ class Negotiation:
         self._age = (self._age + 1) % _AGES
         return bases
 
-    def lacking(self, key: Key) -> tuple[int, ...]:
+    def missing_ranks(self, key: Key) -> tuple[int, ...]:
         """Return the ranks that did not have a tensor of this rank in the latest round."""
         index = self._indices.get(key.tensor, {}).get(key.call)
         if index is None:
@@ -290,12 +290,13 @@ class Negotiation:
             Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
             for name, dtype, op, nbytes, call in (one for one in said if len(one) == len(_TENSOR))
         ]
-        given_up = (one for one in said if len(one) == len(GivenUp._fields))
-        gone = [
+        given_up = [
             GivenUp(name, call, why, None if missing is None else tuple(missing))
-            for name, call, why, missing in given_up
+            for name, call, why, missing in (
+                one for one in said if len(one) == len(GivenUp._fields)
+            )
         ]
-        return keys, gone, next((one[0] for one in said if len(one) == 1), {})
+        return keys, given_up, next((one[0] for one in said if len(one) == 1), {})
 
     def _learn(self, key: Key) -> None:
         (name, dtype, op, nbytes), call = key

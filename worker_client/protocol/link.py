@@ -33,13 +33,12 @@ class Link:
         closing: closed, but what it sent may still be read from callers' memory.
         incarnation: what the reducer called itself when it welcomed us last; "" if it never did.
         spent: the one that was lost with something in progress, and the last all-reduce of that.
-        absent: what is the matter while it is not connected.
+        unreachable: why, while it is not connected.
         refusal: why the reducer refused the HELLO, if it did.
         untold: what has failed here, of which the reducer is to be told when it can be.
     """
 
     __slots__ = (
-        "absent",
         "address",
         "closing",
         "incarnation",
@@ -49,6 +48,7 @@ class Link:
         "refusal",
         "spent",
         "state",
+        "unreachable",
         "untold",
         "up",
     )
@@ -63,7 +63,7 @@ class Link:
         self.closing = False
         self.incarnation = ""
         self.spent: tuple[str, int] = ("", -1)
-        self.absent = "is not connected"
+        self.unreachable = "is not connected"
         self.refusal: ReductionError | None = None
         self.untold: list[Failed] = []
 

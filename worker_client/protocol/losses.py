@@ -80,7 +80,7 @@ class Losses:
         asking = self._calls.question is not None  # if all can use it, and we have answered
         used = asking or self._map.uses(link.reducer) or self._flight.needs(link.index)
         link.disconnect()
-        link.absent = reason
+        link.unreachable = reason
         if link.reducer in self._spec.hosts:
             return self._lose_host(link, reason)
         self._flight.shut(link.index)
@@ -140,8 +140,8 @@ class Losses:
                 actions += self._lose_reducer(
                     link.reducer, final, self._missed(link.reducer), link.incarnation
                 )
-        away = {link.reducer for link in self._links if not link.member}
-        there = [r for r in range(len(self._spec.reducers)) if r not in away]
+        unreachable = {link.reducer for link in self._links if not link.member}
+        there = [r for r in range(len(self._spec.reducers)) if r not in unreachable]
         if adopts and not set(there).intersection(self._map.used()):
             # One that is there was lost, but not for good: go on to the stage after that.
             lost = min((self._map.lost_for(r) for r in there), default=final)
@@ -205,8 +205,8 @@ class Losses:
         if link.member or adopted is not None:
             return []  # that one is waited for
         if self._irreplaceable(link) and not (self._map.adopts and link.refusal is None):
-            return self._calls.fail(operation, self._absent(link))
-        return self.lose(link, self._absent(link))
+            return self._calls.fail(operation, self._unreachable(link))
+        return self.lose(link, self._unreachable(link))
 
     def rehome(self, link: Link, sequence: int | None = None) -> list[Action]:
         """Move on what a closed link carried, of one all-reduce or of all."""
@@ -291,11 +291,11 @@ class Losses:
             return True
         return not (self._spec.fallback or self._failover.others(link.reducer))
 
-    def _absent(self, link: Link) -> ReductionError:
+    def _unreachable(self, link: Link) -> ReductionError:
         """Say why a reducer cannot be used right now."""
         if link.refusal is not None and not isinstance(link.refusal, DuplicateRankError):
             return link.refusal  # a later generation, perhaps
-        why = "is shutting down" if link.state is LinkState.DRAINING else link.absent
+        why = "is shutting down" if link.state is LinkState.DRAINING else link.unreachable
         if link.reducer in self._spec.hosts:
             return self._host_lost(link, why)
         return self._lost(link, why)

@@ -1,4 +1,4 @@
-"""Which ranks are gone, and which ones an all-reduce waits for, as reducers say (sans I/O)."""
+"""Which ranks are lost, and which ones an all-reduce waits for, as reducers say (sans I/O)."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ class RollCall:
         self._map = shard_map
         self._active = active
         self._outdated: set[int] = set()  # links whose next PING may be from before the agreement
-        self._gone: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
+        self._lost: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
 
     @property
-    def gone(self) -> set[int]:
+    def lost(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
         # One that cannot reach a rank, but is not in use, says nothing of that rank's life.
-        said = tuple(self._gone.items())
+        said = tuple(self._lost.items())
         used = [ranks for link, ranks in said if self._map.uses(self._links[link].reducer)]
         return {rank for ranks in used for rank in ranks}
 
-    def hear(self, link: Link, gone: tuple[int, ...], now: float) -> None:
-        """Take note of the ranks that are gone at a reducer, by its latest PING."""
+    def hear(self, link: Link, lost: tuple[int, ...], now: float) -> None:
+        """Take note of the ranks that are lost at a reducer, by its latest PING."""
         if link.index in self._outdated:
             self._outdated.discard(link.index)
             return
-        news = set(gone) - set(self._gone.pop(link.index, ()))
-        if gone:
-            self._gone[link.index] = gone
+        news = set(lost) - set(self._lost.pop(link.index, ()))
+        if lost:
+            self._lost[link.index] = lost
         if news:
             self._active.hurry(now)
 
     def agreed(self) -> None:
-        """Forget who was gone: every rank has just said which reducers it can use."""
-        self._gone.clear()
+        """Forget who was lost: every rank has just said which reducers it can use."""
+        self._lost.clear()
         self._outdated = {link.index for link in self._links}
 
     def begin(self, now: float) -> None:
-        """See to it that it is soon asked whom an all-reduce waits for, if ranks are gone."""
-        if self._gone:
+        """See to it that it is soon asked whom an all-reduce waits for, if ranks are lost."""
+        if self._lost:
             self._active.hurry(now)
 
     def answer(
         self, operation: Operation, link: Link, missing: Collection[int], now: float
     ) -> RankLostError | None:
         """Say whom an all-reduce waits for; return why it waits in vain, if it does."""
-        if lost := sorted(self.gone.intersection(missing)):
+        if lost := sorted(self.lost.intersection(missing)):
             # This reducer cannot know: it was restarted, and that rank has never been there.
             why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
             return RankLostError(why, rank=lost[0])

@@ -154,9 +154,9 @@ class Session:
         return self._handing.done
 
     @property
-    def gone(self) -> set[int]:
+    def lost_ranks(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
-        return self._roll_call.gone
+        return self._roll_call.lost
 
     def next_deadline(self) -> float | None:
         """Time of the next `tick` that matters, in seconds of the caller's clock."""
@@ -429,8 +429,8 @@ class Session:
 
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         self.flight.confirm(header.watermark)
-        gone = decode(Stragglers, payload).missing if payload else ()
-        self._roll_call.hear(link, gone, self._now)
+        lost = decode(Stragglers, payload).missing if payload else ()
+        self._roll_call.hear(link, lost, self._now)
         return []
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
