@@ -33,7 +33,7 @@ class Pool:
         self._hosts = list(hosts)
         self._ports = [_free_port() for _ in self._hosts]
         pairs = zip(self._hosts, self._ports, strict=True)
-        self._processes = [pool.launch(host, port) for host, port in pairs]
+        self._processes = [pool.launch(host, {}, port) for host, port in pairs]
         self.addresses = [pool.Reducer(process).address for process in self._processes]
 
     def end(self, reducer: int, number: signal.Signals) -> None:
@@ -51,7 +51,7 @@ class Pool:
         """Start a reducer that has ended; it need not come to listen."""
         _close(self._processes[reducer])
         self._processes[reducer] = pool.launch(
-            self._hosts[reducer], self._ports[reducer], **environment
+            self._hosts[reducer], environment, self._ports[reducer]
         )
 
     def has_ended(self, reducer: int) -> bool:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bench.crew import ROOT
 from bench.intruder import JOB
 from bench.pool import READY
+from bench.results import ROOT
 from reducer.commands.keygen import keygen
 from worker_client.commands.demo.ranks import pipe
 

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import psutil
 
+from bench.results import ROOT
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from bench.oracle import Array
 
@@ -46,6 +49,16 @@ class Contender:
         """A short name, such as ``pool-8``, ``pool-8-bf16-keys``, ``embedded`` or ``gloo``."""
         parts = (self.kind, str(self.reducers or ""), self.wire_dtype, "keys" * self.keyed)
         return "-".join(part for part in parts if part)
+
+    @property
+    def pool(self) -> str:
+        """Contenders of which this is the same share their reducers."""
+        return "keys" * self.keyed
+
+    @property
+    def root(self) -> Path:
+        """The checkout whose code it is."""
+        return ROOT
 
     @property
     def ours(self) -> bool:

@@ -120,7 +120,7 @@ class Contest:
         self._stack.close()
 
     def measure(self, nbytes: int, *, rounds: int, iterations: int | None = None) -> list[Row]:
-        """Measure all contenders at one size, in turn, `rounds` times.
+        """Measure all contenders at one size, in turn and back, `rounds` times in all.
 
         Args:
             nbytes: of the buffer at each rank.
@@ -131,8 +131,8 @@ class Contest:
             One row per contender that is still there.
         """
         tallies = {crew.name: Tally() for crew in self._crews}
-        for _ in range(rounds):
-            for crew in self._crews:
+        for turn in range(rounds):
+            for crew in self._crews[:: -1 if turn % 2 else 1]:
                 self._attempt(crew, self._block, crew, tallies[crew.name], nbytes, iterations)
         alive = [crew.contender for crew in self._crews if not crew.failure]
         rows = [self._row(each, tallies[each.name], nbytes) for each in alive]
@@ -163,13 +163,14 @@ class Contest:
 
     def _start_reducers(self, stack: ExitStack) -> None:
         n, hosts = self._workers, self._lab.hosts
-        for keyed in {contender.keyed for contender in self._contenders}:
+        for shared in {contender.pool for contender in self._contenders}:
+            alike = [contender for contender in self._contenders if contender.pool == shared]
+            keyed = alike[0].keyed
             if keyed:
                 self._keys = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 keygen(self._keys, [KEY])
-            alike = [contender for contender in self._contenders if contender.keyed == keyed]
             there = hosts[n : hosts_needed(n, alike)]
-            reducers = pool.start(there, str(self._keys / "pool") if keyed else "")
+            reducers = pool.start(there, str(self._keys / "pool") if keyed else "", alike[0].root)
             for reducer in reducers:
                 stack.callback(reducer.stop)
             for contender in alike:

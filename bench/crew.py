@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from bench.contenders import Contender
     from lab import Lab
 
-ROOT = Path(__file__).parent.parent
 ABORT_S = 5.0
 LAST_LINES = 60
 START_S = 180.0  # importing torch in 16 processes at once takes its time on few cores
@@ -144,7 +143,8 @@ class Crew:
         hosts = self._lab.hosts[: self._size]
         python = [sys.executable, "-m", "bench.worker", control.path]
         python += [self.name, self.contender.kind]
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        root = self.contender.root
+        environment = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         places = [
             Place(
                 host.index,
@@ -166,7 +166,7 @@ class Crew:
             ]
         for host, argv in commands:
             self._processes.append(
-                host.start(argv, env=environment, stdout=self._said, stderr=self._said)
+                host.start(argv, env=environment, stdout=self._said, stderr=self._said, cwd=root)
             )
 
     @property

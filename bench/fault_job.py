@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field
 from subprocess import PIPE
 from typing import TYPE_CHECKING
 
-from bench.crew import ROOT, CrewError
+from bench.crew import CrewError
 from bench.fault_rank import Part
+from bench.results import ROOT
 from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.crew import ROOT, CrewError
+from bench.crew import CrewError
 from bench.pool import READY
+from bench.results import ROOT
 from worker_client.commands.demo.ranks import pipe
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from bench import options, pool
-from bench.crew import ROOT, CrewError
+from bench.crew import CrewError
 from bench.hierarchy_rank import DEVICE, MODES
+from bench.results import ROOT
 from lab import Lab, LabUnavailable
 from worker_client.commands.demo.ranks import free_port
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from bench.crew import ROOT, CrewError
+from bench.crew import CrewError
+from bench.results import ROOT
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from lab.lab import Host
 
@@ -43,24 +44,32 @@ class Reducer:
         self.process.terminate()
 
 
-def start(hosts: Iterable[Host], keys: str = "") -> list[Reducer]:
+def start(hosts: Iterable[Host], keys: str = "", root: Path = ROOT) -> list[Reducer]:
     """Start a reducer on every host, with keys if there is a directory of some, and wait for all.
+
+    Args:
+        hosts: one for each.
+        keys: that directory.
+        root: the checkout whose code they are.
 
     Raises:
         CrewError: one did not start.
     """
     environment = {"REDUCTION_KEYS": keys} if keys else {}
-    processes = [launch(host, port=0, **environment) for host in hosts]
+    processes = [launch(host, environment, root=root) for host in hosts]
     return [Reducer(process) for process in processes]
 
 
-def launch(host: Host, port: int = 0, **environment: str) -> subprocess.Popen[str]:
+def launch(
+    host: Host, environment: Mapping[str, str], port: int = 0, root: Path = ROOT
+) -> subprocess.Popen[str]:
     """Start a reducer's process, at a free port if that is 0; `Reducer` waits until it listens."""
     serve = [sys.executable, "-m", "reducer", "serve", "--insecure", "--log-level", "warning"]
     return host.start(
         [*serve, "--bind", f"tcp://{host.address}:{port}"],
-        env={"PYTHONPATH": str(ROOT), **environment},
+        env={"PYTHONPATH": str(root), **environment},
         stdout=PIPE,
+        cwd=root,
     )
 
 

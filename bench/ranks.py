@@ -12,7 +12,8 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from bench.crew import ROOT, CrewError
+from bench.crew import CrewError
+from bench.results import ROOT
 from worker_client.commands.demo.ranks import free_port, pipe
 
 if TYPE_CHECKING:

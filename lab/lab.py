@@ -56,7 +56,9 @@ class Host:
         env: Mapping[str, str] | None = None,
         stdout: Stream = None,
         stderr: Stream = None,
+        *,
         stdin: Stream = subprocess.DEVNULL,
+        cwd: Path | None = None,
     ) -> subprocess.Popen[str]:
         """Start a process in this host, in a session of its own; the end of the lab kills it.
 
@@ -66,11 +68,12 @@ class Host:
             stdout: as of `subprocess.Popen`, like the other two; read pipes before the lab ends.
             stderr: see `stdout`.
             stdin: see `stdout`; empty by default.
+            cwd: its working directory; this process's by default.
 
         Raises:
             FileNotFoundError: there is no such program.
         """
-        return self._lab._start(self, argv, env or {}, (stdin, stdout, stderr))  # noqa: SLF001
+        return self._lab._start(self, argv, env or {}, (stdin, stdout, stderr), cwd)  # noqa: SLF001
 
 
 class Lab:
@@ -168,6 +171,7 @@ class Lab:
         argv: Sequence[str],
         env: Mapping[str, str],
         streams: tuple[Stream, Stream, Stream],
+        cwd: Path | None,
     ) -> subprocess.Popen[str]:
         if host not in self.hosts:
             raise LabUnavailable("the lab has ended: start processes inside its `with` block")
@@ -186,6 +190,7 @@ class Lab:
             stderr=stderr,
             text=True,
             start_new_session=True,
+            cwd=cwd,
         )
         self._processes.append(process)
         return process

@@ -209,6 +209,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_scaling",
             "test_a_pool_with_keys_is_a_contender",
             "test_embedded_and_mixed_pools_take_part",
+            "test_checkouts_side_by_side",
         ),
     },
     "tests/bench/test_guarantee.py": {

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import typer
 
-from bench import options, oracle, plan, theory
+from bench import options, oracle, plan, theory, versus
 from bench.contenders import Contender
 from bench.crew import unavailable
 from bench.results import Sample, read
@@ -244,3 +245,26 @@ def test_predictions_are_compared_with_the_lab() -> None:
         ["2", "2", "pool", "1048576"],
         ["2", "1", "mixed", "1048576"],
     ]
+
+
+def test_checkouts_side_by_side() -> None:
+    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB"]
+    lines = bench("versus", f"one={ROOT}", f"other={ROOT}", *given, "--rounds", "3").splitlines()
+    one, other = (line.split() for line in lines if line.startswith("4KiB"))
+    assert one[1] == "one:"
+    assert one[4:10] == ["1.000", "of", "one", "(1.000", "to", "1.000),"]
+    assert other[1] == "other:"
+    assert 0.1 < float(other[4]) < 10
+
+
+@pytest.mark.parametrize("text", ["here", "=.", "lost=/nowhere"])
+def test_what_is_no_checkout(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="write NAME=DIR with"):
+        versus.checkout(text, 1)
+
+
+def test_ratios_of_rounds_have_bounds() -> None:
+    first = [1.0, 2.0, 4.0, 1.0, 2.0]
+    assert versus.ratio(first, [2 * time for time in first]) == (2, 2, 2)
+    low, middle, high = versus.ratio(first, [1.0, 2.0, 8.0, 1.1, 2.2])
+    assert (low, middle, high) == pytest.approx((1.0, 1.1, 2.0))
