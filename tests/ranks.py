@@ -325,10 +325,12 @@ class Loopback:
         env: Mapping[str, str] | None = None,
         stdout: IO[Any] | int | None = None,
         stderr: IO[Any] | int | None = None,
+        *,
         stdin: IO[Any] | int | None = DEVNULL,
+        cwd: Path = ROOT,
     ) -> Forked:
-        """Start a Python process, as `lab.Host.start` does."""
-        assert argv[0] == sys.executable
+        """Start a Python process of this checkout, as `lab.Host.start` does."""
+        assert (argv[0], cwd) == (sys.executable, ROOT)
         environment = {**os.environ, **SETTINGS, **(env or {})}
         self._started.append(Forked(argv[1:], environment, stdin, stdout, stderr))
         return self._started[-1]

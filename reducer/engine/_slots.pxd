@@ -87,7 +87,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint64_t most
         round *latest
         uint64_t touches
-        uint64_t leavings
+        uint64_t exits
         uint64_t reached
         uint32_t viewed
         uint64_t reserved

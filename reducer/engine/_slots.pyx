@@ -162,7 +162,7 @@ cdef class Round:
     cdef Rounds _of  # keeps the structs alive
     cdef round *its
     cdef readonly object error
-    cdef dict _again  # when ranks have said something since they left: first, last, in leavings
+    cdef dict _again  # when ranks have said something since they left: first, last, in exits
     cdef dict _told  # ranks that were sent the error: when
 
     cdef round *it(self) except NULL:
@@ -245,30 +245,30 @@ cdef class Round:
 
     def missing_ranks(self):
         slots = self._open_slots()
-        waiting = (rank for rank in range(self._of.its.world_size) if waits_for(slots, rank))
-        return tuple(islice(waiting, MAX_MISSING))
+        missing = (rank for rank in range(self._of.its.world_size) if waits_for(slots, rank))
+        return tuple(islice(missing, MAX_MISSING))
 
     def waits_for(self, uint32_t rank):
         return waits_for(self._open_slots(), rank)
 
     def left_since(self, rank):
-        at, reason = self._of.latest_leaving(rank)
+        at, reason = self._of.latest_exit(rank)
         if at <= self.it().born:
             return None
         return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
 
     def hear(self, uint32_t rank):
-        left, _ = self._of.latest_leaving(rank)
+        left, _ = self._of.latest_exit(rank)
         if left <= self.it().born:
             self.it().spoke[rank] = 1
         else:
-            now = self._of.its.leavings
+            now = self._of.its.exits
             self._again[rank] = self._again.get(rank, (now, now))[0], now
 
     def untold(self):
         found = set()
         for rank in range(self._of.its.world_size):
-            left, _ = self._of.latest_leaving(rank)
+            left, _ = self._of.latest_exit(rank)
             if left <= self.it().born:
                 spoke = self.it().spoke[rank]
             else:
@@ -278,7 +278,7 @@ cdef class Round:
         return found
 
     def tell(self, rank):
-        self._told[rank] = self._of.its.leavings
+        self._told[rank] = self._of.its.exits
 
     cdef Slot _slot(self, slot *at):
         cdef Slot found = Slot.__new__(Slot)
@@ -400,10 +400,10 @@ cdef class Rounds:
         return sorted(found)
 
     def leave(self, rank, reason):
-        self.its.leavings += 1
-        self._left[rank] = self.its.leavings, reason
+        self.its.exits += 1
+        self._left[rank] = self.its.exits, reason
 
-    def latest_leaving(self, rank):
+    def latest_exit(self, rank):
         return self._left.get(rank, (0, None))
 
     def open(self, sequence, first):

@@ -115,7 +115,7 @@ class Engine:
         self._forgive = 0.0  # when these are forgotten
         self._lines = 0  # about workers, since the last PING
         self._closing: ReducerLostError | None = None  # since it was told to shut down
-        self._unreachable: dict[bytes, float] = {}  # peers whose connection broke, and until when
+        self._unreachable: dict[bytes, float] = {}  # when they are given up, by peer
         self._heard: dict[bytes, float] = {}  # peers that fell silent: when they were heard last
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,

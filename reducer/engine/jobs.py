@@ -45,7 +45,7 @@ class Job:
     Attributes:
         hello: settings of the first rank that joined; every other rank must give the same.
         members: live ranks.
-        lost: ranks that left or were lost, with the watermark they had reached and the reason.
+        lost: ranks that have left in whatever way, the watermark that each had reached, and why.
         max_chunk_bytes: the largest chunk that the job's settings lead to.
         rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
         losses: by reducer, the latest that ranks have said of its loss; of `ALL_REDUCERS` if a

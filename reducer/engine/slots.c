@@ -84,7 +84,7 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
         free(round);
         return NULL;
     }
-    round->born = rounds->leavings;
+    round->born = rounds->exits;
     round_touch(rounds, round);
     return round;
 }
@@ -280,7 +280,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
     struct round *in = map_get(&rounds->by_sequence, header->sequence);
     struct slot *at = NULL;
     if (in != NULL) {
-        if (in->viewed || in->born != rounds->leavings || !in->has_first ||
+        if (in->viewed || in->born != rounds->exits || !in->has_first ||
             !agrees(&in->first, header))
             return IRREGULAR;
         at = map_get(&in->slots, header->offset);

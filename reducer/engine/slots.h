@@ -62,7 +62,7 @@ struct round {
     uint8_t *spoke; /* per rank: whether it has said something about it, before it left if it has */
     struct round *before, *after; /* in that list */
     uint64_t touched; /* which change of a round was the latest that could make this one lack a rank */
-    uint64_t born;    /* leavings when it began */
+    uint64_t born;    /* exits when it began */
 };
 
 /* The all-reduces in flight of one generation of a job. */
@@ -75,7 +75,7 @@ struct rounds {
     uint64_t most;       /* rounds that there may be */
     struct round *latest; /* of those that have not failed, the one that was touched last */
     uint64_t touches;
-    uint64_t leavings; /* how often a rank has left the job */
+    uint64_t exits; /* how often a rank has left the job */
     uint64_t reached; /* every all-reduce below is finished at every rank, while `members` is set */
     uint32_t viewed;
     /* What the records take, see rounds_taken. */

@@ -130,7 +130,7 @@ class Round:
         self._world_size = of.world_size
         self._slots: dict[int, Slot] = {}
         self._done: set[int] = set()  # offsets whose result was sent
-        # In leavings: when ranks have said something, first and last, and were sent the error.
+        # In exits: when ranks have said something, first and last, and were sent the error.
         self._spoke: dict[int, tuple[int, int]] = {}
         self._told: dict[int, int] = {}
 
@@ -219,8 +219,8 @@ class Round:
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks without which an open slot cannot be completed, 1024 at most."""
-        waiting = (rank for rank in range(self._world_size) if self.waits_for(rank))
-        return tuple(islice(waiting, MAX_MISSING))
+        missing = (rank for rank in range(self._world_size) if self.waits_for(rank))
+        return tuple(islice(missing, MAX_MISSING))
 
     def waits_for(self, rank: int) -> bool:
         """Whether an open slot waits for this rank."""
@@ -232,17 +232,17 @@ class Round:
 
         What it gave stays, but nothing more is taken from it, not even when it comes back.
         """
-        at, reason = self._of.latest_leaving(rank)
+        at, reason = self._of.latest_exit(rank)
         return reason if self._spoke.get(rank, (at, at))[0] < at else None
 
     def hear(self, rank: int) -> None:
         """Take note that a rank has said something about this round."""
-        now = self._of.leavings
+        now = self._of.exits
         self._spoke[rank] = self._spoke.get(rank, (now, now))[0], now
 
     def untold(self) -> set[int]:
         """Ranks that know of this round, but not of its error; who came back knows of neither."""
-        left = {rank: self._of.latest_leaving(rank)[0] for rank in self._spoke}
+        left = {rank: self._of.latest_exit(rank)[0] for rank in self._spoke}
         return {
             rank
             for rank, (_, at) in self._spoke.items()
@@ -251,7 +251,7 @@ class Round:
 
     def tell(self, rank: int) -> None:
         """Take note that a rank was sent the error."""
-        self._told[rank] = self._of.leavings
+        self._told[rank] = self._of.exits
 
 
 class Rounds:
@@ -263,13 +263,13 @@ class Rounds:
     Attributes:
         reserved: bytes that contributions and records of the job may take.
         most: rounds that there may be.
-        leavings: how often a rank has left the job.
+        exits: how often a rank has left the job.
     """
 
     def __init__(self, world_size: int) -> None:
         self.reserved = 0
         self.most = NO_SEQUENCE
-        self.leavings = 0
+        self.exits = 0
         self.world_size = world_size
         self.tally = Tally()
         self._rounds: dict[int, Round] = {}
@@ -328,11 +328,11 @@ class Rounds:
 
     def leave(self, rank: int, reason: RankLostError) -> None:
         """Take note that a rank has left."""
-        self.leavings += 1
-        self._left[rank] = self.leavings, reason
+        self.exits += 1
+        self._left[rank] = self.exits, reason
 
-    def latest_leaving(self, rank: int) -> tuple[int, RankLostError | None]:
-        """Return when a rank has left last, in leavings, and why; 0 if it never has."""
+    def latest_exit(self, rank: int) -> tuple[int, RankLostError | None]:
+        """Return when a rank has left last, in exits, and why; 0 if it never has."""
         return self._left.get(rank, (0, None))
 
     def touch(self, sequence: int) -> None:

@@ -262,7 +262,14 @@ def encode_error(error: ReductionError) -> bytes:
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
     if "missing" in detail:
         detail["missing"] = detail["missing"][:MAX_NAMED_RANKS]
-    for length in (1024, 256, 32):  # what is longer would be refused, and nothing be told
+    for length in (
+        1024,
+        512,
+        256,
+        128,
+        64,
+        32,
+    ):  # what is longer would be refused, and nothing be told
         detail = {name: v[:length] if isinstance(v, str) else v for name, v in detail.items()}
         values = {"code": int(code), "message": str(error)[:length], "detail": detail}
         body = _dump(values)
@@ -286,9 +293,11 @@ def decode_error(data: Buffer, sequence: int = NO_SEQUENCE) -> ReductionError:
     if not isinstance(message, str) or not isinstance(detail, dict):
         raise RemoteProtocolError("an error body needs `message` and `detail`")
     try:
-        leaf, names = _LEAVES[ErrorCode(values["code"])]
+        code = values["code"]
+        unknown = _is_number(code) and code not in _LEAVES
+        leaf, names = _LEAVES[ErrorCode.FAILED if unknown else code]
         attributes = {name: detail[name] for name in names}
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, TypeError):
         raise RemoteProtocolError(f"malformed error body for: {message:.200}") from None
     attributes = {name: _attribute(name, value) for name, value in attributes.items()}
     error = leaf(message, **attributes)

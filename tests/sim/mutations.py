@@ -112,7 +112,7 @@ def _number_by_place(self: Calls, operation: Operation) -> None:
 
 def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
     """Take nothing from a rank that has come back since, though it had said nothing before."""
-    at, reason = self._of.latest_leaving(rank)
+    at, reason = self._of.latest_exit(rank)
     return reason if min(first for first, _ in self._spoke.values()) < at else None
 
 

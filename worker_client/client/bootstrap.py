@@ -98,7 +98,7 @@ def _through_node(group: Rendezvous, place: Place, topic: str) -> Callable[..., 
 def connect_subgroup(ranks: Sequence[int]) -> Client:
     """Join a job of some ranks of the default process group, this one among them.
 
-    All ranks of the process group call this at the same point, each with those of its own part.
+    All ranks of the process group call this at the same point, each with those of its own subgroup.
     What `worker_client.init` takes as arguments comes from the environment.
 
     Args:

@@ -40,9 +40,9 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
-from reducer.wire.messages import decode_error, encode_error
 from worker_client.client.client import Client
 from worker_client.client.node_fold import finish, fold, folded_as
+from worker_client.communicators.node_sockets import hear, tell
 from worker_client.protocol.names import refused
 from worker_client.runtime.service_thread import ServiceThread, forks
 from worker_client.staging.host_buffer import HostBuffer
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 PIECE_BYTES = 16 << 20
 MOST_PIECES = 15  # of one call, each of which may travel as several all-reduces; then larger ones
 PIECE_ALIGNMENT = 64  # bytes; a multiple of every element's size
-GRACE_S = 10.0  # for a mate to say that the deadline has passed between its nodes
+GRACE_S = 10.0  # for a rank of the node to say that the deadline has passed between its nodes
 LINGER_S = 2.5  # longer than reducers take to see that a rank is lost
-_TICK_S = 0.1  # between two looks whether a mate has given up
+_TICK_S = 0.1  # between two looks whether a rank has given up
 _SHORTEST_S = 0.001
 _NAME_SHOWN = 200
 _REFUSAL_SHOWN = 500
@@ -335,9 +335,10 @@ class HierarchicalClient(Client):
         until = call.until + GRACE_S
         self._node.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
         if piece.last:
-            mine = b"" if call.error is None else encode_error(call.error)
+            mine = b"" if call.error is None else tell(call.error)
             said = self._node.agree(_OUT, mine, until)
-            self._conclude(call, next((decode_error(one) for one in said if one), None))
+            first = next((one for one in said if one), b"")
+            self._conclude(call, call.error if first == mine else hear(first))
 
     def _wait_for(self, call: _Call, between: Work) -> ReductionError | None:
         """Wait for the end between the nodes and return the error, in this job's ranks."""
@@ -384,7 +385,10 @@ class HierarchicalClient(Client):
         with self._guard:
             calls, self._open = list(self._open), {}
         for call in calls:
-            call.work.finish(call.data, copy.copy(self._broken))
+            error = copy.copy(self._broken)
+            if error is not None:
+                error.name = call.name
+            call.work.finish(call.data, error)
 
     def _conclude(self, call: _Call, error: ReductionError | None) -> None:
         if error is not None:

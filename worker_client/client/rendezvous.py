@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 STORE_TIMEOUT_S = 60.0
-_joined = [0]  # calls of `current` so far; the same number at every rank, so it names one
+_joined = [0]  # calls of `current` so far; the same number at every rank, so it names a rendezvous
 
 
 class Rendezvous:
@@ -68,7 +68,7 @@ class Rendezvous:
         return f"{owner(job)}.{digest}" if is_owner(owner(job)) else digest
 
     def subgroup(self, ranks: Sequence[int]) -> Rendezvous:
-        """Return that of some ranks, this one among them; each is in one subgroup.
+        """Return a rendezvous of some of these ranks, this one among them; each is in one.
 
         Args:
             ranks: as the default process group calls them, in the order of the subgroup.

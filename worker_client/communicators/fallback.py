@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +26,7 @@ from worker_client.communicators.returning import Offer
 from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.handover import Held, gaps, held, merge
 from worker_client.protocol.names import own, refused
-from worker_client.runtime.service_thread import ServiceThread
+from worker_client.runtime.service_thread import STOP_S, ServiceThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +53,7 @@ _OPS = {
 }
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3  # between two looks whether Gloo is done
+KEPT_S = 0.1  # the same, once the client was shut down
 _REFUSAL_SHOWN = 500
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,7 @@ class Fallback:
         self._thread: ServiceThread[list[tuple[Stay, Unfinished]]]
         self._thread = ServiceThread("fallback", self._run)
         self._buffers = threading.Lock()  # taken while one is written to
+        self._idle = threading.Event()  # set once it has stopped, but for what Gloo still does
         self._stopped = False
 
     def stay(
@@ -143,13 +144,12 @@ class Fallback:
             self._thread.queue.put([(stay, call) for call in calls])
 
     def stop(self) -> None:
-        """Write to no buffer and end no call from now on; the group is destroyed."""
+        """Write to no buffer and end no call from now on."""
         with self._buffers:
             self._stopped = True
-        if self._thread.ident is None:
-            self._destroy_group()
         self._thread.queue.put([])
-        self._thread.wait_for_end()
+        if self._thread.ident is not None and not self._thread.is_current:
+            self._idle.wait(STOP_S)
 
     @property
     def is_this_thread(self) -> bool:
@@ -179,18 +179,7 @@ class Fallback:
                 stay.back.forward(_asked_for(call))
             elif stay.failure is not None:
                 self._end(stay, call, stay.failure)
-        self._destroy_group()
-
-    def _destroy_group(self) -> None:
-        """End the group's threads, which waits for what Gloo still does in one.
-
-        If that ends while the interpreter does, Gloo's thread asks for the interpreter's lock to
-        drop a tensor, and the process aborts. Other ranks' connections end with their groups, so
-        that a call which they do not make ends here once they have stopped as well.
-        """
-        with suppress(ValueError):  # it is in no list of torch's, or was destroyed with all others
-            dist.destroy_process_group(self._group)
-        del self._group  # the last reference
+        self._idle.set()
 
     def _next(self) -> tuple[Stay, Unfinished] | None:
         """Wait for the next call; None when there will be none."""
@@ -341,13 +330,19 @@ class Fallback:
         """Wait for the end of something, or of the client.
 
         Not in a call of Gloo's: one that returns while the interpreter ends takes the process down.
+        So does whoever drops the last reference to a work in a thread of Gloo's then, as its
+        tensors need the interpreter's lock. So this thread keeps it until Gloo has ended it.
         """
         pause_s = SHORTEST_PAUSE_S
         while not work.is_completed():
             if self._stopped:
-                raise LocalProtocolError("this client was shut down")
+                self._idle.set()
+                pause_s = KEPT_S
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        if self._idle.is_set():
+            time.sleep(KEPT_S)  # Gloo's thread has yet to drop its own reference
+            raise LocalProtocolError("this client was shut down")
         work.wait()  # raises what went wrong
 
     def _exchange(self, message: Any) -> list[Any]:

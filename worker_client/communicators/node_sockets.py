@@ -18,7 +18,14 @@ import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from reducer.errors import ConfigError, LocalProtocolError, RankLostError, ReductionTimeout
+from reducer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    RankLostError,
+    ReductionTimeout,
+    RemoteProtocolError,
+)
+from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import decode_error, encode_error
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ _TICK_S = 0.1  # between two looks whether a rank gives up
 _AT_ONCE = 1 << 20  # bytes for one call of the kernel
 _HELLO = struct.Struct("<HH")  # local rank, number of the connection
 _PEER = struct.Struct("3i")  # pid, uid, gid
+_SEQUENCE = struct.Struct("<Q")
 
 
 class NodeSockets:
@@ -110,6 +118,7 @@ class NodeSockets:
             message: at most `MESSAGE_BYTES`, without spaces at its end.
             until: as of `exchange`.
         """
+        assert len(message) <= MESSAGE_BYTES, "the others could not tell where it ends"
         own = message.ljust(MESSAGE_BYTES)
         said = [bytearray(own) for _ in self.ranks]
         outgoing = [memoryview(own)] * len(said)
@@ -119,7 +128,7 @@ class NodeSockets:
     def give_up(self, error: ReductionError) -> None:
         """Tell the node's other ranks why this one takes part no longer; they fail likewise."""
         self._failure = self._failure or error
-        reason = encode_error(error)
+        reason = tell(error)
         for connection in self._alarms.values():
             with suppress(OSError):  # a rank that has ended needs no reason
                 connection.send(reason)
@@ -166,7 +175,7 @@ class NodeSockets:
             except OSError:
                 reason = b""
             if reason:  # a message this short comes whole
-                return decode_error(reason)
+                return hear(reason)
             self._ended.add(at)
         return None
 
@@ -200,6 +209,21 @@ class NodeSockets:
     def _end_of(self, at: int) -> ReductionError:
         rank = self.ranks[at]
         return RankLostError(f"rank {rank}, of this node, has ended or left", rank=rank)
+
+
+def tell(error: ReductionError) -> bytes:
+    """Return an error as a message for the other ranks of the node, all but its `name`."""
+    sequence = NO_SEQUENCE if error.sequence is None else error.sequence
+    return _SEQUENCE.pack(sequence) + encode_error(error)
+
+
+def hear(message: bytes) -> ReductionError:
+    """Return the error that `tell` was given, as it is at another rank, or why it cannot be."""
+    (sequence,) = _SEQUENCE.unpack_from(message)
+    try:
+        return decode_error(message[_SEQUENCE.size :], sequence)
+    except RemoteProtocolError as error:
+        return error
 
 
 def connect_node(

@@ -21,7 +21,7 @@ class NewLossError(Exception):
 
 
 class Reconciliation:
-    """One reconciliation.
+    """Brings calls to the same end at all ranks of a new membership.
 
     Args:
         spec: of the new membership.
@@ -50,7 +50,7 @@ class Reconciliation:
             timeout_s: for each question.
 
         Raises:
-            RankLostError, NewLossError: another rank is lost; that of fewer ranks may succeed.
+            RankLostError, NewLossError: another rank is lost; fewer ranks may reconcile.
             ReductionError: it failed.
         """
         bounds = array("q", [-replay_log.unfinished(), replay_log.ended()])

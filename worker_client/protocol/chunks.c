@@ -22,8 +22,8 @@ struct operation *operation_allocate(uint64_t chunk_bytes, const struct range *r
     uint64_t chunks = 0;
     for (size_t at = 0; at < count; at++)
         chunks += count_chunks(&ranges[at], chunk_bytes);
-    struct operation *operation = calloc(1, sizeof(struct operation) + count * sizeof(struct shard) +
-                                                chunks * sizeof(struct chunk));
+    size_t bytes = sizeof(struct operation) + count * sizeof(struct shard);
+    struct operation *operation = calloc(1, bytes + chunks * sizeof(struct chunk));
     if (operation == NULL)
         return NULL;
     atomic_init(&operation->uses, 1);

@@ -62,9 +62,9 @@ struct chunk_list {
 };
 
 #define FOR_EACH_CHUNK(chunk, operation)                                                           \
-    for (size_t shard_ = 0; shard_ < (operation)->shard_count; shard_++)                               \
-        for (struct chunk *chunk = (operation)->shards[shard_].chunks,                               \
-                          *end_ = chunk + (operation)->shards[shard_].chunk_count;                   \
+    for (size_t shard_ = 0; shard_ < (operation)->shard_count; shard_++)                           \
+        for (struct chunk *chunk = (operation)->shards[shard_].chunks,                             \
+                          *end_ = chunk + (operation)->shards[shard_].chunk_count;                 \
              chunk < end_; chunk++)
 
 /* An all-reduce over ranges that are ascending, disjoint and together the whole buffer, with one

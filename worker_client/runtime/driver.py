@@ -34,8 +34,8 @@ IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
 LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
 UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
-REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long; each
-LONGEST_REST_S = 0.004  # time that others have, it rests twice as long, up to this
+REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
+LONGEST_REST_S = 0.003  # it rests twice as long each time that others have led, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
 
@@ -228,6 +228,8 @@ class Driver:
                 while not self._resume.empty():
                     self._resume.get_nowait()
                 return
+            if self._session.active and not self._leader:
+                return  # nobody waits for that
             rest_s = min(2 * rest_s, LONGEST_REST_S)
 
     def _is_wanted(self, now: float) -> bool:
