@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from reducer.wire.header import Header
-from tests.engine.driven import Driven, join
+from tests.engine.driven import Driven, join, joined
 from tests.engine.twins import IMPLEMENTATIONS
-from tests.engine.words import M, Reducer
+from tests.engine.words import Reducer, with_ranks
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -18,11 +17,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def reducer(implementation: str) -> Reducer:
     """Two ranks of one job, both welcome."""
-    reducer = Reducer(implementation)
-    for rank in range(2):
-        (send,) = reducer.hello(rank)
-        assert Header.unpack(send.header).type is M.WELCOME
-    return reducer
+    return with_ranks(implementation, 2)
 
 
 @pytest.fixture
@@ -34,3 +29,9 @@ def session(implementation: str) -> Driven:
         assert join(session, index) == []
     assert session.joined
     return session
+
+
+@pytest.fixture
+def lone(implementation: str) -> Driven:
+    """Rank 1 of 2, with one reducer."""
+    return joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)

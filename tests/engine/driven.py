@@ -43,6 +43,14 @@ def join(session: Driven, index: int, incarnation: str = "1") -> list:
     return session.receive(index, welcome, encode(Welcome(incarnation=incarnation)))
 
 
+def joined(implementation: str, *given: Any, incarnation: str = "1", **others: Any) -> Driven:
+    """A session that all its reducers have welcomed."""
+    session = Driven(implementation, *given, **others)
+    for link in session.links:
+        join(session, link.index, incarnation)
+    return session
+
+
 def operation(nbytes: int = 256, timeout_s: float = 10.0) -> Operation:
     return Operation(memoryview(bytearray(nbytes)), DType.UINT8, ReduceOp.SUM, "it", timeout_s)
 

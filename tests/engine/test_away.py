@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from reducer.engine.engine import AWAY_S
-from reducer.errors import RankLostError, ReducerLostError, RemoteProtocolError
+from reducer.errors import ReducerLostError, RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import ALL_REDUCERS, Loss, decode, encode, encode_error
-from tests.engine.words import M, Reducer, kinds, told
+from tests.engine.words import M, Reducer, kinds, lost_rank, told, with_ranks
 
 LOST = encode_error(ReducerLostError("all are gone", reducer="here:1"))
 
@@ -124,10 +124,7 @@ def tell(reducer: Reducer, rank: int, lost: int, epoch: int) -> list:
 @pytest.fixture
 def two_of_three(implementation: str) -> Reducer:
     """Ranks 0 and 1 of 3, in a job of four reducers; rank 2 has yet to come."""
-    reducer = Reducer(implementation)
-    for rank in range(2):
-        reducer.hello(rank, world_size=3, reducers=4)
-    return reducer
+    return with_ranks(implementation, 2, world_size=3, reducers=4)
 
 
 def test_a_loss_is_passed_on_once(two_of_three: Reducer) -> None:
@@ -162,13 +159,10 @@ def test_a_reducer_that_the_job_does_not_have_cannot_be_lost(two_of_three: Reduc
     assert losses(tell(two_of_three, 1, 3, 0)) == {}  # rank 0 is no member any more
 
 
-def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(implementation: str) -> None:
-    reducer = Reducer(implementation)
-    for rank in range(2):
-        reducer.hello(rank)
+def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(reducer: Reducer) -> None:
     reducer.hello(0, peer=b"other", job="other")
     reducer.contribute(0)
-    assert isinstance(told(reducer.lose(b"1"))[b"0"], RankLostError)
+    assert lost_rank(reducer.lose(b"1")) == 1
     assert len(reducer.engine.jobs) == 2
 
 
@@ -178,7 +172,7 @@ def test_a_peer_that_was_away_may_come_back_as_somebody_else(
 ) -> None:
     reducer.contribute(0)
     reducer.engine.unreachable(b"1")
-    sends = reducer.hello(1, peer=b"1", **change)
+    sends = reducer.hello(1, **change)
     assert told(sends[:1])[b"0"].rank == 1
     assert kinds([send for send in sends if send.peer == b"1"]) == [M.WELCOME]
     reducer.now += 2 * AWAY_S

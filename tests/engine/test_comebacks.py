@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 
 from reducer.engine.engine import AWAY_S
-from reducer.errors import (
-    MismatchError,
-    RankLostError,
-    ReducerLostError,
-)
+from reducer.errors import MismatchError, RankLostError, ReducerLostError
 from reducer.wire.constants import ReduceOp
 from reducer.wire.messages import encode_error
-from tests.engine.words import M, Reducer, kinds, told, two_chunks
+from tests.engine.words import M, Reducer, kinds, told, two_chunks, with_ranks
 
 
 def test_contributions_of_two_lives_are_not_mixed(reducer: Reducer) -> None:
@@ -61,9 +57,7 @@ def test_who_waits_for_a_rank_that_came_back_without_its_rounds_is_told_when_it_
 
 
 def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation: str) -> None:
-    reducer = Reducer(implementation)
-    for rank in range(3):
-        reducer.hello(rank, world_size=3)
+    reducer = with_ranks(implementation, 3)
     for rank in range(2):
         reducer.contribute(rank)
     assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
@@ -87,9 +81,7 @@ def test_nobody_waits_for_a_rank_that_gave_up_before_it_joined(implementation: s
 
 
 def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -> None:
-    reducer = Reducer(implementation)
-    for rank in range(2):
-        reducer.hello(rank, world_size=3)
+    reducer = with_ranks(implementation, 2, world_size=3)
     reducer.contribute(0)
     reducer.contribute(1, op=ReduceOp.MAX)
     for rank in range(2):

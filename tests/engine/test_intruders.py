@@ -7,15 +7,11 @@ import pytest
 from reducer.engine.engine import MAX_DROPPED, MAX_LINES, MAX_REFUSALS, REFUSALS_S
 from reducer.engine.jobs import MAX_GIVEN_UP
 from reducer.engine.limits import Limits
-from reducer.errors import (
-    CapacityError,
-    ReducerLostError,
-    RemoteProtocolError,
-)
+from reducer.errors import CapacityError, ReducerLostError, RemoteProtocolError
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, ReduceOp
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Hello, encode, encode_error
-from tests.engine.words import WINDOW, M, Reducer, kinds, told, two_chunks
+from reducer.wire.messages import encode_error
+from tests.engine.words import M, Reducer, kinds, told, two_chunks, with_ranks
 
 
 @pytest.mark.parametrize(
@@ -29,11 +25,7 @@ from tests.engine.words import WINDOW, M, Reducer, kinds, told, two_chunks
 def test_a_hello_that_is_refused_ends_no_earlier_generation(
     reducer: Reducer, change: dict, expected: type
 ) -> None:
-    settings = {"job": "job", "world_size": 2} | change
-    window = settings.pop("window", WINDOW)
-    header = Header(M.HELLO, job=fingerprint("job"), generation=9, rank=1, window=window)
-    body = encode(Hello(reducers=1, reducer_index=0, **settings))
-    (refusal,) = reducer.engine.receive(b"x", header.pack(), body)
+    (refusal,) = reducer.hello(1, peer=b"x", generation=9, claims="job", **change)
     assert isinstance(told([refusal])[b"x"], expected)
     reducer.contribute(0)
     assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
@@ -78,9 +70,7 @@ def test_a_contest_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> 
 
 
 def test_the_compiled_loop_takes_what_is_healthy() -> None:
-    reducer = Reducer("compiled")
-    for rank in range(2):
-        reducer.hello(rank)
+    reducer = with_ranks("compiled", 2)
     for sequence in range(2, 12):
         for rank in range(2):
             reducer.contribute(rank, sequence, watermark=sequence)
@@ -90,28 +80,16 @@ def test_the_compiled_loop_takes_what_is_healthy() -> None:
     reducer.contribute(0, 12, watermark=12)
     reducer.contribute(1, 12, watermark=12, op=ReduceOp.MAX)  # the engine fails this round
     assert reducer.served.taken == 21
-    for rank in range(2):
-        reducer.contribute(rank, 13, watermark=13)
-    for rank in range(2):
-        reducer.contribute(rank, 14, watermark=14)
+    for sequence in (13, 14):
+        for rank in range(2):
+            reducer.contribute(rank, sequence, watermark=sequence)
     assert reducer.served.taken == 21 + 2, "the failed round is forgotten, and all is well again"
 
 
 @pytest.mark.parametrize("change", [{"job": 1}, {"generation": 1}, {"rank": 0}])
 def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: dict) -> None:
     reducer.contribute(0)
-    header = Header(
-        M.CONTRIBUTION,
-        job=fingerprint("job"),
-        sequence=0,
-        total_bytes=64,
-        nbytes=64,
-        rank=1,
-        dtype=DType.FLOAT32,
-        op=ReduceOp.SUM,
-        wire_dtype=DType.FLOAT32,
-    )._replace(**change)
-    errors = told(reducer.served.receive(b"1", header.pack(), bytes(64)))
+    errors = told(reducer.contribute(**{"rank": 1, "peer": b"1", **change}))
     assert isinstance(errors[b"1"], RemoteProtocolError)
     assert errors[b"0"].rank == 1
     assert "broke the protocol" in str(errors[b"0"])

@@ -16,9 +16,8 @@ from reducer.errors import (
     RemoteProtocolError,
 )
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Hello, encode
-from tests.engine.driven import Driven, error, errors, join, operation, sent
-from tests.engine.words import M, Reducer, kinds, told
+from tests.engine.driven import Driven, error, errors, operation, sent
+from tests.engine.words import TWO_KEYS, M, Reducer, kinds, told
 from worker_client.protocol.actions import Reset
 from worker_client.protocol.joining import RETRY_S
 
@@ -34,15 +33,6 @@ def guarded(implementation: str) -> Reducer:
     return reducer
 
 
-def hello(
-    guarded: Reducer, rank: int, key: str, job: str = "job", peer: bytes = b"", **change
-) -> list:
-    claims = change.pop("claims", job)
-    header = Header(M.HELLO, job=fingerprint(claims), rank=rank, window=1 << 16)._replace(**change)
-    body = encode(Hello(job=job, world_size=2, reducers=1, reducer_index=0))
-    return guarded.engine.receive(peer or b"%d" % rank, header.pack(), body, key)
-
-
 def refused(sends: list) -> ReductionError:
     (error,) = told(sends).values()
     return error
@@ -50,27 +40,25 @@ def refused(sends: list) -> ReductionError:
 
 @pytest.mark.parametrize("key", ["", "key-2", "key-3", "job"])
 def test_only_the_jobs_key_admits(guarded: Reducer, key: str) -> None:
-    assert isinstance(refused(hello(guarded, 0, key)), AuthError)
+    assert isinstance(refused(guarded.hello(0, key)), AuthError)
     assert guarded.engine.counters.unauthenticated == guarded.engine.counters.refused == 1
     assert guarded.engine.jobs == []
     for rank in range(2):
-        assert kinds(hello(guarded, rank, "key-1")) == [M.WELCOME]
+        assert kinds(guarded.hello(rank, "key-1")) == [M.WELCOME]
 
 
 def test_a_peer_of_this_process_needs_none(guarded: Reducer) -> None:
-    assert kinds(hello(guarded, 0, LOCAL)) == [M.WELCOME]
+    assert kinds(guarded.hello(0, LOCAL)) == [M.WELCOME]
     assert guarded.engine.allow(NOBODY) == []
     assert [len(job.members) for job in guarded.engine.jobs] == [1]
 
 
 def test_limits_count_keys_and_not_names(implementation: str) -> None:
-    limits = Limits(max_jobs_per_key=3)
-    guarded = Reducer(implementation, limits=limits)
-    everything = AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")})
-    guarded.engine.allow(everything)
+    guarded = Reducer(implementation, limits=Limits(max_jobs_per_key=3))
+    guarded.engine.allow(TWO_KEYS)
 
-    def join(key: str, job: str, window: int = 1) -> list:
-        return hello(guarded, 0, key, job, peer=f"{key}/{job}".encode(), window=window)
+    def join(key: str, job: str) -> list:
+        return guarded.hello(0, key, f"{key}/{job}".encode(), job=job, window=1)
 
     for job in ("a/1", "a/2", "a/3"):
         assert kinds(join("key-1", job)) == [M.WELCOME]
@@ -84,14 +72,14 @@ def test_limits_count_keys_and_not_names(implementation: str) -> None:
 
 def test_the_memory_of_a_keys_jobs_counts_together(implementation: str) -> None:
     guarded = Reducer(implementation, limits=Limits(job_memory_limit=20 << 20))
-    guarded.engine.allow(AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")}))
-    ends = [hello(guarded, 0, "key-1", f"a/{n}", peer=b"%d" % n) for n in range(4)]
+    guarded.engine.allow(TWO_KEYS)
+    ends = [guarded.hello(0, "key-1", b"%d" % n, job=f"a/{n}") for n in range(4)]
     assert kinds(ends[0]) == [M.WELCOME]
     error = refused(ends[-1])
     assert isinstance(error, CapacityError)
     assert error.limit == "job_memory_limit"
     assert "of other jobs of its key" in str(error)
-    assert kinds(hello(guarded, 0, "key-2", "b", peer=b"other")) == [M.WELCOME]
+    assert kinds(guarded.hello(0, "key-2", b"other", job="b")) == [M.WELCOME]
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["keys", "no keys"])
@@ -101,9 +89,9 @@ def test_the_names_of_header_and_body_are_one(implementation: str, allowed: bool
     if allowed:
         guarded.engine.allow(BOTH)
     for rank in range(2):
-        hello(guarded, rank, "key-1")
+        guarded.hello(rank, "key-1")
     guarded.engine.unreachable(b"0")
-    sends = hello(guarded, 0, "key-2", "other", peer=b"x", claims="job")
+    sends = guarded.hello(0, "key-2", b"x", job="other", claims="job")
     assert isinstance(refused(sends), RemoteProtocolError)
     assert [len(job.members) for job in guarded.engine.jobs] == [2]
 
@@ -111,17 +99,17 @@ def test_the_names_of_header_and_body_are_one(implementation: str, allowed: bool
 def test_a_name_with_another_ones_fingerprint_is_refused(
     guarded: Reducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hello(guarded, 0, "key-1")
+    guarded.hello(0, "key-1")
     monkeypatch.setattr("reducer.engine.jobs.fingerprint", lambda _: fingerprint("job"))
-    found = refused(hello(guarded, 1, "key-2", "other", claims="job"))
+    found = refused(guarded.hello(1, "key-2", job="other", claims="job"))
     assert isinstance(found, RemoteProtocolError)
     assert "not the one that the body names" in str(found)
 
 
 def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
     for rank in range(2):
-        hello(guarded, rank, "key-1")
-        hello(guarded, rank, "key-2", "other", peer=b"other %d" % rank)
+        guarded.hello(rank, "key-1")
+        guarded.hello(rank, "key-2", b"other %d" % rank, job="other")
     guarded.contribute(0)
     sends = guarded.engine.allow(FIRST)
     assert {peer: type(error) for peer, error in told(sends).items()} == {
@@ -134,7 +122,7 @@ def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
     header = Header(M.ABORT, job=fingerprint("other"), sequence=0)
     found = refused(guarded.engine.receive(b"other 0", header.pack(), b"", "key-2"))
     assert isinstance(found, MembershipError)
-    assert isinstance(refused(hello(guarded, 0, "key-2", "other", peer=b"other 0")), AuthError)
+    assert isinstance(refused(guarded.hello(0, "key-2", b"other 0", job="other")), AuthError)
     # And the others have their result.
     assert kinds(guarded.contribute(1)) == [M.RESULT] * 2
 
@@ -142,8 +130,8 @@ def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
 def test_of_two_keys_of_one_job_the_other_hears_whom_it_has_lost(implementation: str) -> None:
     guarded = Reducer(implementation)
     guarded.engine.allow(AllowList({key: frozenset({"job"}) for key in ("old", "new")}))
-    hello(guarded, 0, "old")
-    hello(guarded, 1, "new")
+    guarded.hello(0, "old")
+    guarded.hello(1, "new")
     guarded.contribute(1)
     errors = told(guarded.engine.allow(AllowList({"new": frozenset({"job"})})))
     assert isinstance(errors.pop(b"0"), AuthError)
@@ -154,8 +142,8 @@ def test_of_two_keys_of_one_job_the_other_hears_whom_it_has_lost(implementation:
 
 
 def test_who_waits_for_a_rank_is_revoked_too(guarded: Reducer) -> None:
-    hello(guarded, 0, "key-1")
-    assert kinds(hello(guarded, 0, "key-1", peer=b"again")) == [M.PING]
+    guarded.hello(0, "key-1")
+    assert kinds(guarded.hello(0, "key-1", peer=b"again")) == [M.PING]
     errors = told(guarded.engine.allow(NOBODY))
     assert {peer: type(error) for peer, error in errors.items()} == {
         b"0": AuthError,
@@ -167,8 +155,8 @@ def test_who_waits_for_a_rank_is_revoked_too(guarded: Reducer) -> None:
 
 
 def test_a_contest_keeps_its_key(guarded: Reducer) -> None:
-    hello(guarded, 0, "key-1")
-    hello(guarded, 0, "key-1", peer=b"again")
+    guarded.hello(0, "key-1")
+    guarded.hello(0, "key-1", peer=b"again")
     sends = guarded.engine.unreachable(b"0")
     assert kinds(sends) == [M.WELCOME]
     assert told(guarded.engine.allow(FIRST)) == {}
@@ -177,8 +165,8 @@ def test_a_contest_keeps_its_key(guarded: Reducer) -> None:
 
 def test_a_rank_that_another_holds(guarded: Reducer) -> None:
     for rank in range(2):
-        hello(guarded, rank, "key-1")
-    hello(guarded, 1, "key-1", peer=b"twin")
+        guarded.hello(rank, "key-1")
+    guarded.hello(1, "key-1", peer=b"twin")
     guarded.now += 10
     assert isinstance(refused(guarded.tick()), DuplicateRankError)
 
@@ -204,9 +192,7 @@ def test_who_begins_without_all_waits_for_those_that_admit_it(
     assert isinstance(newcomer.session.refusal, AuthError) == (refused == 2)
 
 
-def test_calls_end_with_why_the_only_reducer_is_closed(implementation: str) -> None:
-    lone = Driven(implementation, 1, 2, ("a:1",), 4096, 64)
-    join(lone, 0)
+def test_calls_end_with_why_the_only_reducer_is_closed(lone: Driven) -> None:
     lone.submit(operation(), 0.0)
     actions = error(lone, 0, AuthError("revoked"))
     assert [type(failure) for failure in errors(actions)] == [AuthError]

@@ -13,28 +13,24 @@ def begun(implementation: str) -> Reducer:
     """Both ranks of the run ``one`` are here, and wait for each other's contributions."""
     reducer = Reducer(implementation)
     for rank in range(2):
-        assert kinds(hello(reducer, rank, "one", f"process {rank}"))[0] is M.WELCOME
+        assert kinds(reducer.hello(rank, run="one", process=f"process {rank}"))[0] is M.WELCOME
         reducer.contribute(rank, number(rank))
     return reducer
 
 
-def hello(reducer: Reducer, rank: int, run: str, process: str, **change: object) -> list:
-    return reducer.hello(rank, run=run, process=process, **change)
-
-
 def test_ranks_of_two_runs_do_not_meet(implementation: str) -> None:
     reducer = Reducer(implementation)
-    hello(reducer, 0, "one", "a")
-    error = told(hello(reducer, 1, "two", "b", peer=b"b"))[b"b"]
+    reducer.hello(0, run="one", process="a")
+    error = told(reducer.hello(1, run="two", process="b", peer=b"b"))[b"b"]
     assert isinstance(error, StaleGenerationError)
     assert "still has ranks 0 of another run" in str(error)
-    assert kinds(hello(reducer, 1, "one", "c")) == [M.WELCOME]
+    assert kinds(reducer.hello(1, run="one", process="c")) == [M.WELCOME]
 
 
 def test_a_run_is_what_ranks_have_said_of_it(implementation: str) -> None:
     reducer = Reducer(implementation)
-    hello(reducer, 0, "one", "a")
-    assert kinds(hello(reducer, 1, "", "b")) == [M.WELCOME]
+    reducer.hello(0, run="one", process="a")
+    assert kinds(reducer.hello(1, run="", process="b")) == [M.WELCOME]
 
 
 @pytest.mark.parametrize("away", [1, 2])
@@ -42,7 +38,7 @@ def test_a_run_ends_an_earlier_one_that_is_away_as_a_whole(begun: Reducer, away:
     for rank in range(away):
         begun.engine.unreachable(b"%d" % rank)
     # Its watermark would do, and it does not say which process it is.
-    sends = hello(begun, 0, "two", "", peer=b"new", watermark=1000)
+    sends = begun.hello(0, run="two", process="", peer=b"new", watermark=1000)
     if away < 2:
         assert isinstance(told(sends)[b"new"], StaleGenerationError)
         assert begun.rounds() == {number(0), number(1)}
@@ -54,7 +50,7 @@ def test_a_run_ends_an_earlier_one_that_is_away_as_a_whole(begun: Reducer, away:
 @pytest.mark.parametrize("process", ["process 1", "another"])
 def test_a_new_process_does_not_come_back_as_an_old_one(begun: Reducer, process: str) -> None:
     begun.engine.unreachable(b"1")
-    errors = told(hello(begun, 1, "one", process, peer=b"new", watermark=0))
+    errors = told(begun.hello(1, run="one", process=process, peer=b"new", watermark=0))
     if process == "another":
         assert isinstance(errors[b"new"], StaleGenerationError), "rank 0 of its life is still here"
         assert isinstance(errors[b"0"], RankLostError), "at once"

@@ -11,8 +11,7 @@ from reducer.engine.limits import Limits
 from reducer.errors import CapacityError, ReducerLostError
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import encode_error
-from tests.engine.test_keys import AllowList, hello
-from tests.engine.words import M, Reducer, kinds, number, told
+from tests.engine.words import TWO_KEYS, M, Reducer, kinds, number, told, with_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,11 +41,14 @@ def work(act: Callable[[], object]) -> int:
     return counted
 
 
+def grows_little(cost: Callable[[int], int]) -> bool:
+    """Say whether it costs about the same with few rounds and with many."""
+    return cost(MANY) < cost(FEW) + (MANY - FEW) / 2
+
+
 def with_open(implementation: str, rounds: int) -> Reducer:
     """A job of 3 ranks, of which one never comes and one has begun some all-reduces."""
-    reducer = Reducer(implementation)
-    for rank in (0, 1):
-        reducer.hello(rank, world_size=3, window=1 << 20)
+    reducer = with_ranks(implementation, 2, world_size=3, window=1 << 20)
     for call in range(rounds):
         reducer.contribute(0, number(call))
     return reducer
@@ -66,19 +68,15 @@ def begin(reducer: Reducer, rounds: int) -> int:
 def test_a_message_costs_the_same_however_many_rounds_are_open(
     implementation: str, act: Callable[[Reducer, int], int]
 ) -> None:
-    few, many = (act(with_open(implementation, rounds), rounds) for rounds in (FEW, MANY))
-    assert many < few + (MANY - FEW) / 2
+    assert grows_little(lambda rounds: act(with_open(implementation, rounds), rounds))
 
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_what_one_watermark_frees_is_all_that_it_costs(
     implementation: str, *, failed: bool
 ) -> None:
-    reducers = [Reducer(implementation) for _ in range(2)]
-    costs = []
-    for reducer, rounds in zip(reducers, (FEW, MANY), strict=True):
-        for rank in range(2):
-            reducer.hello(rank, window=1 << 20)
+    def cost(rounds: int) -> int:
+        reducer = with_ranks(implementation, 2, window=1 << 20)
         for call in range(rounds):
             if failed:
                 reducer.say(0, M.ABORT, number(call), CALLED_OFF)
@@ -87,19 +85,15 @@ def test_what_one_watermark_frees_is_all_that_it_costs(
         for rank in range(2):
             reducer.contribute(rank, number(rounds))
         reducer.contribute(0, number(rounds + 1), watermark=number(2))
-
-        def free(reducer: Reducer = reducer, rounds: int = rounds) -> None:
-            reducer.contribute(1, number(rounds + 1), watermark=number(2))
-
-        costs.append(work(free))
+        instructions = work(lambda: reducer.contribute(1, number(rounds + 1), watermark=number(2)))
         assert len(reducer.rounds()) == rounds
-    assert costs[1] < costs[0] + (MANY - FEW) / 2
+        return instructions
+
+    assert grows_little(cost)
 
 
 def test_rounds_are_forgotten_in_any_order_of_opening(implementation: str) -> None:
-    reducer = Reducer(implementation)
-    for rank in range(2):
-        reducer.hello(rank, window=1 << 20)
+    reducer = with_ranks(implementation, 2, window=1 << 20)
     calls = [call * 37 % 101 for call in range(101)]
     for call in calls:
         for rank in range(2):
@@ -112,9 +106,7 @@ def test_rounds_are_forgotten_in_any_order_of_opening(implementation: str) -> No
 
 
 def test_a_job_has_so_many_rounds_and_no_more(implementation: str) -> None:
-    reducer = Reducer(implementation, limits=Limits(max_rounds=1500))
-    for rank in range(2):
-        reducer.hello(rank, window=16 << 20)
+    reducer = with_ranks(implementation, 2, Limits(max_rounds=1500), window=16 << 20)
     for call in range(1500):
         assert reducer.contribute(0, number(call)) == []
     error = told(reducer.contribute(0, number(1500)))[b"0"]
@@ -130,9 +122,9 @@ def test_a_job_has_so_many_rounds_and_no_more(implementation: str) -> None:
 
 def test_the_rounds_of_a_keys_jobs_count_together(implementation: str) -> None:
     reducer = Reducer(implementation, limits=Limits(max_rounds=100))
-    reducer.engine.allow(AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")}))
+    reducer.engine.allow(TWO_KEYS)
     for name, key in (("one", "key-1"), ("two", "key-1"), ("three", "key-2")):
-        assert kinds(hello(reducer, 0, key, name, peer=name.encode())) == [M.WELCOME]
+        assert kinds(reducer.hello(0, key, name.encode(), job=name)) == [M.WELCOME]
     one, two, three = reducer.engine.jobs
 
     def begin(job: Any, call: int) -> list:
@@ -152,10 +144,10 @@ def test_the_rounds_of_a_keys_jobs_count_together(implementation: str) -> None:
 
 def test_a_key_has_so_many_connections_and_no_more(implementation: str) -> None:
     reducer = Reducer(implementation, limits=Limits(max_connections_per_key=3))
-    reducer.engine.allow(AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")}))
+    reducer.engine.allow(TWO_KEYS)
 
-    def join(rank: int, key: str, job: str, **change: Any) -> list:
-        return hello(reducer, rank, key, job, peer=f"{key}/{job}/{rank}".encode(), **change)
+    def join(rank: int, key: str, job: str) -> list:
+        return reducer.hello(rank, key, f"{key}/{job}/{rank}".encode(), job=job)
 
     for rank, job in ((0, "a"), (1, "a"), (0, "b")):
         assert kinds(join(rank, "key-1", job))[-1] is M.WELCOME
@@ -168,7 +160,7 @@ def test_a_key_has_so_many_connections_and_no_more(implementation: str) -> None:
     assert reducer.engine.counters.over_limit == 1
     for rank in range(2):
         assert kinds(join(rank, "key-2", "c")) == [M.WELCOME], "the others have their own"
-    later = hello(reducer, 0, "key-1", "a", peer=b"later", generation=1)
+    later = reducer.hello(0, "key-1", b"later", job="a", generation=1)
     assert kinds(later)[0] is M.WELCOME, "the members of the earlier generation make room"
     reducer.lose(b"key-1/b/0")
     assert kinds(join(1, "key-1", "b")) == [M.WELCOME]
@@ -204,8 +196,8 @@ def test_who_leaves_costs_no_more_the_more_rounds_it_leaves_alone(
     implementation: str, rank: int, *, failed: bool
 ) -> None:
     """Rank 1 has contributed to all rounds, which wait for rank 2, or have failed without it."""
-    costs = []
-    for rounds in (FEW, MANY):
+
+    def cost(rounds: int) -> int:
         reducer = with_open(implementation, rounds)
         for call in range(rounds):
             reducer.contribute(1, number(call))
@@ -213,33 +205,35 @@ def test_who_leaves_costs_no_more_the_more_rounds_it_leaves_alone(
             come_and_go(reducer, 2)
         go(reducer, 1)
         assert reducer.engine.counters.rounds_failed == (rounds if failed else 0)
-        costs.append(work(lambda reducer=reducer: come_and_go(reducer, rank)))
-    assert costs[1] < costs[0] + (MANY - FEW) / 2
+        return work(lambda: come_and_go(reducer, rank))
+
+    assert grows_little(cost)
 
 
 def test_a_range_that_is_given_up_again_costs_no_more(implementation: str) -> None:
-    costs = []
-    for rounds in (FEW, MANY):
+    def cost(rounds: int) -> int:
         reducer = with_open(implementation, rounds)
         far = number(2 * rounds)
         reducer.say(0, M.ABORT, far, CALLED_OFF, nbytes=1)
 
-        def extend(reducer: Reducer = reducer, far: int = far) -> None:
+        def extend() -> None:
             for more in range(1, 10):
                 reducer.say(0, M.ABORT, far + more, CALLED_OFF, nbytes=1)
 
-        costs.append(work(extend))
+        instructions = work(extend)
         assert reducer.engine.counters.rounds_failed == 0
         reducer.say(0, M.ABORT, number(0), CALLED_OFF, nbytes=far)
         assert reducer.engine.counters.rounds_failed == rounds
-    assert costs[1] < costs[0] + (MANY - FEW) / 2
+        return instructions
+
+    assert grows_little(cost)
 
 
 def test_ranks_of_other_settings_cost_no_more_the_more_has_failed(implementation: str) -> None:
-    costs = []
-    for rounds in (FEW, MANY):
+    def cost(rounds: int) -> int:
         reducer = with_open(implementation, rounds)
         refuse(reducer)
         assert reducer.engine.counters.rounds_failed == rounds
-        costs.append(work(lambda reducer=reducer: bar_anew(reducer)))
-    assert costs[1] < costs[0] + (MANY - FEW) / 2
+        return work(lambda: bar_anew(reducer))
+
+    assert grows_little(cost)

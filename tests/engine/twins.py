@@ -52,9 +52,9 @@ class Served:
 
             self._core = Core(self.engine)
 
-    def receive(self, peer: bytes, header: bytes, payload: bytes) -> list[Send]:
+    def receive(self, peer: bytes, header: bytes, payload: bytes, key: str = "") -> list[Send]:
         sends = self._core and self._core.offer(peer, header, payload)
         if sends is None:
-            return self.engine.receive(peer, header, payload)
+            return self.engine.receive(peer, header, payload, key)
         self.taken += 1
         return sends

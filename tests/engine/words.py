@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from reducer.engine.allow_list import AllowList
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import NO_LIMITS, Limits
+from reducer.errors import RankLostError
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
@@ -14,6 +18,7 @@ from worker_client.protocol.calls import FIRST_PLACE
 
 M = MessageType
 WINDOW = 1 << 16
+TWO_KEYS = AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")})
 
 
 def number(call: int, place: int = FIRST_PLACE) -> int:
@@ -33,13 +38,16 @@ class Reducer:
         self.engine = self.served.engine
         self.now = 0.0
 
-    def hello(self, rank: int, world_size: int = 2, peer: bytes | None = None, **change) -> list:
+    def hello(self, rank: int, key: str = "", peer: bytes = b"", **change) -> list:
+        """Join with a key; ``claims`` is the job of the header, if not that of the body."""
         fields = {"generation": 0, "watermark": 0, "window": WINDOW}
         fields |= {name: change.pop(name) for name in list(change) if name in fields}
-        settings = {"job": "job", "reducers": 1, "reducer_index": 0} | change
-        header = Header(M.HELLO, job=fingerprint(settings["job"]), rank=rank, **fields)
-        body = encode(Hello(world_size=world_size, **settings))
-        return self.served.receive(peer or b"%d" % rank, header.pack(), body)
+        settings = {"job": "job", "world_size": 2, "reducers": 1, "reducer_index": 0} | change
+        claims = settings.pop("claims", settings["job"])
+        header = Header(M.HELLO, job=fingerprint(claims), rank=rank, **fields)
+        return self.served.receive(
+            peer or b"%d" % rank, header.pack(), encode(Hello(**settings)), key
+        )
 
     def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
         payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
@@ -79,6 +87,23 @@ class Reducer:
 
     def rounds(self) -> set[int]:
         return {sequence for job in self.engine.jobs for sequence in job.rounds}
+
+
+def with_ranks(
+    implementation: str, ranks: int, limits: Limits = NO_LIMITS, **settings: Any
+) -> Reducer:
+    """A reducer that so many ranks have joined, all of their job unless it says otherwise."""
+    reducer = Reducer(implementation, limits=limits)
+    for rank in range(ranks):
+        assert kinds(reducer.hello(rank, **{"world_size": ranks, **settings})) == [M.WELCOME]
+    return reducer
+
+
+def lost_rank(sends: list, peer: bytes = b"0") -> int:
+    """The rank that a peer is told is lost."""
+    error = told(sends)[peer]
+    assert isinstance(error, RankLostError)
+    return error.rank
 
 
 def told(sends: list) -> dict[bytes, Exception]:
