@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
@@ -201,14 +201,18 @@ class Network:
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
         self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))
 
+    def drain(self, *queues: deque) -> None:
+        """Deliver all messages of some queues, of one after the other."""
+        for queue in queues:
+            while queue:
+                self.deliver(queue)
+
     def deliver_all(self) -> None:
         while self.later or self.waiting():
             later, self.later = self.later, []
             for event in later:
                 event()
-            for queue in self.waiting():
-                while queue:
-                    self.deliver(queue)
+            self.drain(*self.waiting())
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -254,3 +258,11 @@ class Network:
     def peer(self, rank: int, index: int) -> bytes:
         """How a reducer's transport calls a connection."""
         return f"{rank}/{index}/{self.lives[rank, index]}".encode()
+
+
+def connected(*given: Any) -> Network:
+    """A network in which all ranks have joined."""
+    network = Network(*given)
+    network.connect()
+    network.deliver_all()
+    return network

@@ -15,8 +15,7 @@ from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
 from reducer.wire.messages import ALL_REDUCERS, Loss, encode
-from tests.engine.network import Network
-from tests.engine.twins import IMPLEMENTATIONS
+from tests.engine.network import Network, connected
 from tests.engine.words import number
 from worker_client.protocol.actions import Finish
 from worker_client.protocol.losses import ADOPT_S
@@ -31,15 +30,22 @@ def operation(nbytes: int = LARGE_BYTES, timeout_s: float = 60.0) -> Operation:
     return Operation(view, DType.UINT8, ReduceOp.SUM, "large", timeout_s)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def network(request: pytest.FixtureRequest) -> Network:
+@pytest.fixture
+def fresh(implementation: str) -> Network:
     """Two ranks and two reducers, every rank with another idea of the rate."""
-    network = Network(2, 2, 0, 0, request.param)
-    network.connect()
-    network.deliver_all()
+    network = connected(2, 2, 0, 0, implementation)
     for rank, worker in enumerate(network.workers):
         worker.session._flow._rates = {0: [(1 + rank) * 150e6], 1: [(1 + rank) * 150e6]}
     return network
+
+
+@pytest.fixture
+def network(fresh: Network) -> Network:
+    """The same after two calls: the ranks agree before the third."""
+    for _ in range(2):
+        call(fresh)
+        fresh.deliver_all()
+    return fresh
 
 
 def chunk_bytes(network: Network) -> list[int]:
@@ -58,9 +64,6 @@ def call(network: Network, ranks: tuple[int, ...] = (0, 1)) -> None:
 
 
 def test_the_slowest_rank_decides(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     for _ in range(3):
         call(network)
@@ -75,9 +78,6 @@ def test_the_slowest_rank_decides(network: Network) -> None:
 
 
 def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     call(network)
     for worker in network.workers:
         error = LocalProtocolError("a failure")
@@ -88,30 +88,27 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
     assert all(worker.ended[2] is None for worker in network.workers)
 
 
-def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network: Network) -> None:
-    session = network.workers[0].session
+def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh: Network) -> None:
+    session = fresh.workers[0].session
     session._agreement.chunk_bytes = 128 * KIB
     session._map.agree([True, True])
-    call(network)
-    network.deliver_all()
-    errors = [worker.ended[0] for worker in network.workers]
+    call(fresh)
+    fresh.deliver_all()
+    errors = [worker.ended[0] for worker in fresh.workers]
     assert all(isinstance(error, MismatchError) for error in errors)
     assert {error.field for error in errors} == {"epoch"}
-    assert [worker.session._map.epoch for worker in network.workers] == [2, 2]
-    assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
-    call(network)
-    network.deliver_all()
-    assert all(worker.ended[1] is None for worker in network.workers)
+    assert [worker.session._map.epoch for worker in fresh.workers] == [2, 2]
+    assert chunk_bytes(fresh) == [SMALLEST_CHUNK] * 2
+    call(fresh)
+    fresh.deliver_all()
+    assert all(worker.ended[1] is None for worker in fresh.workers)
 
 
 @pytest.mark.parametrize("hears_first", [False, True])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_rank_that_is_lost_amid_an_agreement_is_named(
     implementation: str, hears_first: bool
 ) -> None:
-    network = Network(3, 2, 0, 0, implementation)
-    network.connect()
-    network.deliver_all()
+    network = connected(3, 2, 0, 0, implementation)
     for _ in range(2):
         call(network, (0, 1, 2))
         network.deliver_all()
@@ -124,9 +121,8 @@ def test_a_rank_that_is_lost_amid_an_agreement_is_named(
     network.tick(1.1)
     network.deliver(network.down[1, 0])  # the agreement has failed at rank 1
     if hears_first:
-        for queue in (network.up[1, 1], network.down[2, 1]):
-            while queue:
-                network.deliver(queue)  # and rank 2 hears from it before it has its own error
+        # And rank 2 hears from it before it has its own error.
+        network.drain(network.up[1, 1], network.down[2, 1])
     network.deliver_all()
     network.tick(1.1)
     network.deliver_all()
@@ -138,9 +134,6 @@ def test_a_rank_that_is_lost_amid_an_agreement_is_named(
 
 
 def test_who_asks_late_goes_on_as_those_do_that_gave_up(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     network.submit(0, operation(8, timeout_s=1.0))
     network.deliver_all()
     for _ in range(3):  # the deadline, and a second for a reducer to say who is missing
@@ -158,9 +151,6 @@ def test_who_asks_late_goes_on_as_those_do_that_gave_up(network: Network) -> Non
 
 
 def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     call(network, (0,))
     for index in range(2):
         network.do(0, network.workers[0].session.disconnected(index, "died"))
@@ -173,9 +163,6 @@ def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network:
 def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoch(
     network: Network,
 ) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     call(network, (0,))
     session = network.workers[0].session
     for epoch, sequence in ((6, number(1)), (5, number(2, place=0))):
@@ -187,9 +174,6 @@ def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoc
 
 def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:
     for _ in range(2):
-        call(network)
-        network.deliver_all()
-    for _ in range(2):
         call(network, (0,))
     actions = network.workers[0].session.close(LocalProtocolError("left"))
     ended = [action for action in actions if isinstance(action, Finish)]
@@ -197,12 +181,12 @@ def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:
     assert all(isinstance(finish.error, LocalProtocolError) for finish in ended)
 
 
-def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(network: Network) -> None:
+def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(fresh: Network) -> None:
     for sizes in ((8, 8), (8, 8), (8, LARGE_BYTES), (8, 8), (8, 8), (LARGE_BYTES, 8), (8, 8)):
         for rank, nbytes in enumerate(sizes):
-            network.submit(rank, operation(nbytes))
-        network.deliver_all()
-    for worker in network.workers:
+            fresh.submit(rank, operation(nbytes))
+        fresh.deliver_all()
+    for worker in fresh.workers:
         ended = list(worker.ended.values())  # without the questions, which are nobody's calls
         assert [isinstance(error, MismatchError) for error in ended] == [
             wrong in {2, 5} for wrong in range(7)
@@ -212,9 +196,6 @@ def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(network: Netwo
 
 
 def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     call(network, (0,))
     view = memoryview(bytearray(24))
     ours = Operation(view, DType.INT64, ReduceOp.MIN, None, 60.0)
@@ -227,9 +208,6 @@ def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
 
 
 def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     network.submit(0, operation())  # the other rank does not come
     network.submit(0, operation(timeout_s=1.0))
     session = network.workers[0].session
@@ -237,9 +215,6 @@ def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> N
 
 
 def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network: Network) -> None:
-    for _ in range(2):
-        call(network)
-        network.deliver_all()
     for reducer in range(2):
         network.cut(0, reducer, noticed=True)
     network.deliver_all()
@@ -247,9 +222,7 @@ def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network: 
     network.deliver_all()  # rank 0 has reached the first reducer again, but not the second
     call(network)
     network.mend(0, 1)
-    for queue in (network.up[0, 1], network.down[0, 1]):
-        while queue:
-            network.deliver(queue)
+    network.drain(network.up[0, 1], network.down[0, 1])
     network.restart(0)  # so the second one answers: only the first is to be used
     network.calm()
     assert all(worker.ended.keys() == {0, 1, 2} for worker in network.workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,30 +24,27 @@ from reducer.wire.messages import (
     decode,
     encode,
 )
-from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
+from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.words import number
 from worker_client.protocol.actions import Finish, HandOver, Reset
 from worker_client.protocol.flight import Send
 from worker_client.protocol.losses import ADOPT_S
 from worker_client.protocol.pending import HURRY_S, STRAGGLER_S
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 @pytest.fixture
 def three(implementation: str) -> Driven:
     """Rank 0 of 2, with three reducers and chunks of 64 bytes."""
-    session = Driven(implementation, 0, 2, ("a:1", "b:2", "c:3"), 3 * 4096, 64)
-    for index in range(3):
-        join(session, index)
-    return session
+    return joined(implementation, 0, 2, ("a:1", "b:2", "c:3"), 3 * 4096, 64)
 
 
 @pytest.fixture
 def hosted(implementation: str) -> Driven:
     """Rank 0 of 2; rank 1 hosts the second reducer."""
-    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
-    for index in range(2):
-        join(session, index)
-    return session
+    return joined(implementation, 0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
 
 
 def resets(actions: list) -> list[int]:
@@ -66,29 +64,24 @@ def hear_of(session: Driven, link: int, reducer: int, epoch: int, process: str =
     return session.receive(link, Header(M.SHARD_MAP).pack(), encode(loss))
 
 
-def lose(session: Driven, way: str) -> list:
-    """The second reducer, which is lost in one of several ways."""
-    if way == "disconnected":
-        return session.disconnected(1, "died")
-    if way == "unknown":
-        return error(session, 1, MembershipError("who are you?"))
-    if way == "misunderstood":
-        return error(session, 1, RemoteProtocolError("what?"))
-    if way == "malformed":
-        return session.receive(1, b"nonsense", b"")
-    if way == "goodbye":
-        return session.receive(1, Header(M.GOODBYE).pack(), b"")
-    return hear_of(session, 0, 1, 0)
+# How the second reducer is lost.
+WAYS: dict[str, Callable[[Driven], list]] = {
+    "disconnected": lambda session: session.disconnected(1, "died"),
+    "unknown": lambda session: error(session, 1, MembershipError("who are you?")),
+    "misunderstood": lambda session: error(session, 1, RemoteProtocolError("what?")),
+    "malformed": lambda session: session.receive(1, b"nonsense", b""),
+    "goodbye": lambda session: session.receive(1, Header(M.GOODBYE).pack(), b""),
+    "heard": lambda session: hear_of(session, 0, 1, 0),
+}
 
 
-WAYS = ("disconnected", "unknown", "misunderstood", "malformed", "goodbye", "heard")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(three: Driven, way: str) -> None:
+@pytest.mark.parametrize("lose", WAYS.values(), ids=WAYS)
+def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(
+    three: Driven, lose: Callable[[Driven], list]
+) -> None:
     mine = operation(64 * 6)
     contributions = sent(three.submit(mine, 0.0), M.CONTRIBUTION)
-    actions = lose(three, way)
+    actions = lose(three)
     assert errors(actions) == []
     assert resets(actions) == [1]
     assert losses(actions) == [(0, Loss(1, 0)), (2, Loss(1, 0))]
@@ -102,7 +95,7 @@ def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(three: Driven, way:
 
 
 def test_a_loss_is_told_once(three: Driven) -> None:
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     assert hear_of(three, 0, 1, 0) == []
     assert hear_of(three, 2, 1, 0) == []
 
@@ -110,7 +103,7 @@ def test_a_loss_is_told_once(three: Driven) -> None:
 def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(
     three: Driven, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     told = hear_of(three, 0, 1, 1)  # that rank lost it after it had answered what is next
     assert losses(told) == [(0, Loss(1, 1)), (2, Loss(1, 1))]
     assert three.session.failover.losses == 1
@@ -118,17 +111,11 @@ def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(
 
 
 def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) -> None:
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     three.released(1)
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
-    assert sorted((link, header.offset) for link, header in contributions) == [
-        (0, 0),
-        (0, 64),
-        (0, 192),
-        (2, 128),
-        (2, 256),
-        (2, 320),
-    ]
+    found = sorted((link, header.offset) for link, header in contributions)
+    assert found == [(0, 0), (0, 64), (0, 192), (2, 128), (2, 256), (2, 320)]
     assert {header.epoch for _, header in contributions} == {0}
 
 
@@ -136,7 +123,7 @@ def test_a_result_that_is_here_is_claimed_and_supplied(three: Driven) -> None:
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     done = next(header for link, header in contributions if link == 1)
     result(three, 1, done)
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     actions = three.released(1)
     ((link, claim),) = sent(actions, M.RETAINED)
     assert claim == done._replace(type=M.RETAINED, watermark=number(0))
@@ -153,7 +140,7 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -
         ended = result(three, link, header)
     assert errors(ended) == [None]
     assert three.flight.kept_bytes == 64 * 6
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [128, 192]
     three.receive(0, Header(M.PING, watermark=number(0) + 1).pack(), b"")
     assert three.flight.kept_bytes == 0
@@ -164,7 +151,7 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -
 
 def test_a_second_loss_moves_what_was_moved(three: Driven) -> None:
     three.submit(operation(64 * 6), 0.0)
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     three.released(1)
     lost = three.disconnected(0, "died too")
     assert losses(lost) == [(2, Loss(0, 0))]
@@ -173,7 +160,7 @@ def test_a_second_loss_moves_what_was_moved(three: Driven) -> None:
 
 
 def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three: Driven) -> None:
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     three.released(1)
     assert losses(join(three, 1)) == [(1, Loss(1, 0))]
     links = {link for link, _ in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)}
@@ -211,6 +198,15 @@ def wait_for_any(session: Driven, now: float) -> list:
     return session.tick(now + 0.1)
 
 
+def served_by(session: Driven, link: int, actions: list) -> int:
+    """Answer all contributions, as many at a time as the window has room for; return how many."""
+    contributions = sent(actions, M.CONTRIBUTION)
+    for to, header in contributions:
+        assert to == link
+        contributions += sent(result(session, link, header), M.CONTRIBUTION)
+    return len(contributions)
+
+
 def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -> None:
     for link in range(2):
         three.disconnected(link, "died")
@@ -227,11 +223,7 @@ def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -
     moved = three.released(2)
     ((_, claim),) = sent(moved, M.RETAINED)
     assert claim.offset == ended.offset
-    again = sent(moved, M.CONTRIBUTION)
-    for link, header in again:  # as many at a time as the window has room for
-        assert link == 0
-        again += sent(result(three, link, header), M.CONTRIBUTION)
-    assert len(again) == 5
+    assert served_by(three, 0, moved) == 5
     assert bytes(mine.view) == b"\7" * 64 * 6
     assert {link for link, _ in sent(three.submit(operation(0), 0.0))} == {0}
 
@@ -245,11 +237,7 @@ def test_the_first_that_answers_takes_the_place_of_the_last_one(three: Driven) -
     told = join(three, 1, "another process")
     assert (1, Loss(0, 0, stage=1)) in losses(told), "it would be waited for"
     assert sent(told, M.CONTRIBUTION) == []
-    moved = sent(three.released(0), M.CONTRIBUTION)
-    for link, header in moved:
-        assert link == 1
-        moved += sent(result(three, link, header), M.CONTRIBUTION)
-    assert len(moved) == 6
+    assert served_by(three, 1, three.released(0)) == 6
 
 
 def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three: Driven) -> None:
@@ -280,9 +268,7 @@ def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -
 
 
 def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementation: str) -> None:
-    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
-    for index in range(2):
-        join(session, index)
+    session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
     session.disconnected(0, "died")
     session.released(0)
     session.submit(operation(), 0.0)
@@ -293,9 +279,8 @@ def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementatio
 def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well(
     implementation: str,
 ) -> None:
-    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
-    for index in range(2):
-        join(session, index, "in its place")
+    own: dict = {"incarnation": "in its place", "fallback": True}
+    session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, **own)
     session.submit(operation(), 0.0)
     hear_of(session, 0, 0, LAST_EPOCH, "lost")
     assert resets(hear_of(session, 0, 1, LAST_EPOCH, "lost")) == [0, 1]
@@ -339,10 +324,7 @@ def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted: Driven) -> None:
     assert failure.rank == 1
 
 
-def test_a_reducer_that_shuts_down_without_another_finishes(implementation: str) -> None:
-    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 4096, 64)
-    for index in range(2):
-        join(session, index)
+def test_a_reducer_that_shuts_down_without_another_finishes(session: Driven) -> None:
     session.disconnected(0, "died")
     assert session.receive(1, Header(M.GOODBYE).pack(), b"") == []
 
@@ -383,7 +365,7 @@ def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session
 
 def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
     three.submit(operation(64 * 6), 0.0)
-    lose(three, "disconnected")
+    three.disconnected(1, "died")
     actions = three.close(RankLostError("closing", rank=0))
     assert [type(a.error) for a in actions if isinstance(a, Finish)] == [RankLostError]
     assert {link for link, _ in sent(actions, M.GOODBYE)} == {0, 2}

@@ -16,13 +16,16 @@ from worker_client.protocol.names import refused
 QUESTION, CALL = number(4, 0), number(4)
 
 
-@pytest.mark.parametrize("first", ["question", "call"])
+# What a reducer hears first.
+in_either_order = pytest.mark.parametrize("turn", [1, -1], ids=["question", "call"])
+
+
+@in_either_order
 def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(
-    reducer: Reducer, first: str
+    reducer: Reducer, turn: int
 ) -> None:
     sends = []
-    for what in (first, "call" if first == "question" else "question"):
-        rank, sequence = (0, QUESTION) if what == "question" else (1, CALL)
+    for rank, sequence in [(0, QUESTION), (1, CALL)][::turn]:
         sends += reducer.contribute(rank, sequence, epoch=3)
     (declined,) = told(sends).values()
     assert isinstance(declined, MismatchError)
@@ -31,16 +34,12 @@ def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(
     assert [kind.name for kind in kinds(done)] == ["RESULT", "RESULT"], "and the call goes on"
 
 
-@pytest.mark.parametrize("first", ["question", "call"])
+@in_either_order
 @pytest.mark.parametrize("epoch", [2, 5])
-def test_ranks_of_other_epochs_have_lost_touch(reducer: Reducer, first: str, epoch: int) -> None:
+def test_ranks_of_other_epochs_have_lost_touch(reducer: Reducer, turn: int, epoch: int) -> None:
     sends = []
-    for what in (first, "call" if first == "question" else "question"):
-        sends += (
-            reducer.contribute(0, QUESTION, epoch=3)
-            if what == "question"
-            else reducer.contribute(1, CALL, epoch=epoch)
-        )
+    for rank, sequence, here in [(0, QUESTION, 3), (1, CALL, epoch)][::turn]:
+        sends += reducer.contribute(rank, sequence, epoch=here)
     error = told(sends)[b"0"]
     assert isinstance(error, MismatchError)
     assert (error.field, {error.expected, error.got}) == ("epoch", {3, epoch})
@@ -52,19 +51,17 @@ def test_a_rank_that_has_the_answer_has_not_passed_the_question(reducer: Reducer
     assert told(reducer.retain(1, QUESTION, epoch=3)) == {}
 
 
-@pytest.mark.parametrize("first", ["question", "call"])
+@in_either_order
 def test_a_call_that_a_rank_gives_up_without_the_question_declines_it(
-    reducer: Reducer, first: str
+    reducer: Reducer, turn: int
 ) -> None:
-    sends = []
-    for what in (first, "call" if first == "question" else "question"):
-        sends += (
-            reducer.contribute(0, QUESTION, epoch=3)
-            if what == "question"
-            else reducer.say(1, M.ABORT, CALL, encode_error(refused(1, "it is odd")), epoch=3)
-        )
-    fields = {error.field for error in told_all(sends)}
-    assert "question" in fields
+    why = encode_error(refused(1, "it is odd"))
+    says = [
+        lambda: reducer.contribute(0, QUESTION, epoch=3),
+        lambda: reducer.say(1, M.ABORT, CALL, why, epoch=3),
+    ]
+    sends = [send for say in says[::turn] for send in say()]
+    assert "question" in {error.field for error in told_all(sends)}
     assert told(reducer.contribute(0, CALL, epoch=3))[b"0"].field == "call"
 
 

@@ -30,14 +30,6 @@ def newcomer(implementation: str) -> Driven:
     return Driven(implementation, 0, 1, ("a:1",), 4096)
 
 
-@pytest.fixture
-def lone(implementation: str) -> Driven:
-    """Rank 1 of 2, with one reducer."""
-    session = Driven(implementation, 1, 2, ("a:1",), 4096, 64)
-    join(session, 0)
-    return session
-
-
 def test_contributions_start_at_another_reducer_for_every_rank(session: Driven) -> None:
     links = [link for link, _ in sent(session.submit(operation(), 0.0), M.CONTRIBUTION)]
     assert links == [1, 0, 1, 0]  # rank 1 of 2; every reducer has work before any has more
@@ -70,12 +62,8 @@ def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:
     session.submit(operation(), 0.0)
     actions = error(session, 0, RankLostError("gone", rank=0), number(0))
     (failure,) = errors(actions)
-    assert (type(failure), failure.rank, failure.sequence, failure.name) == (
-        RankLostError,
-        0,
-        0,
-        "it",
-    )
+    assert isinstance(failure, RankLostError)
+    assert (failure.rank, failure.sequence, failure.name) == (0, 0, "it")
     assert [(link, h.sequence) for link, h in sent(actions, M.ABORT)] == [(1, number(0))]
     assert [session.in_flight(link) for link in range(2)] == [0, 0]
 
@@ -190,17 +178,16 @@ def test_a_last_reducer_that_knows_nobody_fails_everything_in_flight(lone: Drive
 
 
 def test_a_refusal_is_kept(newcomer: Driven) -> None:
-    session = newcomer
-    session.connected(0)
+    newcomer.connected(0)
     data = bytearray(Header(M.WELCOME).pack())
     data[4] = 7  # another major version
-    session.receive(0, data, b"")
-    assert isinstance(session.refusal, VersionError)
-    session.connected(0)
-    assert session.refusal is None
-    error(session, 0, MembershipError("no"))
-    assert isinstance(session.refusal, MembershipError)
-    assert not session.joined
+    newcomer.receive(0, data, b"")
+    assert isinstance(newcomer.refusal, VersionError)
+    newcomer.connected(0)
+    assert newcomer.refusal is None
+    error(newcomer, 0, MembershipError("no"))
+    assert isinstance(newcomer.refusal, MembershipError)
+    assert not newcomer.joined
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -259,19 +246,18 @@ def test_a_repeated_result_counts_once(session: Driven) -> None:
 
 
 def test_too_far_ahead_nothing_is_said(lone: Driven) -> None:
-    session = lone
-    first = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
+    first = sent(lone.submit(operation(1), 0.0), M.CONTRIBUTION)
     # One after the other: only the first is not answered.
     for _ in range(MAX_ROUNDS_AHEAD // PLACES - 1):
-        (contribution,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
-        assert errors(result(session, *contribution)) == [None]
-    actions = session.submit(operation(1, timeout_s=1.0), 0.0)
+        (contribution,) = sent(lone.submit(operation(1), 0.0), M.CONTRIBUTION)
+        assert errors(result(lone, *contribution)) == [None]
+    actions = lone.submit(operation(1, timeout_s=1.0), 0.0)
     assert actions == []
-    (failure, *sends) = session.tick(1.0)
+    (failure, *sends) = lone.tick(1.0)
     assert isinstance(failure.error, ReductionTimeout)
     assert sends == []
-    assert session.submit(operation(1), 0.0) == []
-    actions = result(session, *first[0])
+    assert lone.submit(operation(1), 0.0) == []
+    actions = result(lone, *first[0])
     assert errors(actions) == [None]
     assert len(sent(actions, M.CONTRIBUTION)) == 1  # now it may be
 
@@ -287,9 +273,8 @@ def test_who_was_refused_asks_again(lone: Driven) -> None:
 
 
 def test_a_result_before_the_welcome_refuses_the_reducer(newcomer: Driven) -> None:
-    session = newcomer
-    session.connected(0)
-    session.receive(0, Header(M.RESULT).pack(), b"")
-    assert isinstance(session.refusal, RemoteProtocolError)
-    (failure,) = errors(session.submit(operation(), 0.0))
+    newcomer.connected(0)
+    newcomer.receive(0, Header(M.RESULT).pack(), b"")
+    assert isinstance(newcomer.refusal, RemoteProtocolError)
+    (failure,) = errors(newcomer.submit(operation(), 0.0))
     assert isinstance(failure, RemoteProtocolError)
