@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import DeviceError
+from reducer.wire.constants import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
 
 RUBBISH = 0xA5
 PIECE = 4096  # bytes of a piece, with the fixture `devices`
+DTYPES = [getattr(torch, dtype.name.lower()) for dtype in DType]
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of a matrix
+    "part": lambda whole: whole[1:-10],
+    "transposed": lambda whole: whole.t(),
+    "column": lambda whole: whole[:, 3],
+    "strided": lambda whole: whole[::2, 1:].unsqueeze(1),
+    "negated": lambda whole: torch.view_as_complex(whole.view(len(whole), -1, 2)).conj().imag,
+}
 
 
 class Copy:
@@ -177,6 +186,21 @@ def reduce_all(clients: list[Client], tensors: list[Any], **arguments: Any) -> N
     ]
     for work, tensor in zip(works, tensors, strict=True):
         assert work.wait(20) is tensor
+
+
+def reduce_views(
+    clients: list[Client],
+    wholes: list[torch.Tensor],
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Sum up a view of each rank's matrix, and see that nothing beside it changes."""
+    expected = [whole.clone() for whole in wholes]
+    total = (view(wholes[0]) + view(wholes[1])).clone()
+    for whole in expected:
+        view(whole).copy_(total)
+    reduce_all(clients, [view(whole) for whole in wholes], op="sum")
+    for whole, one in zip(wholes, expected, strict=True):
+        assert torch.equal(whole, one)
 
 
 def blocks_of(client: Client) -> BufferPool[torch.Tensor]:

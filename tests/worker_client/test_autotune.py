@@ -12,8 +12,7 @@ from tests.conftest import joined
 from worker_client.client import autotune
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
 
 
@@ -47,9 +46,7 @@ def test_what_was_set_stays(servers: list[str], monkeypatch: pytest.MonkeyPatch)
         assert client._fusion._threshold == 3 << 20
 
 
-def test_the_fastest_wins(
-    job: Callable[..., list[Client]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_wins(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {(0, 0): 5.0, (1 << 20, 0): 9.0, (1 << 20, 8 << 20): 10.0}
     tried: list[tuple[int, int]] = []
 

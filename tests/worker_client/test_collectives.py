@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, MismatchError, RankLostError
+from tests.worker_client.waits import at_all
 from worker_client.collectives import all_gather_bytes, broadcast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
 
 
-def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(call, clients))
-
-
 @pytest.mark.parametrize("root", [0, 2])
-def test_every_rank_gets_the_roots_bits(job: Callable[..., list[Client]], root: int) -> None:
+def test_every_rank_gets_the_roots_bits(job: Job, root: int) -> None:
     arrays = [np.full((5, 3), rank - 0.1, np.float32) for rank in range(3)]
     arrays[root][0, 0] = np.nan
     expected = arrays[root].tobytes()
@@ -31,13 +25,13 @@ def test_every_rank_gets_the_roots_bits(job: Callable[..., list[Client]], root: 
     assert [array.tobytes() for array in arrays] == [expected] * 3
 
 
-def test_strided_arrays_are_written_to(job: Callable[..., list[Client]]) -> None:
+def test_strided_arrays_are_written_to(job: Job) -> None:
     arrays = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
     at_all(job(2), lambda client: broadcast(client, arrays[client.rank]))
     np.testing.assert_array_equal(arrays[1], np.arange(12.0).reshape(3, 4).T)
 
 
-def test_payloads_of_any_length_are_gathered(job: Callable[..., list[Client]]) -> None:
+def test_payloads_of_any_length_are_gathered(job: Job) -> None:
     payloads = [b"", b"a" * 300_000, b"\0\xff"]
     got = at_all(job(3), lambda client: all_gather_bytes(client, payloads[client.rank]))
     assert got == [payloads] * 3
@@ -45,7 +39,7 @@ def test_payloads_of_any_length_are_gathered(job: Callable[..., list[Client]]) -
     assert nothing == [[b"", b""]] * 2
 
 
-def test_a_root_that_is_no_rank_is_refused(job: Callable[..., list[Client]]) -> None:
+def test_a_root_that_is_no_rank_is_refused(job: Job) -> None:
     (client,) = job(1)
     with pytest.raises(ConfigError, match="root 1 is not a rank of a world of size 1"):
         broadcast(client, np.zeros(1), root=1)
@@ -62,7 +56,7 @@ def test_a_root_that_is_no_rank_is_refused(job: Callable[..., list[Client]]) -> 
     ids=["root", "dtype", "shape", "size"],
 )
 def test_ranks_that_disagree_hear_it_and_go_on(
-    job: Callable[..., list[Client]], root: int, dtype: type, shape: tuple[int, ...], said: str
+    job: Job, root: int, dtype: type, shape: tuple[int, ...], said: str
 ) -> None:
     clients = job(3)
 
@@ -82,7 +76,7 @@ def test_ranks_that_disagree_hear_it_and_go_on(
         assert [array.tolist() for array in arrays] == [[1] * 6] * 3
 
 
-def test_a_root_that_is_lost_is_named(job: Callable[..., list[Client]]) -> None:
+def test_a_root_that_is_lost_is_named(job: Job) -> None:
     clients = job(3, on_rank_lost="continue")
     at_all(clients, lambda client: client.all_reduce(np.ones(1)).wait(30))
     clients[0].shutdown()

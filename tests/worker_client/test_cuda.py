@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -15,7 +14,9 @@ import pytest
 import torch
 
 from reducer.errors import ConfigError, DeviceError, LocalProtocolError, MismatchError
-from reducer.wire.constants import DType
+from tests.waits import eventually
+from tests.worker_client.slow_device import DTYPES, VIEWS, blocks_of, reduce_all, reduce_views
+from tests.worker_client.waits import at_all
 from worker_client.collectives import broadcast
 from worker_client.ddp import ReductionState
 from worker_client.staging import cuda, device
@@ -25,10 +26,9 @@ from worker_client.staging.split_call import PIECE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
     from worker_client.staging.device import Copy
-
-    Job = Callable[..., list[Client]]
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 A_SECOND = 2_000_000_000  # cycles; about
@@ -127,55 +127,30 @@ def test_what_is_on_a_device() -> None:
 # -- on a GPU -----------------------------------------------------------------------------------
 
 
-def summed(clients: list[Client], tensors: list[torch.Tensor], **arguments: Any) -> None:
-    works = [
-        client.all_reduce(tensor, "sum", **arguments)
-        for client, tensor in zip(clients, tensors, strict=True)
-    ]
-    for work, tensor in zip(works, tensors, strict=True):
-        assert work.wait(30) is tensor
-
-
 @on_a_gpu
 @pytest.mark.parametrize("nbytes", [0, 4, PIECE_BYTES, PIECE_BYTES + 4, 10 * PIECE_BYTES - 64])
 def test_sizes(job: Job, nbytes: int) -> None:
     ones = [torch.randn(nbytes // 4, device="cuda") for _ in range(2)]
     expected = ones[0] + ones[1]
-    summed(job(2), ones)
+    reduce_all(job(2), ones, op="sum")
     assert all(torch.equal(one, expected) for one in ones)
 
 
 @on_a_gpu
-@pytest.mark.parametrize("dtype", [getattr(torch, one.name.lower()) for one in DType], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(job: Job, dtype: torch.dtype) -> None:
     ones = [torch.randint(0, 50, (3000,)).to(dtype).cuda() for _ in range(2)]
     expected = ones[0].cpu() + ones[1].cpu()
-    summed(job(2), ones)
+    reduce_all(job(2), ones, op="sum")
     assert all(torch.equal(one.cpu(), expected) for one in ones)
 
 
 @on_a_gpu
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda whole: whole[1:700],
-        lambda whole: whole.t(),
-        lambda whole: whole[::2, 1:].unsqueeze(1),
-        lambda whole: torch.view_as_complex(whole.view(800, 500, 2)).conj().imag,
-    ],
-    ids=["part", "transposed", "strided", "negated"],
-)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_views_and_nothing_beside_them(
     job: Job, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    wholes = [torch.randn(800, 1000, device="cuda") for _ in range(2)]
-    expected = [whole.clone() for whole in wholes]
-    total = (view(wholes[0]) + view(wholes[1])).clone()
-    for whole in expected:
-        view(whole).copy_(total)
-    summed(job(2), [view(whole) for whole in wholes])
-    for whole, one in zip(wholes, expected, strict=True):
-        assert torch.equal(whole, one)
+    reduce_views(job(2), [torch.randn(800, 1000, device="cuda") for _ in range(2)], view)
 
 
 @on_a_gpu
@@ -214,10 +189,7 @@ def test_first_pieces_are_reduced_while_the_last_is_still_copied(
     one = torch.ones(5 * PIECE_BYTES // 4, device="cuda")
     torch.cuda.synchronize()
     work = client.all_reduce(one, "sum")
-    end = time.monotonic() + 20
-    while client.bytes_reduced < 4 * PIECE_BYTES:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    eventually(lambda: client.bytes_reduced >= 4 * PIECE_BYTES)
     assert not copies[4]._done.query()
     assert not work.done()
     work.wait(30)
@@ -234,18 +206,17 @@ def test_many_calls_of_both_kinds(job: Job) -> None:
             works.append(client.all_reduce(data, "sum"))
         return [work.wait(30) for work in works]
 
-    with ThreadPoolExecutor(2) as pool:
-        for results in pool.map(run, job(2)):
-            for number, data in enumerate(results):
-                assert (torch.as_tensor(data) == 2.0 * number).all()
+    for results in at_all(job(2), run):
+        for number, data in enumerate(results):
+            assert (torch.as_tensor(data) == 2.0 * number).all()
 
 
 @on_a_gpu
 def test_page_locked_memory_is_used_again(job: Job) -> None:
     (client,) = job(1)
     for _ in range(5):
-        summed([client], [torch.ones(3_000_000, device="cuda")])
-    ((_, blocks),) = client._staging._devices.values()
+        reduce_all([client], [torch.ones(3_000_000, device="cuda")], op="sum")
+    blocks = blocks_of(client)
     assert (blocks.used_bytes, blocks.idle_bytes) == (0, 12_000_000)
     assert blocks.take(12_000_000).is_pinned()
 
@@ -270,7 +241,7 @@ def test_an_error_leaves_the_client_usable(job: Job) -> None:
     for work in works:
         with pytest.raises(MismatchError, match="bytes in all"):
             work.wait(30)
-    summed(clients, [torch.ones(5000, device="cuda") for _ in clients])
+    reduce_all(clients, [torch.ones(5000, device="cuda") for _ in clients], op="sum")
 
 
 @on_a_gpu
@@ -291,14 +262,13 @@ def test_a_graph_is_refused(job: Job) -> None:
         one * 2  # a graph must not be empty
         with pytest.raises(ConfigError, match="CUDA graph"):
             client.all_reduce(one)
-    summed([client], [one])
+    reduce_all([client], [one], op="sum")
 
 
 @on_a_gpu
 def test_a_broadcast(job: Job) -> None:
     ones = [torch.full((50, 60), float(rank), device="cuda").t() for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda client: broadcast(client, ones[client.rank], root=1), job(2)))
+    at_all(job(2), lambda client: broadcast(client, ones[client.rank], root=1))
     assert all((one == 1.0).all() for one in ones)
 
 

@@ -8,28 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from reducer.errors import (
-    DeviceError,
-)
+from reducer.errors import DeviceError
 from tests.waits import eventually
-from tests.worker_client.slow_device import (
-    PIECE,
-    Devices,
-    Gate,
-    SlowDevice,
-    blocks_of,
-    reduce_all,
-)
+from tests.worker_client.slow_device import PIECE, Devices, Gate, SlowDevice, blocks_of, reduce_all
 from worker_client.staging import split_call
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.device_copies import BLOCK_TURNS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-
-    Job = Callable[..., list[Client]]
+    from tests.worker_client.waits import Job
 
 
 def test_blocks_are_used_again_when_the_result_is_back(job: Job, devices: Devices) -> None:

@@ -5,33 +5,31 @@ from __future__ import annotations
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from reducer.errors import (
-    ConfigError,
-    ReductionTimeout,
-)
-from reducer.wire.constants import DType
+from reducer.errors import ConfigError, ReductionTimeout
 from tests.waits import eventually
 from tests.worker_client.slow_device import (
+    DTYPES,
     PIECE,
+    VIEWS,
     Devices,
     Gate,
     reduce_all,
+    reduce_views,
 )
+from tests.worker_client.waits import at_all
 from worker_client.ddp import ReductionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
-
-    Job = Callable[..., list[Client]]
 
 
 # -- results ------------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ def test_sizes(job: Job, devices: Devices, count: int) -> None:
     assert [client.bytes_reduced for client in clients] == [4 * count] * 2
 
 
-@pytest.mark.parametrize("dtype", [getattr(torch, one.name.lower()) for one in DType], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes(job: Job, devices: Devices, dtype: torch.dtype) -> None:
     ones = [torch.randint(0, 50, (3000,)).to(dtype) for _ in range(2)]
     expected = ones[0] + ones[1]
@@ -57,28 +55,11 @@ def test_dtypes(job: Job, devices: Devices, dtype: torch.dtype) -> None:
     assert all(torch.equal(one, expected) for one in ones)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda whole: whole[1:70],
-        lambda whole: whole.t(),
-        lambda whole: whole[:, 3],
-        lambda whole: whole[::2, 1:].unsqueeze(1),
-        lambda whole: torch.view_as_complex(whole.view(80, 50, 2)).conj().imag,
-    ],
-    ids=["part", "transposed", "column", "strided", "negated"],
-)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_views_and_nothing_beside_them(
     job: Job, devices: Devices, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    wholes = [torch.randn(80, 100) for _ in range(2)]
-    expected = [whole.clone() for whole in wholes]
-    total = (view(wholes[0]) + view(wholes[1])).clone()
-    for whole in expected:
-        view(whole).copy_(total)
-    reduce_all(job(2), [view(whole) for whole in wholes], op="sum")
-    for whole, one in zip(wholes, expected, strict=True):
-        assert torch.equal(whole, one)
+    reduce_views(job(2), [torch.randn(80, 100) for _ in range(2)], view)
 
 
 def test_a_parameter_stays_a_leaf(job: Job, devices: Devices) -> None:
@@ -208,9 +189,7 @@ def test_many_calls_of_both_kinds_over_devices_of_changing_speed(
             given.append((client.all_reduce(one, "sum"), one))
         return [work.wait(30) for work, _ in given]
 
-    clients = job(2)
-    with ThreadPoolExecutor(2) as pool:
-        for results in pool.map(run, clients):
-            for number, ((count, _), one) in enumerate(zip(calls, results, strict=True)):
-                expected = 2 * (torch.arange(count, dtype=torch.float32) + number)
-                assert torch.equal(torch.as_tensor(one), expected), number
+    for results in at_all(job(2), run):
+        for number, ((count, _), one) in enumerate(zip(calls, results, strict=True)):
+            expected = 2 * (torch.arange(count, dtype=torch.float32) + number)
+            assert torch.equal(torch.as_tensor(one), expected), number

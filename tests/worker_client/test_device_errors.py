@@ -18,20 +18,11 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from tests.waits import eventually
-from tests.worker_client.slow_device import (
-    Devices,
-    Gate,
-    blocks_of,
-    reduce_all,
-)
+from tests.worker_client.slow_device import Devices, Gate, blocks_of, reduce_all
 from worker_client.runtime import service_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-
-    Job = Callable[..., list[Client]]
+    from tests.worker_client.waits import Job
 
 
 # -- errors -------------------------------------------------------------------------------------

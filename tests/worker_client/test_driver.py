@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, ReductionTimeout
-from tests.worker_client.waits import half_a_job, one_after_another
+from tests.waits import eventually
+from tests.worker_client.waits import break_here, half_a_job, one_after_another
 from worker_client.runtime import driver
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
     long = ours.all_reduce(np.ones(8), op="sum")
     waiter = threading.Thread(target=long.wait, args=(20,))
     waiter.start()
-    deadline = time.monotonic() + 10.0
-    while ours._communicator.driver._leader != waiter.ident:
-        assert time.monotonic() < deadline
+    eventually(lambda: ours._communicator.driver._leader == waiter.ident)
     with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
         ours.all_reduce(np.ones(8), op="sum", timeout=0.1).wait(10)
     assert ours._communicator.driver._leader == waiter.ident
@@ -108,10 +107,7 @@ def test_a_callback_may_call_and_shut_down(client: Client) -> None:
     work.future().add_done_callback(first_done)
     work.wait(10)
     assert (second[0].wait(10) == 1).all()
-    deadline = time.monotonic() + 10.0
-    while client._communicator.driver._thread.is_alive():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: not client._communicator.driver._thread.is_alive())
 
 
 @pytest.mark.usefixtures("eager")
@@ -155,24 +151,14 @@ def test_waiting_where_nobody_could_end_it_is_refused(client: Client) -> None:
     work = client.all_reduce(np.ones(4), op="sum")
     work.future().add_done_callback(wait_for_another)
     work.wait(10)
-    deadline = time.monotonic() + 10.0
-    while not refused:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: refused)
 
 
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main, tick = threading.get_ident(), client._communicator.session.tick
-
-    def broken(now: float) -> list:
-        if threading.get_ident() == main:
-            raise BlockingIOError(11, "libzmq refused")
-        return tick(now)
-
     one_after_another(client)
-    monkeypatch.setattr(client._communicator.session, "tick", broken)
+    break_here(monkeypatch, client._communicator.session, "tick", BlockingIOError)
     with pytest.raises(BlockingIOError):
         one_after_another(client, 1_000_000)
     with pytest.raises(LocalProtocolError):

@@ -13,7 +13,7 @@ import pytest
 
 from reducer.errors import LocalProtocolError, ReductionTimeout
 from tests.ranks import environments, ranks
-from tests.worker_client.waits import half_a_job, one_after_another
+from tests.worker_client.waits import break_here, half_a_job, one_after_another
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,14 +42,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_client(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    main, tick = threading.get_ident(), client._communicator.session.tick
-
-    def interrupted(now: float) -> list:
-        if threading.get_ident() == main:
-            raise KeyboardInterrupt
-        return tick(now)
-
-    monkeypatch.setattr(client._communicator.session, "tick", interrupted)
+    break_here(monkeypatch, client._communicator.session, "tick", KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         one_after_another(client)
     other = threading.Thread(target=client.shutdown)  # it ends by itself
@@ -121,14 +114,7 @@ def test_every_call_ends_although_a_completion_was_interrupted(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    main, completed = threading.get_ident(), client._communicator.session.completed
-
-    def interrupted(sequences: list[int], now: float) -> list:
-        if threading.get_ident() == main:
-            raise KeyboardInterrupt
-        return completed(sequences, now)
-
-    monkeypatch.setattr(client._communicator.session, "completed", interrupted)
+    break_here(monkeypatch, client._communicator.session, "completed", KeyboardInterrupt)
     works: list[Work] = []
 
     def until_interrupted() -> None:

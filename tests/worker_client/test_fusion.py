@@ -6,7 +6,6 @@ import logging
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +22,14 @@ from reducer.errors import (
 )
 from reducer.wire.constants import PLACES
 from tests.conftest import joined, local_pool
+from tests.waits import eventually
+from tests.worker_client.waits import at_all
 from worker_client.fusion import tensor_queue
 from worker_client.protocol import pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
-    from worker_client.work import Work
-
-    Job = Callable[..., list[Client]]
 
 KINDS = [
     (np.float32, "sum"),
@@ -44,19 +41,10 @@ KINDS = [
 ]
 
 
-def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(call, clients))
-
-
 def values(number: int, rank: int) -> np.ndarray:
     dtype, _ = KINDS[number % len(KINDS)]
-    rng = np.random.default_rng([number, rank])
-    return rng.integers(1, 5, rng.integers(0, 700) if rank < 0 else size(number)).astype(dtype)
-
-
-def size(number: int) -> int:
-    return int(np.random.default_rng(number).integers(0, 700)) + 60_000 * (number % 17 == 3)
+    size = np.random.default_rng(number).integers(0, 700) + 60_000 * (number % 17 == 3)
+    return np.random.default_rng([number, rank]).integers(1, 5, size).astype(dtype)
 
 
 def expected(number: int, world_size: int) -> np.ndarray:
@@ -68,12 +56,13 @@ def expected(number: int, world_size: int) -> np.ndarray:
     return how.reduce(inputs.astype(np.float64)).astype(dtype)
 
 
-def submit_all(clients: list[Client], tensors: list[np.ndarray]) -> list[Work]:
-    """Let every rank submit its tensor under one name."""
-    return [
-        client.all_reduce(tensor, "sum", name="n")
-        for client, tensor in zip(clients, tensors, strict=True)
-    ]
+def check_sum(clients: list[Client], value: float) -> None:
+    """Let every rank submit a tensor under one name."""
+    tensors = [np.full(2, value) for _ in clients]
+    works = [c.all_reduce(t, "sum", name="n") for c, t in zip(clients, tensors, strict=True)]
+    for work in works:
+        work.wait(5)
+    assert all((tensor == len(clients) * value).all() for tensor in tensors)
 
 
 @pytest.mark.parametrize("threshold", ["64MiB", "8KiB", "0"])
@@ -110,10 +99,7 @@ def test_nobody_needs_to_wait_for_a_flush(job: Job) -> None:
     clients = job(2, cycle_time="5ms")
     tensors = [np.ones(10, np.float32) for _ in clients]
     works = [c.all_reduce(t, "sum", name="x") for c, t in zip(clients, tensors, strict=True)]
-    end = time.monotonic() + 20
-    while not all(work.done() for work in works):
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    eventually(lambda: all(work.done() for work in works))
     assert all((tensor == 2).all() for tensor in tensors)
 
 
@@ -174,10 +160,7 @@ def test_a_call_that_one_rank_is_refused_fails_at_the_others_and_the_next_is_rig
             ) as caught:
                 work.wait(5)
             assert (caught.value.name, caught.value.rank) == ("n", 1)
-        tensors = [np.full(2, float(turn)) for _ in clients]
-        for work in submit_all(clients, tensors):
-            work.wait(5)
-        assert all((tensor == 3 * turn).all() for tensor in tensors)
+        check_sum(clients, turn)
 
 
 def test_a_call_that_was_refused_before_others_made_it(job: Job) -> None:
@@ -187,10 +170,7 @@ def test_a_call_that_was_refused_before_others_made_it(job: Job) -> None:
     for _ in range(3):
         with pytest.raises(MismatchError, match=r"rank 0 takes no part .*ValueError: no data"):
             clients[1].all_reduce(np.ones(2), "sum", name="n").wait(5)
-    tensors = [np.ones(2), np.ones(2)]
-    for work in submit_all(clients, tensors):
-        work.wait(5)
-    assert all((tensor == 2).all() for tensor in tensors)
+    check_sum(clients, 1.0)
 
 
 def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +9,12 @@ import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
+from tests.worker_client.waits import at_all
 from worker_client.fusion import negotiation as negotiation_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
-
-    Job = Callable[..., list[Client]]
 
 
 def reduce_all(clients: list[Client], step: int, **arguments: Any) -> list[list[str]]:
@@ -41,8 +38,7 @@ def reduce_all(clients: list[Client], step: int, **arguments: Any) -> list[list[
                 assert (tensors[at] == expected).all()
         return bad
 
-    with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(train, clients))
+    return at_all(clients, train)
 
 
 def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job: Job) -> None:
@@ -143,8 +139,7 @@ def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(
                         other.wait(20)
         return found, len(client._fusion._submissions.calls)
 
-    with ThreadPoolExecutor(2) as pool:
-        for found, names in pool.map(train, clients):
-            assert found == [(step, 101.0 * (step + 1)) for step, _ in found]
-            assert [step for step, _ in found][-9:] == list(range(21, 30))
-            assert names < 7, "of 13"
+    for found, names in at_all(clients, train):
+        assert found == [(step, 101.0 * (step + 1)) for step, _ in found]
+        assert [step for step, _ in found][-9:] == list(range(21, 30))
+        assert names < 7, "of 13"

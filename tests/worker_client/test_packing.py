@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, MismatchError
+from tests.worker_client.waits import at_all
 from worker_client._packing import all_reduce_arrays, broadcast_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from tests.worker_client.waits import Job
     from worker_client.client.client import Client
-
-
-def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(call, clients))
 
 
 def arrays_of(rank: int) -> list[np.ndarray]:
@@ -36,7 +30,7 @@ def arrays_of(rank: int) -> list[np.ndarray]:
     ]
 
 
-def test_arrays_of_all_types_and_shapes_are_reduced(job: Callable[..., list[Client]]) -> None:
+def test_arrays_of_all_types_and_shapes_are_reduced(job: Job) -> None:
     given = [[np.asarray(array) for array in arrays_of(rank)] for rank in range(3)]
     kept = [[array.copy() for array in arrays] for arrays in given]
     got = at_all(job(3), lambda client: all_reduce_arrays(client, given[client.rank], "mean"))
@@ -51,7 +45,7 @@ def test_arrays_of_all_types_and_shapes_are_reduced(job: Callable[..., list[Clie
             np.testing.assert_array_equal(array, was)
 
 
-def test_each_type_is_one_all_reduce(job: Callable[..., list[Client]]) -> None:
+def test_each_type_is_one_all_reduce(job: Job) -> None:
     (client,) = job(1)
     made = []
     all_reduce = client.all_reduce
@@ -60,13 +54,13 @@ def test_each_type_is_one_all_reduce(job: Callable[..., list[Client]]) -> None:
     assert len(made) == 4
 
 
-def test_no_arrays_are_no_error(job: Callable[..., list[Client]]) -> None:
+def test_no_arrays_are_no_error(job: Job) -> None:
     (client,) = job(1)
     assert all_reduce_arrays(client, []) == []
     assert broadcast_arrays(client, []) == []
 
 
-def test_other_shapes_at_another_rank_are_a_mismatch(job: Callable[..., list[Client]]) -> None:
+def test_other_shapes_at_another_rank_are_a_mismatch(job: Job) -> None:
     def call(client: Client) -> None:
         with pytest.raises(MismatchError, match="rank"):
             all_reduce_arrays(client, [np.zeros(3 + client.rank, np.float32)])
@@ -74,7 +68,7 @@ def test_other_shapes_at_another_rank_are_a_mismatch(job: Callable[..., list[Cli
     at_all(job(2), call)
 
 
-def test_every_rank_gets_the_roots_arrays(job: Callable[..., list[Client]]) -> None:
+def test_every_rank_gets_the_roots_arrays(job: Job) -> None:
     given = [
         [
             *(np.asarray(array) for array in arrays_of(rank)),
@@ -90,7 +84,7 @@ def test_every_rank_gets_the_roots_arrays(job: Callable[..., list[Client]]) -> N
             np.testing.assert_array_equal(one, expected)
 
 
-def test_what_has_no_bytes_of_its_own_is_refused(job: Callable[..., list[Client]]) -> None:
+def test_what_has_no_bytes_of_its_own_is_refused(job: Job) -> None:
     (client,) = job(1)
     with pytest.raises(ConfigError, match="strings or other Python objects"):
         broadcast_arrays(client, [np.array(["a"], object)])

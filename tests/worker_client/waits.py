@@ -1,16 +1,41 @@
-"""Calls that are waited for, by one rank or by two."""
+"""Calls that are waited for, by one rank or by several."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import pytest
+
     from worker_client.client.client import Client
+
+    Job = Callable[..., list[Client]]  # the fixture `job`
+
+
+def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
+    """Have every rank do something at the same time, and return what came of it."""
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(call, clients))
+
+
+def break_here(
+    patch: pytest.MonkeyPatch, owner: object, name: str, error: type[BaseException]
+) -> None:
+    """Let a method raise whenever this thread calls it."""
+    here, whole = threading.get_ident(), getattr(owner, name)
+
+    def broken(*arguments: Any) -> Any:
+        if threading.get_ident() == here:
+            raise error
+        return whole(*arguments)
+
+    patch.setattr(owner, name, broken)
 
 
 def one_after_another(client: Client, calls: int = 30) -> None:
