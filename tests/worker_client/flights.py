@@ -30,6 +30,14 @@ def make(
     return flight
 
 
+def opened(name: str, links: int = 2, **given: Any) -> Flight:
+    """A flight whose links are open."""
+    flight = make(name, links, **given)
+    for link in range(links):
+        flight.open(link)
+    return flight
+
+
 def submit(
     flight: Flight,
     asked: Operation,

@@ -12,6 +12,7 @@ from tests.worker_client.flights import (
     answer,
     header_of,
     make,
+    opened,
     operation,
     result,
     submit,
@@ -24,17 +25,9 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
 
 
-@pytest.fixture(params=["plain", "compiled"])
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
-def flight(name: str) -> Flight:
-    flight = make(name)
-    for link in range(2):
-        flight.open(link)
-    return flight
+def flight(impl: str) -> Flight:
+    return opened(impl)
 
 
 # -- sending ------------------------------------------------------------------------------------
@@ -71,36 +64,20 @@ def test_an_empty_buffer_is_one_empty_chunk(flight: Flight) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 7])
-def test_every_link_gets_a_chunk_before_any_gets_another(name: str, rank: int) -> None:
-    flight = make(name, links=3, rank=rank)
-    for link in range(3):
-        flight.open(link)
-    submit(
-        flight,
-        operation(64 * 9),
-        [LinkShard(link, 192 * link, 192 * link + 192) for link in range(3)],
-        64,
-        0,
-    )
+def test_every_link_gets_a_chunk_before_any_gets_another(impl: str, rank: int) -> None:
+    flight = opened(impl, links=3, rank=rank)
+    parts = [LinkShard(link, 192 * link, 192 * link + 192) for link in range(3)]
+    submit(flight, operation(64 * 9), parts, 64, 0)
     links = [send.link for send in flight.refill(1.0)]
     assert links == [(rank + step) % 3 for step in range(3)] * 3
 
 
 def test_a_link_may_have_several_parts(flight: Flight) -> None:
-    submit(
-        flight,
-        operation(512),
-        [LinkShard(0, 0, 128), LinkShard(1, 128, 192), LinkShard(0, 192, 512)],
-        256,
-        0,
-    )
+    parts = [LinkShard(0, 0, 128), LinkShard(1, 128, 192), LinkShard(0, 192, 512)]
+    submit(flight, operation(512), parts, 256, 0)
     sends = flight.refill(1.0)
-    assert [(send.link, header_of(send).offset, len(send.payload)) for send in sends] == [
-        (0, 0, 128),
-        (1, 128, 64),
-        (0, 192, 256),
-        (0, 448, 64),
-    ]
+    found = [(send.link, header_of(send).offset, len(send.payload)) for send in sends]
+    assert found == [(0, 0, 128), (1, 128, 64), (0, 192, 256), (0, 448, 64)]
     assert [answer(flight, send) for send in sends] == [[], [], [], [0]]
 
 
@@ -125,8 +102,8 @@ def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -
     assert where(flight.refill(1.0)) == [(0, 4, 0)]
 
 
-def test_nothing_is_sent_over_a_link_that_is_shut(name: str) -> None:
-    flight = make(name)
+def test_nothing_is_sent_over_a_link_that_is_shut(impl: str) -> None:
+    flight = make(impl)
     submit(flight, operation(128), [LinkShard(0, 0, 64), LinkShard(1, 64, 128)], 64, 0)
     assert flight.refill(1.0) == []
     flight.open(1)
@@ -300,9 +277,8 @@ def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
 
 
 def test_forgetting_concerns_one_link(flight: Flight) -> None:
-    submit(
-        flight, operation(64 * 12), [LinkShard(0, 0, 64 * 6), LinkShard(1, 64 * 6, 64 * 12)], 64, 0
-    )
+    parts = [LinkShard(0, 0, 64 * 6), LinkShard(1, 64 * 6, 64 * 12)]
+    submit(flight, operation(64 * 12), parts, 64, 0)
     sends = flight.refill(1.0)
     flight.forget(0, 0)
     assert not flight.waits_for(0, 0)

@@ -39,6 +39,16 @@ class Path:
             self.received[link] += int(seconds * min(self.rate, window / self.rtt_s))
 
 
+def one_link(
+    rate: float, rtt_s: float, most: int, chunk_bytes: int = 64 * KIB, forced: bool = False
+) -> tuple[Path, FlowControl]:
+    """One link to a reducer that allows so many bytes."""
+    path = Path(1, rate, rtt_s)
+    flow = FlowControl(path, chunk_bytes, forced=forced)
+    flow.admit(0, most, 1.0)
+    return path, flow
+
+
 def run(flow: FlowControl, path: Path, rounds: int, nbytes: int = 64 * MIB) -> None:
     for now in range(rounds):
         flow.begin(nbytes, now)
@@ -84,9 +94,7 @@ def test_a_reducer_that_owns_less_gets_a_smaller_window() -> None:
 
 
 def test_a_far_network_gets_what_it_holds() -> None:
-    path = Path(1, rate=1.2e9, rtt_s=0.010)  # 12 MB
-    flow = FlowControl(path, MIB, forced=False)
-    flow.admit(0, MOST_BYTES, 1.0)
+    path, flow = one_link(1.2e9, 0.010, MOST_BYTES, MIB)  # it holds 12 MB
     run(flow, path, 1)
     assert path.windows[0] == pytest.approx(4 * MIB, rel=0.01)  # it grew by what it was
     run(flow, path, 10)
@@ -97,9 +105,7 @@ def test_a_far_network_gets_what_it_holds() -> None:
 
 
 def test_never_more_than_the_reducer_allows() -> None:
-    path = Path(1, rate=1e10, rtt_s=0.1)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, MIB, 1.0)
+    path, flow = one_link(1e10, 0.1, MIB)
     run(flow, path, 5)
     assert path.windows == [MIB]
     flow.admit(0, 100 * KIB, 1.0)  # less than two chunks
@@ -107,17 +113,13 @@ def test_never_more_than_the_reducer_allows() -> None:
 
 
 def test_a_forced_window_stays() -> None:
-    path = Path(1, rate=1e9, rtt_s=0.1)
-    flow = FlowControl(path, 64 * KIB, forced=True)
-    flow.admit(0, 5 * MIB, 1.0)
+    path, flow = one_link(1e9, 0.1, 5 * MIB, forced=True)
     run(flow, path, 5)
     assert path.windows == [5 * MIB]
 
 
 def test_small_and_failed_all_reduces_say_nothing() -> None:
-    path = Path(1, rate=1e9, rtt_s=0.1)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, 5 * MIB, 1.0)
+    path, flow = one_link(1e9, 0.1, 5 * MIB)
     run(flow, path, 5, MEASURED_BYTES - 1)
     flow.begin(MIB, 10.0)
     path.carry(0.5)
@@ -131,9 +133,7 @@ def test_small_and_failed_all_reduces_say_nothing() -> None:
 
 
 def test_a_long_all_reduce_is_measured_on_the_way() -> None:
-    path = Path(1, rate=1e9, rtt_s=0.1)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, 1 << 30, 1.0)
+    path, flow = one_link(1e9, 0.1, 1 << 30)
     flow.tick(5.0)
     flow.begin(1 << 30, 10.0)
     path.carry(LOOK_S / 2)

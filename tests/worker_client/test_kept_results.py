@@ -8,7 +8,15 @@ import pytest
 
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from tests.worker_client.flights import IDENTITY, answer, header_of, make, operation, submit, where
+from tests.worker_client.flights import (
+    IDENTITY,
+    answer,
+    header_of,
+    opened,
+    operation,
+    submit,
+    where,
+)
 from worker_client.protocol.flight import Carried, LinkShard
 from worker_client.protocol.operation import Operation
 
@@ -18,18 +26,10 @@ if TYPE_CHECKING:
 BOTH = [LinkShard(0, 0, 128), LinkShard(1, 128, 256)]
 
 
-@pytest.fixture(params=["plain", "compiled"])
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
-def flight(name: str) -> Flight:
+def flight(impl: str) -> Flight:
     """Two links that are open, and whose results are kept."""
-    flight = make(name, keep=True)
-    for link in range(2):
-        flight.open(link)
-    return flight
+    return opened(impl, keep=True)
 
 
 # -- chunks ---------------------------------------------------------------------------------------
@@ -189,9 +189,8 @@ def test_results_of_what_is_not_done_are_kept_too(flight: Flight) -> None:
     assert flight.kept(0, 0) is None
 
 
-def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(name: str) -> None:
-    flight = make(name)
-    flight.open(0)
+def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(impl: str) -> None:
+    flight = opened(impl)
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     assert answer(flight, send) == [0]

@@ -14,7 +14,7 @@ from worker_client.fusion import negotiation
 from worker_client.fusion.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 def key(
@@ -59,13 +59,17 @@ class Ranks:
         asked = [
             self.all[at].ask(has[at], [gone[at]] if at in gone else [], counts) for at in present
         ]
+        self.exchange(asked, present)
+        decisions = [self.all[rank].decide() for rank in present]
+        assert len({tuple(decision.ready) for decision in decisions}) == 1
+        return decisions
+
+    def exchange(self, asked: list[np.ndarray], present: Sequence[int]) -> None:
+        """Sum up what ranks ask, and what they then announce, if they do."""
         self._sum(asked)
         announced = [self.all[rank].hear() for rank in present]
         if announced[0] is not None:
             self._sum(announced)
-        decisions = [self.all[rank].decide() for rank in present]
-        assert len({tuple(decision.ready) for decision in decisions}) == 1
-        return decisions
 
     def _sum(self, buffers: list[np.ndarray]) -> None:
         self.sums += 1
@@ -259,10 +263,7 @@ def test_a_round_that_fails_at_one_rank_does_not_part_the_bases(
                 one.reset()
         before = set(first)
         counts = COUNTS if before == {0} else {}
-        ranks._sum([one.ask([key("a")], [], counts) for one in ranks.all])
-        announced = [one.hear() for one in ranks.all]
-        if announced[0] is not None:
-            ranks._sum(announced)
+        ranks.exchange([one.ask([key("a")], [], counts) for one in ranks.all], range(3))
         for at, one in enumerate(ranks.all):
             if at == rank and which <= number < which + times:
                 one.reset()

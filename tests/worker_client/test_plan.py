@@ -57,11 +57,8 @@ def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
     sizes = [part.end - part.start for part in early.cut(9 * MIB, 0)]
     assert sizes == [2 * MIB, 2 * MIB, 2 * MIB, 3 * MIB]
     assert [part.end - part.start for part in late.cut(9 * MIB, 0)] == sizes
-    assert [part.link for part in made((2, 1), links((1, 0), (0, 1), (0, 0))).cut(9 * MIB, 0)] == [
-        2,
-        1,
-        0,
-    ]
+    two = made((2, 1), links((1, 0), (0, 1), (0, 0)))
+    assert [part.link for part in two.cut(9 * MIB, 0)] == [2, 1, 0]
 
 
 def test_a_new_link_makes_new_plans() -> None:
@@ -69,10 +66,7 @@ def test_a_new_link_makes_new_plans() -> None:
     plan = made((1, 1), among[:1])
     assert [part.link for part in plan.cut(MIB, 0)] == [0]
     plan.use(among, {0, 1})
-    assert [part.link for part in plan.cut(MIB, number(1))] == [
-        1,
-        0,
-    ]  # begins elsewhere
+    assert [part.link for part in plan.cut(MIB, number(1))] == [1, 0]  # begins elsewhere
 
 
 def test_only_reducers_that_are_used_get_anything() -> None:

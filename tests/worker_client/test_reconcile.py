@@ -11,15 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reducer.errors import (
-    MismatchError,
-    RankLostError,
-    ReducerLostError,
-    ReductionTimeout,
-)
+from reducer.errors import RankLostError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from worker_client.communicators.membership import Membership
 from worker_client.communicators.reconcile import Reconciliation
@@ -181,6 +176,7 @@ def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> Non
     assert not get(both[1], 6).over
 
 
+@settings(deadline=None)  # threads take turns as they like
 @given(st.data())
 def test_whatever_they_have(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(2, 4))
@@ -274,8 +270,6 @@ def test_errors_name_the_ranks_as_the_job_numbers_them() -> None:
     assert told.rank == 3
     assert "rank 2 is rank 3 of the job" in str(told)
     assert lost.rank == 2, "the original is another rank's as well"
-    mismatch = MismatchError("differ", field="op", rank=0, other_rank=1, expected="SUM", got="MAX")
-    told = present.renumbered(mismatch)
-    assert (told.rank, told.other_rank) == (1, 2)
-    assert present.renumbered(ReductionTimeout("late", missing=(0, 2))).missing == (1, 3)
-    assert isinstance(present.renumbered(ReducerLostError("gone", reducer="a:1")), ReducerLostError)
+    gone = present.renumbered(ReducerLostError("gone", reducer="a:1"))
+    assert isinstance(gone, ReducerLostError)
+    assert "numbering the ranks (1, 2, 3) from 0 on" in str(gone), "its text may name one"

@@ -15,12 +15,16 @@ from worker_client.protocol.shard_map import ShardMap, Stage
 LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
 
 
-def without(*lost: int, reducers: int = 5, epoch: int = 0) -> ShardMap:
-    """A map of reducers of which some are lost."""
-    made = ShardMap(reducers)
+def without(*lost: int, reducers: int = 5, adopts: bool = False) -> ShardMap:
+    """A map of reducers of which some are lost; perhaps it goes on with others then."""
+    made = ShardMap(reducers, adopts=adopts)
     for reducer in lost:
-        made.lose(reducer, Stage(epoch))
+        made.lose(reducer, Stage(0))
     return made
+
+
+def adopting(*lost: int) -> ShardMap:
+    return without(*lost, reducers=3, adopts=True)
 
 
 def heirs(made: ShardMap, reducer: int, chunks: int = 60, epoch: int = 0) -> list[int | None]:
@@ -144,14 +148,6 @@ def test_old_epochs_are_forgotten() -> None:
     made.lose(0, Stage(300))
     assert made.heir(0, 0, 300) == made.heir(0, 0, 100) == 1
     assert made.heir(0, 0, 0) is None
-
-
-def adopting(*lost: int, reducers: int = 3) -> ShardMap:
-    """A map that goes on with others, of which some reducers are lost."""
-    made = ShardMap(reducers, adopts=True)
-    for reducer in lost:
-        made.lose(reducer, Stage(0))
-    return made
 
 
 def test_when_all_are_lost_the_first_that_is_there_takes_all() -> None:

@@ -28,17 +28,12 @@ def test_the_result_is_what_was_given(work: Work) -> None:
     assert work.future().result() is data
 
 
-def test_wait_blocks_until_the_end(work: Work) -> None:
-    timer = threading.Timer(0.05, work.finish, ["result", None])
-    timer.start()
-    assert work.wait(timeout=30) == "result"
-    timer.join()
-
-
-@pytest.mark.parametrize("timeout", [0, 0.01])
-def test_a_wait_that_is_too_short_ends_nothing(work: Work, timeout: float) -> None:
+@pytest.mark.parametrize(("timeout", "after"), [(0, "0"), (0.01, r"0\.01"), ("10ms", r"0\.01")])
+def test_a_wait_that_is_too_short_ends_nothing(
+    work: Work, timeout: float | str, after: str
+) -> None:
     with pytest.raises(
-        ReductionTimeout, match=f"^all-reduce 'grad' of 12 bytes .* progress after {timeout:g} s$"
+        ReductionTimeout, match=f"^all-reduce 'grad' of 12 bytes .* progress after {after} s$"
     ) as caught:
         work.wait(timeout)
     assert isinstance(caught.value, TimeoutError)
@@ -47,17 +42,12 @@ def test_a_wait_that_is_too_short_ends_nothing(work: Work, timeout: float) -> No
     assert work.wait() == "result"
 
 
-@pytest.mark.parametrize("timeout", [math.inf, 1e300, 1e10, 10**12, "30s", "2 min"])
-def test_any_patience_will_do(work: Work, timeout: float | str) -> None:
+@pytest.mark.parametrize("timeout", [30, math.inf, 1e300, 1e10, 10**12, "30s", "2 min"])
+def test_a_wait_ends_with_it_whatever_the_patience(work: Work, timeout: float | str) -> None:
     timer = threading.Timer(0.05, work.finish, ["result", None])
     timer.start()
     assert work.wait(timeout) == "result"
     timer.join()
-
-
-def test_patience_may_be_text(work: Work) -> None:
-    with pytest.raises(ReductionTimeout, match=r"progress after 0\.01 s$"):
-        work.wait("10ms")
 
 
 @pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan, "soon", "-1s", [], 10**400])
