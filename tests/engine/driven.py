@@ -51,8 +51,10 @@ def joined(implementation: str, *given: Any, incarnation: str = "1", **others: A
     return session
 
 
-def operation(nbytes: int = 256, timeout_s: float = 10.0) -> Operation:
-    return Operation(memoryview(bytearray(nbytes)), DType.UINT8, ReduceOp.SUM, "it", timeout_s)
+def operation(data: bytes | int = 256, timeout_s: float = 10.0, **others: Any) -> Operation:
+    """An all-reduce of bytes, or of so many zeros."""
+    fields = {"dtype": DType.UINT8, "op": ReduceOp.SUM, "name": "it", **others}
+    return Operation(memoryview(bytearray(data)), timeout_s=timeout_s, **fields)
 
 
 def sent(actions: list, kind: MessageType | None = None) -> list[tuple[int, Header]]:

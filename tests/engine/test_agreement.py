@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from reducer.errors import (
@@ -15,19 +17,21 @@ from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
 from reducer.wire.messages import ALL_REDUCERS, Loss, encode
+from tests.engine import driven
 from tests.engine.network import Network, connected
 from tests.engine.words import number
 from worker_client.protocol.actions import Finish
 from worker_client.protocol.losses import ADOPT_S
-from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from worker_client.protocol.operation import Operation
 
 KIB = 1 << 10
 LARGE_BYTES = 1 << 20
 
 
 def operation(nbytes: int = LARGE_BYTES, timeout_s: float = 60.0) -> Operation:
-    view = memoryview(bytearray(b"\1" * nbytes))
-    return Operation(view, DType.UINT8, ReduceOp.SUM, "large", timeout_s)
+    return driven.operation(b"\1" * nbytes, timeout_s)
 
 
 @pytest.fixture
@@ -197,8 +201,7 @@ def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(fresh: Network
 
 def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
     call(network, (0,))
-    view = memoryview(bytearray(24))
-    ours = Operation(view, DType.INT64, ReduceOp.MIN, None, 60.0)
+    ours = driven.operation(24, 60.0, dtype=DType.INT64, op=ReduceOp.MIN, name=None)
     ours.sequence = number(2, place=0)
     network.workers[1].started.append(ours)
     network.do(1, network.workers[1].session._start(ours, network.now))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,37 +11,33 @@ from reducer.errors import LocalProtocolError, MismatchError, RankLostError, Red
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from tests.engine.driven import Driven, M, error, errors, join, joined, result, sent
+from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.network import Network, connected
 from tests.engine.words import number
 from worker_client.protocol.actions import Finish, Send
 from worker_client.protocol.calls import FIRST_PLACE, GRACE_S
 from worker_client.protocol.names import refused
-from worker_client.protocol.operation import Operation
 from worker_client.protocol.pending import Pending
+
+if TYPE_CHECKING:
+    from worker_client.protocol.operation import Operation
 
 REFUSAL = refused(1, "TypeError: not that")
 LOST = RankLostError("gone", rank=0)
 
 
-def part(
-    call: object = None,
-    nbytes: int = 64,
-    dtype: DType = DType.UINT8,
-    op: ReduceOp = ReduceOp.SUM,
-    name: str | None = "it",
-) -> Operation:
-    return Operation(memoryview(bytearray(nbytes)), dtype, op, name, 10.0, call=call)
+def part(call: object = None, nbytes: int = 64, **others: Any) -> Operation:
+    return operation(nbytes, call=call, **others)
 
 
 def test_nothing_is_kept_of_all_reduces_that_have_ended() -> None:
     pending = Pending()
 
     def make(calls: int) -> int:
-        operation = part()
+        mine = part()
         for sequence in range(calls):
-            operation.sequence = sequence
-            pending.begin(operation, 0.1 * sequence)
+            mine.sequence = sequence
+            pending.begin(mine, 0.1 * sequence)
             pending.end(sequence)
         return sys.getallocatedblocks()
 
@@ -50,8 +47,7 @@ def test_nothing_is_kept_of_all_reduces_that_have_ended() -> None:
 
 def refusal(call: object = None) -> Operation:
     """What a rank submits that cannot make a call, or go on with it."""
-    nothing = memoryview(b"")
-    return Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 10.0, call=call, refusal=REFUSAL)
+    return operation(0, name=None, call=call, refusal=REFUSAL)
 
 
 def aborts(actions: list) -> dict[int, list[tuple[int, type]]]:
@@ -70,9 +66,9 @@ def ended(actions: list) -> list[Operation]:
     return [action.operation for action in actions if isinstance(action, Finish)]
 
 
-def ask(session: Driven, operation: Operation) -> Header:
+def ask(session: Driven, mine: Operation) -> Header:
     """Submit an operation of one chunk, and return what is said of it."""
-    ((_, header),) = sent(session.submit(operation, 0.0), M.CONTRIBUTION)
+    ((_, header),) = sent(session.submit(mine, 0.0), M.CONTRIBUTION)
     return header
 
 

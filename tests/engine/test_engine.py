@@ -58,14 +58,6 @@ def test_repeated_and_late_contributions_are_counted_and_dropped(reducer: Reduce
     assert reducer.engine.held() == 1024
 
 
-def test_rounds_are_forgotten_when_every_rank_has_passed_them(reducer: Reducer) -> None:
-    for sequence in range(100):
-        for rank in range(2):
-            reducer.contribute(rank, sequence, watermark=sequence)
-        assert reducer.rounds() <= {sequence - 1, sequence}
-    assert reducer.engine.counters.results == 200
-
-
 def test_a_mismatch_is_told_once_to_those_who_take_part(implementation: str) -> None:
     reducer = with_ranks(implementation, 3)
     reducer.contribute(0)

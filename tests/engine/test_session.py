@@ -49,15 +49,6 @@ def test_results_replace_the_buffer_and_refill_the_window(session: Driven) -> No
     assert session.watermark == number(0) + 1
 
 
-def test_the_watermark_is_the_first_unfinished(session: Driven) -> None:
-    (one,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
-    (two,) = sent(session.submit(operation(1), 0.0), M.CONTRIBUTION)
-    result(session, *two)
-    assert session.watermark == number(0)
-    result(session, *one)
-    assert session.watermark == number(1) + 1
-
-
 def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:
     session.submit(operation(), 0.0)
     actions = error(session, 0, RankLostError("gone", rank=0), number(0))

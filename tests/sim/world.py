@@ -390,10 +390,9 @@ class Outcome:
 
     def add(self, other: Outcome) -> None:
         """Add up what several runs have shown."""
-        for name in ("calls", "failed", "odd", "events", "losses", "moved", "claimed", "supplied"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.duplicates += other.duplicates
-        self.fallbacks += other.fallbacks
+        for name, value in vars(other).items():
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
         self.longest_s = max(self.longest_s, other.longest_s)
         for kind, count in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + count

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
-from worker_client.protocol.operation import Operation
 from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight, LinkShard, Send
+    from worker_client.protocol.operation import Operation
 
 IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions
@@ -52,11 +52,6 @@ def submit(
     _next[id(flight)] = asked.sequence + 1
     flight.submit(asked, shards, chunk_bytes, epoch)
     return asked.sequence
-
-
-def operation(data: bytes | bytearray | int, name: str | None = "it") -> Operation:
-    view = memoryview(bytearray(data))
-    return Operation(view, DType.UINT8, ReduceOp.SUM, name, 1.0)
 
 
 def header_of(send: Send) -> Header:

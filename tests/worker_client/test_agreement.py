@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING
 
 import pytest
 
-from reducer.wire.constants import PLACES, DType, ReduceOp
+from reducer.wire.constants import DType, ReduceOp
+from tests.engine.driven import operation
+from tests.engine.words import number
 from worker_client.protocol.agreement import Agreement
-from worker_client.protocol.calls import FIRST_PLACE
-from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from worker_client.protocol.operation import Operation
 
 KIB = 1 << 10
 
 
 def before(call: int) -> Operation:
     """The first all-reduce of a call."""
-    operation = Operation(memoryview(b""), DType.UINT8, ReduceOp.SUM, None, 7.0)
-    operation.sequence = call * PLACES + FIRST_PLACE
-    return operation
+    first = operation(0, 7.0)
+    first.sequence = number(call)
+    return first
 
 
 def test_at_which_calls_the_ranks_agree() -> None:
     agreement = Agreement(needed=True, forced=0, reducers=2)
-    due = [call + 1 for call in range(400) if agreement.due(before(call).sequence)]
+    due = [call + 1 for call in range(400) if agreement.due(number(call))]
     assert due == [3, 6, 12, 24, 48, 96, 192, 288, 384]
     agreement.question(0.0, [True] * 2, before(2))
-    assert not agreement.due(before(2).sequence), "once for each call"
-    assert agreement.due(before(5).sequence)
+    assert not agreement.due(number(2)), "once for each call"
+    assert agreement.due(number(5))
 
 
 def test_where_there_is_nothing_to_agree_on() -> None:
     agreement = Agreement(needed=False, forced=64, reducers=1)
-    assert not any(agreement.due(before(call).sequence) for call in range(400))
+    assert not any(agreement.due(number(call)) for call in range(400))
 
 
 def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:

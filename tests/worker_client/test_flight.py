@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
+from tests.engine.driven import operation
 from tests.worker_client.flights import (
     IDENTITY,
     answer,
     header_of,
     make,
     opened,
-    operation,
     result,
     submit,
     where,

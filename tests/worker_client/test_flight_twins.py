@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from reducer.wire.constants import PLACES, ReduceOp
 from reducer.wire.header import Header
-from tests.worker_client.flights import WINDOW, header_of, make, operation, result, submit
+from tests.engine.driven import operation
+from tests.worker_client.flights import WINDOW, header_of, make, result, submit
 from worker_client.protocol.flight import LinkShard
 
 if TYPE_CHECKING:

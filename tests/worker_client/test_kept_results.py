@@ -8,12 +8,12 @@ import pytest
 
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
+from tests.engine.driven import operation
 from tests.worker_client.flights import (
     IDENTITY,
     answer,
     header_of,
     opened,
-    operation,
     submit,
     where,
 )

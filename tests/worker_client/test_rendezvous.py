@@ -13,10 +13,11 @@ from worker_client.config import NAMED
 torch = pytest.importorskip("torch", reason="needs torch")
 
 
-def group(name: str) -> Rendezvous:
-    def none(timeout_s: float) -> None:
-        raise AssertionError("nobody asked for a group")
+def none(timeout_s: float) -> None:
+    raise AssertionError("nobody asked for a group")
 
+
+def group(name: str) -> Rendezvous:
     return Rendezvous(0, [0], torch.distributed.HashStore(), make_private=none, name=name)
 
 
@@ -40,9 +41,6 @@ def test_a_name_that_is_cut_begins_with_what_a_key_is_bound_to() -> None:
 
 
 def test_ranks_of_a_run_share_what_others_have_not() -> None:
-    def none(timeout_s: float) -> None:
-        raise AssertionError("nobody asked for a group")
-
     said = []
     for _ in range(2):
         store = torch.distributed.HashStore()
