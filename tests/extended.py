@@ -205,11 +205,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tests/bench/test_allreduce.py": {
         "test_all_reduces_are_compared": (
             "test_predictions_are_compared_with_the_lab",
-            "test_16_bits_on_the_wire_are_a_contender",
             "test_scaling",
-            "test_a_pool_with_keys_is_a_contender",
-            "test_embedded_and_mixed_pools_take_part",
             "test_checkouts_side_by_side",
+            "test_other_contenders",
         ),
     },
     "tests/bench/test_guarantee.py": {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,25 +19,38 @@ from bench.crew import unavailable
 from bench.results import Sample, read
 from bench.soak import trends
 from reducer.planning import network_model
+from tests.commands import run_command
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from bench.results import Results
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
+def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_command(sys.executable, "-m", f"bench.{module}", *arguments, cwd=ROOT)
+
+
 def bench(module: str, *arguments: str | Path) -> str:
-    command = [sys.executable, "-m", f"bench.{module}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run(module, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
-    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB"]
-    given += ["--baselines", "gloo,ring", "--rounds", "1"]
-    file, picture = tmp_path / "found.json", tmp_path / "found.png"
-    bench("allreduce", *given, "--json", file, "--plot", picture)
+def measured(folder: Path, module: str, *arguments: str | Path) -> Results:
+    """What a benchmark finds in one round, on links that are not shaped, beside `found.json`."""
+    file = folder / "found.json"
+    bench(module, "--unshaped", "--rounds", "1", *arguments, "--json", file)
+    return read(file)
 
-    found = read(file)
+
+def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
+    given = ["--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB"]
+    picture = tmp_path / "found.png"
+    found = measured(tmp_path, "allreduce", *given, "--baselines", "gloo,ring", "--plot", picture)
     assert found.settings.mbit is None
     assert found.settings.payload_rates == []
     assert found.settings.skipped == {}
@@ -56,7 +69,7 @@ def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
         assert (row.reducer_cpu_s_per_gb is not None) == row.ours
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    page = tmp_path / "report.html"
+    file, page = tmp_path / "found.json", tmp_path / "report.html"
     bench("report", file, "-o", page)
     assert "pool-1" in page.read_text()
     assert "no network card limits them" in page.read_text()
@@ -64,44 +77,35 @@ def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
     assert (tmp_path / "report-pictures" / "1.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_16_bits_on_the_wire_are_a_contender(tmp_path: Path) -> None:
-    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--wire", "bf16,fp16"]
-    given += ["--sizes", "4KiB,64KiB,8MiB", "--baselines", "", "--rounds", "1"]
-    file = tmp_path / "found.json"
-    bench("allreduce", *given, "--json", file)
-    rows = read(file).rows
-    assert {row.contender for row in rows} == {"pool-1", "pool-1-bf16", "pool-1-fp16"}
-    assert len(rows) == 9
+@pytest.mark.parametrize(
+    ("given", "sizes", "cards"),
+    [
+        (
+            ("--reducers", "1", "--wire", "bf16,fp16"),
+            ("4KiB", "64KiB", "8MiB"),
+            {"pool-1": 3, "pool-1-bf16": 3, "pool-1-fp16": 3},
+        ),
+        (("--reducers", "1", "--keys"), ("64KiB",), {"pool-1": 3, "pool-1-keys": 3}),
+        (("--embedded", "--mixed", "1"), ("64KiB",), {"embedded": 2, "mixed-1": 3}),
+    ],
+    ids=["16 bits", "keys", "embedded"],
+)
+def test_other_contenders(
+    given: tuple[str, ...], sizes: tuple[str, ...], cards: dict[str, int], tmp_path: Path
+) -> None:
+    many = ("--workers", "2", "--sizes", ",".join(sizes), "--baselines", "")
+    rows = measured(tmp_path, "allreduce", *given, *many).rows
+    found = {row.contender: row.cards for row in rows}
+    assert list(found.items()) == list(cards.items())
+    assert len(rows) == len(sizes) * len(cards)
     assert all(row.wrong == 0 and row.exact for row in rows)
-
-
-def test_a_pool_with_keys_is_a_contender(tmp_path: Path) -> None:
-    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--keys", "--baselines", ""]
-    file = tmp_path / "found.json"
-    bench("allreduce", *given, "--sizes", "64KiB", "--rounds", "1", "--json", file)
-    rows = read(file).rows
-    assert [row.contender for row in rows] == ["pool-1", "pool-1-keys"]
-    assert all(row.wrong == 0 and row.exact for row in rows)
-
-
-def test_embedded_and_mixed_pools_take_part(tmp_path: Path) -> None:
-    given = ["--unshaped", "--workers", "2", "--embedded", "--mixed", "1", "--baselines", ""]
-    file = tmp_path / "found.json"
-    bench("allreduce", *given, "--sizes", "64KiB", "--rounds", "1", "--json", file)
-    rows = {row.contender: row for row in read(file).rows}
-    assert {name: (row.cards, row.wrong) for name, row in rows.items()} == {
-        "embedded": (2, 0),
-        "mixed-1": (3, 0),
-    }
-    assert rows["embedded"].reducer_cpu_s_per_gb is None
+    assert all((row.reducer_cpu_s_per_gb is None) == (row.contender == "embedded") for row in rows)
 
 
 def test_scaling(tmp_path: Path) -> None:
-    given = ["--unshaped", "--workers", "2,3", "--reducers", "1,3", "--size", "64KiB"]
-    given += ["--no-embedded", "--rounds", "1", "--iterations", "3"]
-    file, picture = tmp_path / "found.json", tmp_path / "found.png"
-    bench("scaling", *given, "--json", file, "--plot", picture)
-    rows = read(file).rows
+    given = ["--workers", "2,3", "--reducers", "1,3", "--size", "64KiB", "--no-embedded"]
+    picture = tmp_path / "found.png"
+    rows = measured(tmp_path, "scaling", *given, "--iterations", "3", "--plot", picture).rows
     assert [(row.workers, row.reducers, row.iterations, row.wrong) for row in rows] == [
         (2, 1, 3, 0),
         (3, 1, 3, 0),
@@ -128,8 +132,7 @@ def test_soak(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.report", str(tmp_path / "nothing.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run("report", tmp_path / "nothing.json")
     assert done.returncode == 1
     assert "is no result of these benchmarks" in done.stderr
 
@@ -139,10 +142,8 @@ def test_a_contender_that_fails_is_named_and_the_others_go_on(
 ) -> None:
     monkeypatch.setenv("REDUCTION_CHUNK_BYTES", "7")
     file = tmp_path / "found.json"
-    command = [sys.executable, "-m", "bench.allreduce", "--unshaped", "--workers", "2"]
-    command += ["--reducers", "1", "--baselines", "ring", "--sizes", "4KiB", "--rounds", "1"]
-    command += ["--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    given = ["--unshaped", "--workers", "2", "--reducers", "1", "--baselines", "ring"]
+    done = run("allreduce", *given, "--sizes", "4KiB", "--rounds", "1", "--json", file)
     assert done.returncode == 1
     assert "# pool-1 was not measured: rank 0: ConfigError: REDUCTION_CHUNK_BYTES" in done.stdout
     found = read(file)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+
+from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 MICRO = ROOT / "bench/micro"
@@ -14,9 +15,9 @@ MICRO = ROOT / "bench/micro"
 
 def test_all_but_the_large_ones_find_the_right_results() -> None:
     assert find_spec("pytest_benchmark"), "pytest-benchmark is missing: install the extra `dev`"
-    command = [sys.executable, "-m", "pytest", str(MICRO), "--benchmark-disable", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", MICRO, "--benchmark-disable", "--tb=short"]
     command += ["-rfEp", "-k", "not MiB", "-p", "no:cacheprovider"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = run_command(*command, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     passed = set(re.findall(r"^PASSED (\S+?)::", ran.stdout, re.MULTILINE))
     assert passed == {str(file.relative_to(ROOT)) for file in MICRO.glob("test_*.py")}

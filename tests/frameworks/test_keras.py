@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 
+from tests.commands import run_command
 from tests.frameworks import cases
 from tests.frameworks.training import assert_alike, train
 from tests.ranks import ROOT
@@ -38,12 +38,6 @@ def test_ranks_train_alike_and_as_keras_does(servers: list[str]) -> None:
 
 def test_other_backends_are_refused() -> None:
     code = "import keras, worker_client.keras as k; k.DistributedOptimizer(keras.optimizers.SGD())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    done = run_command(sys.executable, "-c", code, cwd=ROOT, env=environment)
     assert "ConfigError: Keras runs on jax" in done.stderr, done.stderr

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_command
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -17,13 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(backend: str, out: Path) -> dict[str, tuple[str, str, int]]:
     """Return the outcome of each test, why, and the bytes that rank 0 reduced."""
-    done = subprocess.run(
-        [sys.executable, str(SUITE), backend, "--json", str(out)],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = run_command(sys.executable, SUITE, backend, "--json", out, cwd=ROOT)
     assert out.exists(), done.stderr
     assert done.stdout.count(" hung\n") <= 2, done.stdout
     return json.loads(out.read_text())

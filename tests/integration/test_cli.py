@@ -8,45 +8,26 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from reducer import config, local_pool
+from reducer import local_pool
 from reducer.errors import ConfigError, ReducerLostError, ReductionError
+from tests.commands import run_command, serving
 from worker_client.client.bootstrap import connect
 
-REDUCER = str(Path(sys.executable).with_name("reducer"))
+COMMAND = str(Path(sys.executable).with_name("reducer"))
 
 
 def fails(*arguments: str) -> str:
     """Run `reducer serve` with arguments that it must refuse, and return what it says."""
-    done = subprocess.run(
-        [REDUCER, "serve", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_command(COMMAND, "serve", *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     return done.stderr
-
-
-@contextmanager
-def serving(*arguments: str, command: tuple[str, ...] = (REDUCER,)):
-    """A running reducer and the address that it told."""
-    with subprocess.Popen(
-        [*command, "serve", "--bind", "tcp://127.0.0.1:0", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("reducer ready on 127.0.0.1:")
-            yield process, line.split()[-1]
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -71,19 +52,17 @@ def test_a_taken_port() -> None:
         assert "the port is taken" in fails("--bind", f"tcp://127.0.0.1:{port}")
 
 
-def test_the_default_is_this_machine_alone() -> None:
-    assert config.load().bind == "tcp://127.0.0.1:5555"  # not started: somebody may use the port
-
-
 def test_the_module_is_the_command() -> None:
-    with serving(command=(sys.executable, "-m", "reducer")) as (process, _):
+    with serving() as (process, address, _):
+        assert address.startswith("127.0.0.1:")
         process.terminate()
         assert process.wait(20) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
-    with serving("--drain-timeout", "1") as (process, address):  # the job has no other reducer
+    # The job has no other reducer.
+    with serving("--drain-timeout", 1, command=[COMMAND]) as (process, address, _):
         common = {"servers": address, "world_size": 2, "job": "signalled"}
         with connect(rank=0, **common) as zero, connect(rank=1, **common) as one:
             error: ReductionError | None = None
@@ -105,7 +84,7 @@ def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
 
 
 def test_it_stops_when_standard_input_ends() -> None:
-    with serving("--stop-at-eof") as (process, _):
+    with serving("--stop-at-eof", command=[COMMAND]) as (process, *_):
         process.stdin.close()
         assert process.wait(20) == 0
 

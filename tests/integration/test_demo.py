@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.commands import run_command
 from tests.ranks import SETTINGS, Forked
 from worker_client.commands.demo import ranks, run
 
@@ -286,7 +287,7 @@ def test_a_missing_package_is_named_with_the_extra(module: str, package: str) ->
         f"import sys; sys.modules[{module!r}] = None; sys.argv[1:] = ['demo']; "
         "from worker_client.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_command(sys.executable, "-c", code)
     assert done.returncode == 2
     here = Path(__file__).parents[2]  # a checkout
     expected = f'the demo needs {package}: pip install "{here}[demo]"'

@@ -9,12 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.commands import free_ports, run_command
 from tests.ranks import environments, ranks
+from tests.waits import eventually
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,16 +28,6 @@ def block(language: str) -> str:
     found = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert found, f"the quick start has no {language} block"
     return found[1]
-
-
-def free_ports(number: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(number)]
-    for free in sockets:
-        free.bind(("127.0.0.1", 0))
-    ports = [str(free.getsockname()[1]) for free in sockets]
-    for free in sockets:
-        free.close()
-    return ports
 
 
 def test_the_readme_fits_a_few_screens() -> None:
@@ -71,20 +62,19 @@ def fork_for(shell: subprocess.Popen[str], folder: Path) -> None:
 def wait_for(server: str) -> None:
     """Wait for a reducer that has just been started, as torchrun does by starting slowly."""
     host, _, port = server.rpartition(":")
-    until = time.monotonic() + START_S
-    while True:
+
+    def listens() -> bool:
         with socket.socket() as probe:
-            if probe.connect_ex((host, int(port))) == 0:
-                return
-        assert time.monotonic() < until
-        time.sleep(0.05)
+            return probe.connect_ex((host, int(port))) == 0
+
+    eventually(listens, START_S)
 
 
 @pytest.mark.parametrize("launcher", ["forks", "torchrun"])
 def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch")
     # Only the port numbers are changed, because another program may have those of the README.
-    script, (first, second, master) = block("sh"), free_ports(3)
+    script, (first, second, master) = block("sh"), map(str, free_ports(3))
     assert script.count("5555") == script.count("5556") == 2
     script = script.replace("5555", first).replace("5556", second)
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
@@ -128,14 +118,9 @@ def test_the_pool_for_a_notebook_runs_as_shown_and_warns_of_nothing() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text()
     found = re.search(r"^from reducer import local_pool\n.*?(?=^```$)", page, re.M | re.DOTALL)
     assert found, "docs/frameworks.md has no local_pool"
-    ended = subprocess.run(
-        [sys.executable, "-c", f"import worker_client\n{found[0]}"],
-        env={k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
+    command = (sys.executable, "-c", f"import worker_client\n{found[0]}")
+    ended = run_command(*command, env=environment, timeout=200)
     assert (ended.returncode, ended.stdout) == (0, "")
     begins, ends = ended.stderr.splitlines()
     assert begins.startswith("reduction: rank 0 of 1, job ")

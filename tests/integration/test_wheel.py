@@ -13,6 +13,8 @@ from zipfile import ZipFile
 import numpy
 import pytest
 
+from tests.commands import run_command
+
 ROOT = Path(__file__).parent.parent.parent
 # Of processes that are not to find this checkout.
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -62,22 +64,14 @@ def build(*arguments: str | Path, **environment: str) -> None:
 def try_to_build(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     # Without isolation, which takes minutes; that pyproject.toml names all that a build needs is
     # what every installation of the checkout shows.
-    command = [sys.executable, "-m", "build", "--no-isolation", *map(str, arguments)]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    command = (sys.executable, "-m", "build", "--no-isolation", *arguments)
+    return run_command(*command, env={**os.environ, **environment})
 
 
 def talk(python: str | Path, code: str, home: Path, **environment: str) -> str:
     """Run `code`, then one all-reduce of one rank through a reducer, with the code in `home`."""
-    done = subprocess.run(
-        [python, "-c", code + TALK, home],
-        env={**OUTSIDE, **environment},
-        cwd=home,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (python, "-c", code + TALK, home)
+    done = run_command(*command, env={**OUTSIDE, **environment}, cwd=home)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -142,13 +136,7 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path
 def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(archive: Path) -> None:
     with tarfile.open(archive) as sources:
         packed = {name.partition("/")[2] for name in sources.getnames()}
-    listed = subprocess.run(
-        ["git", "ls-files", "reducer", "worker_client"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    listed = run_command("git", "ls-files", "reducer", "worker_client", cwd=ROOT)
     if listed.returncode:
         pytest.skip("this is no checkout of git's")
     inside = {name for name in packed if name.startswith(("reducer/", "worker_client/"))}

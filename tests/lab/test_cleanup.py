@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from lab import Lab, LabUnavailable, claims, keeper
+from tests.commands import run_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -248,9 +249,8 @@ try:
 except LabUnavailable as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", script], cwd=ROOT, stdout=PIPE, text=True, check=True
-    )
+    done = run_command(sys.executable, "-S", "-c", script, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     assert "needs root: run it with sudo, or use Lab.loopback()" in done.stdout
 
 

@@ -12,15 +12,14 @@ from subprocess import PIPE
 import pytest
 
 from lab import Lab, claims
+from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-S", "-m", "lab"]
 
 
 def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, input=text, text=True, check=False
-    )
+    return run_command(*COMMAND, *arguments, cwd=ROOT, input=text)
 
 
 @pytest.fixture(params=[["--mbit", "100"], ["--loopback"]], ids=["namespaces", "loopback"])

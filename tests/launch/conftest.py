@@ -8,12 +8,13 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.commands import free_ports, run_command
 from tests.conftest import NAMES, PREFIXES, local_pool
 from tests.lab.conftest import namespaces  # noqa: F401 (a fixture)
 
@@ -75,11 +76,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             pytest.skip(f"there is no `{tool}` (Debian: slurm-wlm)")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
-    with ExitStack() as held:
-        ports = [held.enter_context(socket.socket()) for _ in range(3)]
-        for port in ports:
-            port.bind(("127.0.0.1", 0))
-        controller, first, second = (port.getsockname()[1] for port in ports)
+    controller, first, second = free_ports(3)
     settings = folder / "slurm.conf"
     settings.write_text(
         CONFIGURATION.format(
@@ -121,13 +118,8 @@ def _wait_for_nodes(
 ) -> None:
     until = time.monotonic() + START_S
     while time.monotonic() < until and all(daemon.poll() is None for daemon in daemons):
-        asked = subprocess.run(
-            ["sinfo", "--noheader", "--states=idle", "--format=%D"],
-            env=bare_environment(**environment),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+        asked = run_command(*command, env=bare_environment(**environment))
         if asked.stdout.strip() == str(len(NODES)):
             return
         time.sleep(0.2)

@@ -16,6 +16,7 @@ import zmq
 
 from reducer.commands.keygen import keygen
 from reducer.errors import ReducerLostError
+from tests.commands import run_command, serving
 from tests.launch.conftest import bare_environment
 from tests.launch.environments import spec
 from worker_client.commands.demo.ranks import free_port
@@ -24,43 +25,26 @@ from worker_client.commands.doctor.findings import Health, Kind, compare
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from tests.commands import Serving
+
 DOCTOR = [sys.executable, "-c", "from worker_client.cli import main; main()", "doctor"]
-SERVE = ["serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
 OLDER = (
     "import reducer.wire.header as header; header.VERSION_MAJOR, header.VERSION = 9, '9.0';"
     "from reducer.cli import main; main()"
 )
 
 
-@contextmanager
-def reducer(*options: str, code: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A real reducer on loopback, perhaps one that was tampered with: its address and process."""
-    what = ["-c", code] if code else ["-m", "reducer"]
-    process = subprocess.Popen(
-        [sys.executable, *what, *SERVE, *options],
-        env=bare_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout
-    try:
-        yield process.stdout.readline().removeprefix("reducer ready on ").strip(), process
-    finally:
-        process.kill()
-        process.communicate()
+def reducer(*options: object, **how: Any) -> AbstractContextManager[Serving]:
+    """A real reducer on loopback."""
+    return serving("--log-level", "error", *options, env=bare_environment(), **how)
 
 
 def ask(*options: str, **settings: str) -> tuple[int, str]:
     """Return the doctor's exit code, and what it says."""
-    done = subprocess.run(
-        [*DOCTOR, *options],
-        env=bare_environment(**settings),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(*DOCTOR, *options, env=bare_environment(**settings))
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout
 
@@ -75,14 +59,14 @@ def facts(servers: Sequence[str], **settings: str) -> dict[str, Any]:
 
 def test_each_illness_is_named() -> None:
     with ExitStack() as stack:
-        well, _ = stack.enter_context(reducer("--threads", "2"))
-        dead, process = stack.enter_context(reducer())
+        _, well, _ = stack.enter_context(reducer("--threads", 2))
+        process, dead, _ = stack.enter_context(reducer())
         process.kill()
         process.wait()
-        hung, process = stack.enter_context(reducer())
+        process, hung, _ = stack.enter_context(reducer())
         process.send_signal(signal.SIGSTOP)
         stack.callback(process.send_signal, signal.SIGCONT)
-        older, _ = stack.enter_context(reducer(code=OLDER))
+        _, older, _ = stack.enter_context(reducer(command=[sys.executable, "-c", OLDER]))
         keyed = stack.enter_context(server_with_keys())
         text = stack.enter_context(server_of_text())
         unknown = "no-such-host.invalid:5555"
@@ -140,7 +124,7 @@ def server_of_text() -> Iterator[str]:
 
 def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it() -> None:
     wrong = str(free_port())
-    with reducer() as (there, _):
+    with reducer() as (_, there, _):
         right = there.rpartition(":")[2]
         # The same machine by two names: the port that is right for one is tried for the other.
         [problem] = facts([there, f"localhost:{wrong}"])["problems"]
@@ -174,8 +158,8 @@ def test_each_illness_of_keys_is_named(tmp_path: Path) -> None:
         return problems
 
     with (
-        reducer("--keys", str(tmp_path / "ours" / "pool")) as (locked, _),
-        reducer() as (unlocked, _),
+        reducer("--keys", tmp_path / "ours" / "pool") as (_, locked, _),
+        reducer() as (_, unlocked, _),
     ):
         assert not problems(locked, "ours")
         found = [problems(locked, None), problems(locked, "theirs"), problems(unlocked, "ours")]
@@ -195,7 +179,7 @@ def test_one_that_never_answers_a_hello_is_named() -> None:
     def connect(address: str) -> Any:
         raise ReducerLostError("it does not answer a HELLO", reducer=address)
 
-    with reducer() as (there, _):
+    with reducer() as (_, there, _):
         found = examine.examine(there, connect, [there])
     assert found.problem
     assert found.problem.kind == Kind.SILENT
@@ -203,7 +187,7 @@ def test_one_that_never_answers_a_hello_is_named() -> None:
 
 def test_what_is_said_to_people() -> None:
     wrong = f"127.0.0.1:{free_port()}"
-    with reducer() as (there, _):
+    with reducer() as (_, there, _):
         code, said = ask(REDUCTION_SERVERS=f"{there},{wrong}", REDUCTION_JOB="mine")
         assert code == 1
         assert f"reducer {there}" in said
@@ -231,7 +215,7 @@ def test_settings_that_are_wrong_are_said() -> None:
 
 
 def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away() -> None:
-    with reducer() as (there, _):
+    with reducer() as (_, there, _):
         found = facts(
             [there],
             REDUCTION_FALLBACK="process-group",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
 from reducer.errors import ConfigError
+from tests.commands import run_command
 from tests.launch.conftest import bare_environment
 from worker_client.launch.hostlist import hosts, tasks
 
@@ -35,11 +34,9 @@ def test_hosts(text: str) -> None:
 
 def test_scontrol_agrees(slurm: dict[str, str]) -> None:
     for text, expected in LISTS.items():
-        command = ["scontrol", "show", "hostnames", text]
-        said = subprocess.run(
-            command, env=bare_environment(**slurm), capture_output=True, text=True, check=True
-        )
-        assert said.stdout.split() == expected
+        command = ("scontrol", "show", "hostnames", text)
+        said = run_command(*command, env=bare_environment(**slurm))
+        assert (said.returncode, said.stdout.split()) == (0, expected)
 
 
 @pytest.mark.parametrize("text", [*NO_LISTS, *TOO_LONG])

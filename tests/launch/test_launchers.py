@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.commands import REDUCER, run_command
 from tests.launch.conftest import ROOT, bare_environment
 from tests.launch.environments import VERTEX_CLUSTER, spec
 from worker_client.commands.demo.ranks import free_port
@@ -107,9 +108,7 @@ def test_the_batch_script_for_nodes_of_one_kind(tmp_path: Path, slurm: dict[str,
     # Two nodes here, and another program may have the port.
     script = found[1].replace("reducers=2", "reducers=1").replace("5555", str(free_port()))
     (tmp_path / "train.sbatch").write_text(script)
-    subprocess.run(
-        [sys.executable, "-m", "reducer", "keygen", "keys", "--job", "x"], cwd=tmp_path, check=True
-    )
+    subprocess.run([*REDUCER, "keygen", "keys", "--job", "x"], cwd=tmp_path, check=True)
     settings = bare_environment(
         **slurm,
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -119,15 +118,7 @@ def test_the_batch_script_for_nodes_of_one_kind(tmp_path: Path, slurm: dict[str,
     )
     output = tmp_path / "output"
     batch = ["sbatch", "--wait", "--nodes=2", f"--output={output}", "train.sbatch", SCRIPT]
-    ended = subprocess.run(
-        batch,
-        cwd=tmp_path,
-        env=settings,
-        timeout=LIMIT_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_command(*batch, cwd=tmp_path, env=settings, timeout=LIMIT_S)
     said = output.read_text() if output.exists() else ended.stderr
     assert ended.returncode == 0, said
     assert [(rank, reducers) for rank, _, reducers in SAID.findall(said)] == [("0", "1")], said
@@ -249,14 +240,8 @@ def test_a_setting_that_every_rank_would_refuse_is_refused_first(
 def test_what_is_not_there_is_missed_before_anything_starts(
     program: str, said: str, options: tuple[str, ...], variables: dict[str, str], tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [*LAUNCH, *options, "--nproc-per-node", "1", "--", program],
-        env=bare_environment(**variables),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (*LAUNCH, *options, "--nproc-per-node", "1", "--", program)
+    done = run_command(*command, env=bare_environment(**variables), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"worker-client: {said}")
     assert len(done.stderr.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +24,8 @@ from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
 from reducer.monitoring.observer import JobView, Observer, StatusInbox, merge_jobs
 from reducer.server import Server
+from tests.commands import serving
 from tests.conftest import joined
-from tests.reducer.ports import ask, serving
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
@@ -52,6 +52,17 @@ def port(server: Server) -> Iterator[str]:
         eventually(lambda: ask(http.address, "/readyz")[0] == 200)
         yield http.address
     http.close()
+
+
+def ask(port: str, path: str, method: str = "GET") -> tuple[int, bytes]:
+    """Return the status code and the body of an answer."""
+    connection = http.client.HTTPConnection(port, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
 
 
 def samples(text: bytes) -> dict[str, float]:
@@ -369,12 +380,12 @@ def test_no_secret_is_told(port: str) -> None:
 
 
 def test_it_drains_before_it_ends() -> None:
-    with serving() as reducer:
+    with serving("--http", 0) as reducer:
         with connect(servers=reducer.address, rank=0, world_size=1, job="last"):
             assert ask(reducer.http, "/readyz") == (200, b"ok\n")
             reducer.process.send_signal(signal.SIGTERM)
             answers = []
-            with suppress(OSError, HTTPException):  # closed last, amid an answer too
+            with suppress(OSError, http.client.HTTPException):  # closed last, amid an answer too
                 while reducer.process.poll() is None:
                     ready, health = ask(reducer.http, "/readyz"), ask(reducer.http, "/healthz")
                     answers.append((ready[0], health))
@@ -383,7 +394,7 @@ def test_it_drains_before_it_ends() -> None:
 
 
 def test_a_stopped_process_does_not_answer_and_goes_on() -> None:
-    with serving() as reducer:
+    with serving("--http", 0) as reducer:
         os.kill(reducer.process.pid, signal.SIGSTOP)
         with socket.create_connection(tuple(reducer.http.split(":")), 10) as client:
             client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -15,15 +15,16 @@ from reducer.commands import plan as plan_command
 from reducer.errors import ConfigError
 from reducer.planning import network_model, plan, vertex
 from reducer.wire.layout import SMALLEST_CHUNK, mixed_weights, shards
-from tests.reducer.ports import COMMAND
+from tests.commands import REDUCER, run_command
+
+if TYPE_CHECKING:
+    import subprocess
 
 LINKS = network_model.Network(100.0, 100.0)
 
 
 def reducer_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "plan", *arguments], capture_output=True, text=True, timeout=50, check=False
-    )
+    return run_command(*REDUCER, "plan", *arguments)
 
 
 @pytest.mark.parametrize(

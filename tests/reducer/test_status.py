@@ -27,8 +27,9 @@ from reducer.commands.status import (
 )
 from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
 from reducer.monitoring import status
+from tests.commands import REDUCER, Serving, run_command, serving
 from tests.conftest import joined
-from tests.reducer.ports import COMMAND, Serving, serving
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,14 +39,12 @@ pytestmark = pytest.mark.usefixtures("no_settings")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[list[Serving]]:
-    with serving() as first, serving("--threads", "2") as second:
+    with serving("--http", 0) as first, serving("--http", 0, "--threads", 2) as second:
         yield [first, second]
 
 
 def reducer(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=50, check=False
-    )
+    return run_command(*REDUCER, *arguments)
 
 
 @contextmanager
@@ -67,11 +66,6 @@ def answering(code: int, body: bytes) -> Iterator[str]:
         yield f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def test_a_pool_and_its_jobs(pool: list[Serving]) -> None:
@@ -98,7 +92,7 @@ def test_top_tells_rates(pool: list[Serving]) -> None:
     with (
         joined(2, servers=[pool[0].address], job="busy") as clients,
         subprocess.Popen(
-            [*COMMAND, "top", pool[0].http, "--interval", "0.5", "--count", "3"],
+            [*REDUCER, "top", pool[0].http, "--interval", "0.5", "--count", "3"],
             stdout=subprocess.PIPE,
             text=True,
         ) as process,
@@ -114,7 +108,7 @@ def test_top_tells_rates(pool: list[Serving]) -> None:
 
 
 def test_one_that_is_not_there_is_named_beside_the_others(pool: list[Serving]) -> None:
-    nobody = free_port()
+    nobody = f"127.0.0.1:{free_port()}"
     done = reducer("status", f"{pool[0].http},{nobody}")
     assert done.returncode == 1
     assert "serving" in done.stdout
@@ -163,7 +157,7 @@ def test_nobody_there() -> None:
     with pytest.raises(ReducerLostError, match="is no known host"):
         read("no-such-host.invalid:1")
     with pytest.raises(ReducerLostError, match="nothing listens"):
-        read(free_port())
+        read(f"127.0.0.1:{free_port()}")
 
 
 @pytest.mark.parametrize("text", ["", " , ", "host", "a:1,b", "http://a:1"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -93,22 +91,6 @@ def pool(impl: str, home: Path) -> Iterator[Pool]:
         yield pool
     finally:
         pool.close()
-
-
-@contextmanager
-def serving(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A reducer with keys in a process of its own, and its address."""
-    command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
-    with subprocess.Popen(
-        [*command, "--keys", str(home / "pool"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process, process.stdout.readline().split()[-1]
-        finally:
-            process.kill()
 
 
 @contextmanager

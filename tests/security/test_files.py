@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from reducer.keyfiles import KeyPair, is_key
 from reducer.runtime.keyring import LOOK_S, Keyring
 from reducer.runtime.transport import make_pair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner, owner
-from tests.security.conftest import serving
+from tests.commands import REDUCER, run_command, serving
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 from worker_client.runtime import credentials as worker_keys
@@ -40,12 +39,7 @@ def files(home: Path) -> dict[str, str]:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "reducer", "keygen", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_command(*REDUCER, "keygen", *arguments)
 
 
 def test_the_command_makes_what_each_needs_and_nobody_else_may_read_it(tmp_path: Path) -> None:
@@ -293,7 +287,7 @@ def test_what_is_no_file_of_keys_holds_up_nobody(
 def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
     path = home / "pool" / "allowed"
     before, text = path.stat(), path.read_text()
-    with serving(home) as (process, address):
+    with serving("--keys", home / "pool") as (process, address, _):
         keys = {"servers": address, "rank": 0, "world_size": 1, "keys": home / "jobs" / "two"}
         connect(**keys).shutdown()
         path.write_text(text.replace("two ", "#wo "))
@@ -364,7 +358,8 @@ def test_no_log_has_a_key(home: Path, tmp_path: Path) -> None:
     keys = {key for text in texts for key in text.split() if is_key(key)}
     assert len(keys) == 10
     said = []
-    with serving(home, "--log-level", "debug") as (process, address):
+    options = ("--keys", home / "pool", "--log-level", "debug")
+    with serving(*options, stderr=subprocess.PIPE) as (process, address, _):
 
         def join(directory: Path | None, job: str) -> None:
             connect(servers=address, rank=0, world_size=1, keys=directory, job=job).shutdown()

@@ -1,0 +1,62 @@
+"""Commands as users give them: one that runs to its end, and a reducer that serves meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reducer.cli import HTTP_READY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+REDUCER = (sys.executable, "-m", "reducer")
+
+
+class Serving(NamedTuple):
+    """A running reducer: its process, the port of workers, the HTTP port if it was asked for."""
+
+    process: subprocess.Popen[str]
+    address: str
+    http: str
+
+
+def run_command(*argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, and return its exit code, whatever it is, and what it said."""
+    command = list(map(str, argv))
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@contextmanager
+def serving(
+    *arguments: object, command: Sequence[str] = REDUCER, **options: Any
+) -> Iterator[Serving]:
+    """A reducer in an interpreter of its own, which is killed at the end."""
+    with subprocess.Popen(
+        [*command, "serve", "--bind", "tcp://127.0.0.1:0", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    ) as process:
+        try:
+            assert process.stdout
+            said = process.stdout.readline()
+            assert said.startswith("reducer ready on ")
+            http = process.stdout.readline() if "--http" in arguments else ""
+            address = said.split()[-1]
+            yield Serving(process, address, http.removeprefix(HTTP_READY).strip())
+        finally:
+            process.kill()
+
+
+def free_ports(number: int) -> list[int]:
+    """Ports of loopback that nobody has, each another one."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
