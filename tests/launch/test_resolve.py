@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.launch.conclusions import Case, concludes
 from tests.launch.environments import (
     AZURE_MPI,
     ENV,
@@ -16,38 +15,6 @@ from tests.launch.environments import (
     vertex,
 )
 from worker_client.launch import Launcher, resolve
-
-CASES: dict[str, Case] = {
-    "nothing": ({}, {}),
-    "settings of our own": (
-        {
-            **TORCHRUN,
-            **vertex(1, 0),
-            "REDUCTION_SERVERS": "c:1, d:2,",
-            "REDUCTION_JOB": "mine",
-            "REDUCTION_GENERATION": "9",
-        },
-        {
-            "launcher": Launcher.TORCHRUN,
-            "rank": 5,
-            "world_size": 8,
-            "local_rank": 1,
-            "local_world_size": 4,
-            "node_rank": 1,
-            "master_addr": "node0",
-            "master_port": 29400,
-            "reducers": ("c:1", "d:2"),
-            "job": "mine",
-            "generation": 9,
-            "restarts": 2,
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_who_it_is(case: str) -> None:
-    concludes(*CASES[case])
 
 
 @pytest.mark.parametrize(

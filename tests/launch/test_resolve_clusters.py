@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -29,67 +30,39 @@ def cut(text: str, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
+# What all replicas of a job conclude, but for those whose case says something else.
+OF_VERTEX: dict[str, Any] = {
+    "launcher": Launcher.VERTEX,
+    "nodes": 3,
+    "master_addr": PRIMARY,
+    "master_port": 2222,
+    "reducers": POOL,
+    "job": PRIMARY,
+}
+OF_TF_CONFIG: dict[str, Any] = {
+    "launcher": Launcher.TF_CONFIG,
+    "nodes": 3,
+    "master_addr": "training-workerpool0-ab-0",
+    "master_port": 2222,
+    "reducers": ("training-workerpool2-ab-0:5555",),
+    "job": "training-workerpool0-ab-0",
+}
 CASES: dict[str, Case] = {
-    "Vertex AI, the primary": (
-        vertex(0, 0),
-        {
-            "launcher": Launcher.VERTEX,
-            "node_rank": 0,
-            "nodes": 3,
-            "master_addr": PRIMARY,
-            "master_port": 2222,
-            "reducers": POOL,
-            "job": PRIMARY,
-        },
-    ),
+    "Vertex AI, the primary": (vertex(0, 0), {**OF_VERTEX, "node_rank": 0}),
     "Vertex AI, the second worker of a trial": (
         vertex(1, 1, trial="3"),
         {
-            "launcher": Launcher.VERTEX,
+            **OF_VERTEX,
             "node_rank": 2,
-            "nodes": 3,
-            "master_addr": PRIMARY,
-            "master_port": 2222,
-            "reducers": POOL,
             "job": f"{PRIMARY}-trial-3",
             "trial": "3",
         },
     ),
-    "Vertex AI, a reducer": (
-        vertex(2, 1),
-        {
-            "launcher": Launcher.VERTEX,
-            "role": Role.REDUCER,
-            "nodes": 3,
-            "master_addr": PRIMARY,
-            "master_port": 2222,
-            "reducers": POOL,
-            "job": PRIMARY,
-        },
-    ),
-    "Vertex AI, an evaluator": (
-        vertex(3, 2),
-        {
-            "launcher": Launcher.VERTEX,
-            "role": Role.EVALUATOR,
-            "nodes": 3,
-            "master_addr": PRIMARY,
-            "master_port": 2222,
-            "reducers": POOL,
-            "job": PRIMARY,
-        },
-    ),
+    "Vertex AI, a reducer": (vertex(2, 1), {**OF_VERTEX, "role": Role.REDUCER}),
+    "Vertex AI, an evaluator": (vertex(3, 2), {**OF_VERTEX, "role": Role.EVALUATOR}),
     "Vertex AI, a reducer that is told RANK as well": (
         {**ENV, **vertex(2, 0)},
-        {
-            "launcher": Launcher.VERTEX,
-            "role": Role.REDUCER,
-            "nodes": 3,
-            "master_addr": "node0",
-            "master_port": 6105,
-            "reducers": POOL,
-            "job": PRIMARY,
-        },
+        {**OF_VERTEX, "role": Role.REDUCER, "master_addr": "node0", "master_port": 6105},
     ),
     "AI Platform, the master": (
         {"CLUSTER_SPEC": spec(AI_PLATFORM_CLUSTER, "master", 0)},
@@ -105,40 +78,15 @@ CASES: dict[str, Case] = {
     ),
     "TF_CONFIG, a worker of a trial": (
         {"TF_CONFIG": spec(TUNING_CLUSTER, "worker", 0, trial="1", cloud="ab")},
-        {
-            "launcher": Launcher.TF_CONFIG,
-            "node_rank": 1,
-            "nodes": 3,
-            "master_addr": "training-workerpool0-ab-0",
-            "master_port": 2222,
-            "reducers": ("training-workerpool2-ab-0:5555",),
-            "job": "training-workerpool0-ab-0-trial-1",
-            "trial": "1",
-        },
+        {**OF_TF_CONFIG, "node_rank": 1, "job": "training-workerpool0-ab-0-trial-1", "trial": "1"},
     ),
     "TF_CONFIG, a parameter server": (
         {"TF_CONFIG": spec(TUNING_CLUSTER, "ps", 0)},
-        {
-            "launcher": Launcher.TF_CONFIG,
-            "role": Role.REDUCER,
-            "nodes": 3,
-            "master_addr": "training-workerpool0-ab-0",
-            "master_port": 2222,
-            "reducers": ("training-workerpool2-ab-0:5555",),
-            "job": "training-workerpool0-ab-0",
-        },
+        {**OF_TF_CONFIG, "role": Role.REDUCER},
     ),
     "TF_CONFIG, an evaluator, which no cluster names": (
         {"TF_CONFIG": spec(TUNING_CLUSTER, "evaluator", 0)},
-        {
-            "launcher": Launcher.TF_CONFIG,
-            "role": Role.EVALUATOR,
-            "nodes": 3,
-            "master_addr": "training-workerpool0-ab-0",
-            "master_port": 2222,
-            "reducers": ("training-workerpool2-ab-0:5555",),
-            "job": "training-workerpool0-ab-0",
-        },
+        {**OF_TF_CONFIG, "role": Role.EVALUATOR},
     ),
     "TF_CONFIG, Azure ML's, without a chief": (
         {"TF_CONFIG": spec(AZURE_CLUSTER, "worker", 0)},

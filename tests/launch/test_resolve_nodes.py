@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.launch.conclusions import Case, Mistake, concludes, refuses
 from tests.launch.environments import KUBEFLOW, SLURM
 from worker_client.launch import Launcher
 
+OF_SLURM: dict[str, Any] = {
+    "launcher": Launcher.SLURM,
+    "rank": 4,
+    "world_size": 5,
+    "local_rank": 0,
+    "local_world_size": 1,
+    "node_rank": 2,
+    "nodes": 3,
+    "master_addr": "gpu01",
+    "master_port": 21091,
+    "job": "slurm-4711.0",
+    "generation": 1,
+    "restarts": 1,
+}
 CASES: dict[str, Case] = {
-    "SLURM": (
-        SLURM,
-        {
-            "launcher": Launcher.SLURM,
-            "rank": 4,
-            "world_size": 5,
-            "local_rank": 0,
-            "local_world_size": 1,
-            "node_rank": 2,
-            "nodes": 3,
-            "master_addr": "gpu01",
-            "master_port": 21091,
-            "job": "slurm-4711.0",
-            "generation": 1,
-            "restarts": 1,
-        },
-    ),
-    "SLURM, whose srun speaks PMI": (
-        {**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"},
-        {
-            "launcher": Launcher.SLURM,
-            "rank": 4,
-            "world_size": 5,
-            "local_rank": 0,
-            "local_world_size": 1,
-            "node_rank": 2,
-            "nodes": 3,
-            "master_addr": "gpu01",
-            "master_port": 21091,
-            "job": "slurm-4711.0",
-            "generation": 1,
-            "restarts": 1,
-        },
-    ),
+    "SLURM": (SLURM, OF_SLURM),
+    "SLURM, whose srun speaks PMI": ({**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"}, OF_SLURM),
     "SLURM, a shell that srun opened": (
         {**SLURM, "SLURM_PTY_PORT": "17154", "SLURM_STEP_NUM_TASKS": "1"},
         {"generation": 1, "restarts": 1},

@@ -2,98 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.launch.conclusions import Case, Mistake, concludes, refuses
-from tests.launch.environments import AZURE_MPI, ENV, MPICH, OPEN_MPI, TORCHRUN
+from tests.launch.environments import AZURE_MPI, ENV, MPICH, OPEN_MPI, TORCHRUN, vertex
 from worker_client.launch import Launcher
 
+OF_TORCHRUN: dict[str, Any] = {
+    "launcher": Launcher.TORCHRUN,
+    "rank": 5,
+    "world_size": 8,
+    "local_rank": 1,
+    "local_world_size": 4,
+    "node_rank": 1,
+    "master_addr": "node0",
+    "master_port": 29400,
+    "job": "run-7",
+    "generation": 2,
+    "restarts": 2,
+}
+OF_ENV: dict[str, Any] = {
+    "launcher": Launcher.ENV,
+    "rank": 1,
+    "world_size": 2,
+    "master_addr": "node0",
+    "master_port": 6105,
+}
+OF_MPI: dict[str, Any] = {
+    "launcher": Launcher.OPEN_MPI,
+    "rank": 5,
+    "world_size": 8,
+    "local_rank": 1,
+    "local_world_size": 4,
+    "master_port": 27966,
+    "job": "mpi-583925761",
+}
 CASES: dict[str, Case] = {
-    "torchrun": (
-        TORCHRUN,
+    "nothing": ({}, {}),
+    "torchrun": (TORCHRUN, OF_TORCHRUN),
+    "torchrun, and settings of our own": (
         {
-            "launcher": Launcher.TORCHRUN,
-            "rank": 5,
-            "world_size": 8,
-            "local_rank": 1,
-            "local_world_size": 4,
-            "node_rank": 1,
-            "master_addr": "node0",
-            "master_port": 29400,
-            "job": "run-7",
-            "generation": 2,
-            "restarts": 2,
+            **TORCHRUN,
+            **vertex(1, 0),
+            "REDUCTION_SERVERS": "c:1, d:2,",
+            "REDUCTION_JOB": "mine",
+            "REDUCTION_GENERATION": "9",
         },
+        {**OF_TORCHRUN, "reducers": ("c:1", "d:2"), "job": "mine", "generation": 9},
     ),
     "torchrun without a run id of its own": (
         {**ENV, "TORCHELASTIC_RUN_ID": "none"},
-        {
-            "launcher": Launcher.TORCHRUN,
-            "rank": 1,
-            "world_size": 2,
-            "master_addr": "node0",
-            "master_port": 6105,
-        },
+        {**OF_ENV, "launcher": Launcher.TORCHRUN},
     ),
-    "env://": (
-        ENV,
-        {
-            "launcher": Launcher.ENV,
-            "rank": 1,
-            "world_size": 2,
-            "master_addr": "node0",
-            "master_port": 6105,
-        },
-    ),
+    "env://": (ENV, OF_ENV),
     "env:// with a rank alone": ({"RANK": "3"}, {"rank": 3}),
     "Azure ML, a PyTorch job's process": (
         {**ENV, "NODE_RANK": "1", "LOCAL_RANK": "0", "AZUREML_RUN_ID": "run_ab"},
-        {
-            "launcher": Launcher.ENV,
-            "rank": 1,
-            "world_size": 2,
-            "local_rank": 0,
-            "node_rank": 1,
-            "master_addr": "node0",
-            "master_port": 6105,
-            "job": "run_ab",
-        },
+        {**OF_ENV, "local_rank": 0, "node_rank": 1, "job": "run_ab"},
     ),
-    "Open MPI on several nodes": (
-        OPEN_MPI,
-        {
-            "launcher": Launcher.OPEN_MPI,
-            "rank": 5,
-            "world_size": 8,
-            "local_rank": 1,
-            "local_world_size": 4,
-            "master_port": 27966,
-            "job": "mpi-583925761",
-        },
-    ),
+    "Open MPI on several nodes": (OPEN_MPI, OF_MPI),
     "Open MPI on one node": (
         {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "5"},
         {
-            "launcher": Launcher.OPEN_MPI,
-            "rank": 5,
-            "world_size": 8,
+            **OF_MPI,
             "local_rank": 5,
             "local_world_size": 8,
             "node_rank": 0,
             "nodes": 1,
             "master_addr": "127.0.0.1",
-            "master_port": 27966,
-            "job": "mpi-583925761",
         },
     ),
     "Azure ML, an MPI job of several nodes": (
         AZURE_MPI,
         {
+            **OF_MPI,
             "launcher": Launcher.AZURE_ML,
-            "rank": 5,
-            "world_size": 8,
-            "local_rank": 1,
-            "local_world_size": 4,
             "master_addr": "10.0.0.4",
             "master_port": 6105,
             "job": "run_ab",
