@@ -35,3 +35,9 @@ def session(implementation: str) -> Driven:
 def lone(implementation: str) -> Driven:
     """Rank 1 of 2, with one reducer."""
     return joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+
+
+@pytest.fixture
+def newcomer(implementation: str) -> Driven:
+    """The only rank, which has one reducer and has not joined."""
+    return Driven(implementation, 0, 1, ("a:1",), 4096)

@@ -201,7 +201,7 @@ class Network:
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
         self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))
 
-    def drain(self, *queues: deque) -> None:
+    def drain(self, *queues: deque[Any]) -> None:
         """Deliver all messages of some queues, of one after the other."""
         for queue in queues:
             while queue:

@@ -32,15 +32,13 @@ def test_a_rank_that_comes_back_in_time_is_told_of_to_nobody(reducer: Reducer) -
     assert kinds(reducer.hello(1, peer=b"1", watermark=2)) == [M.WELCOME]
     reducer.now = 3 * AWAY_S
     assert reducer.tick() == []
-    reducer.contribute(0, sequence=4, watermark=2)
-    assert kinds(reducer.contribute(1, sequence=4, watermark=2)) == [M.RESULT] * 2
+    assert kinds(reducer.contribute_both(sequence=4, watermark=2)) == [M.RESULT] * 2
     errors = told(reducer.contribute(1, sequence=3, watermark=2))  # of its earlier life
     assert errors[b"1"].rank == 1
 
 
 def test_a_lower_watermark_is_another_process(reducer: Reducer) -> None:
-    for rank in range(2):
-        reducer.contribute(rank, sequence=5, watermark=5)
+    reducer.contribute_both(sequence=5, watermark=5)
     reducer.contribute(0, sequence=6, watermark=6)
     reducer.engine.unreachable(b"1")
     errors = told(reducer.hello(1, peer=b"new", watermark=0))
@@ -49,8 +47,8 @@ def test_a_lower_watermark_is_another_process(reducer: Reducer) -> None:
 
 
 def test_a_job_that_is_away_as_a_whole_makes_way_for_another_one(reducer: Reducer) -> None:
+    reducer.contribute_both(sequence=5, watermark=5)
     for rank in range(2):
-        reducer.contribute(rank, sequence=5, watermark=5)
         reducer.engine.unreachable(b"%d" % rank)
     sends = reducer.hello(1, peer=b"new", watermark=0)
     assert [send.peer for send in sends if kinds([send]) == [M.WELCOME]] == [b"new"]
@@ -91,8 +89,7 @@ def test_a_range_is_forgotten_when_every_rank_has_passed_it(reducer: Reducer) ->
     (job,) = reducer.engine.jobs
     assert not job.healthy
     assert len(job.given_up) == 1
-    for rank in range(2):
-        reducer.contribute(rank, sequence=4, watermark=4)
+    reducer.contribute_both(sequence=4, watermark=4)
     assert job.given_up == []
     assert job.healthy
     assert reducer.rounds() == {4}

@@ -160,8 +160,7 @@ def test_an_answer_whose_header_says_another_size_is_refused(reducer: Reducer) -
 
 
 def test_a_claim_of_what_all_ranks_have_is_dropped(reducer: Reducer) -> None:
-    for rank in range(2):
-        reducer.contribute(rank, sequence=1, watermark=1)
+    reducer.contribute_both(sequence=1, watermark=1)
     assert reducer.retain(0, sequence=0, watermark=1) == []
     assert reducer.engine.counters.late == 1
     assert reducer.rounds() == {1}

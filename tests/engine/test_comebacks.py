@@ -58,8 +58,7 @@ def test_who_waits_for_a_rank_that_came_back_without_its_rounds_is_told_when_it_
 
 def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation: str) -> None:
     reducer = with_ranks(implementation, 3)
-    for rank in range(2):
-        reducer.contribute(rank)
+    reducer.contribute_both()
     assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
     assert kinds(reducer.hello(1, world_size=3)) == [M.WELCOME]  # it tells the others, or has
     assert reducer.engine.held() == 1024  # of rank 0
@@ -84,8 +83,7 @@ def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -
     reducer = with_ranks(implementation, 2, world_size=3)
     reducer.contribute(0)
     reducer.contribute(1, op=ReduceOp.MAX)
-    for rank in range(2):
-        reducer.contribute(rank, sequence=1, watermark=1)
+    reducer.contribute_both(sequence=1, watermark=1)
     reducer.hello(2, world_size=3)
     assert isinstance(told(reducer.contribute(2))[b"2"], MismatchError)
 

@@ -100,8 +100,7 @@ def test_what_came_before_is_compared_from_the_same_call_on(
 ) -> None:
     reducer.contribute(0, number(0), since=3, history=5)
     assert kinds(reducer.contribute(1, number(0), since=4, history=6)) == [M.RESULT] * 2
-    reducer.contribute(0, number(1), since=4, history=7)
-    assert kinds(reducer.contribute(1, number(1), since=4, history=7)) == [M.RESULT] * 2
+    assert kinds(reducer.contribute_both(number(1), since=4, history=7)) == [M.RESULT] * 2
     assert reducer.served.taken == (4 if implementation == "compiled" else 0)
 
 
@@ -158,15 +157,13 @@ def test_pings_say_who_is_gone(reducer: Reducer) -> None:
 
 
 def test_a_rank_may_come_back_but_not_start_anew(reducer: Reducer) -> None:
-    for rank in range(2):
-        reducer.contribute(rank, sequence=5, watermark=5)
+    reducer.contribute_both(sequence=5, watermark=5)
     reducer.lose(b"1")
     refusal = told(reducer.hello(1, peer=b"new"))[b"new"]
     assert isinstance(refusal, StaleGenerationError)
     assert "ranks 0 of another run" in str(refusal)
     assert kinds(reducer.hello(1, peer=b"1", watermark=6)) == [M.WELCOME]
-    reducer.contribute(0, sequence=6, watermark=6)
-    assert kinds(reducer.contribute(1, sequence=6, watermark=6)) == [M.RESULT] * 2
+    assert kinds(reducer.contribute_both(sequence=6, watermark=6)) == [M.RESULT] * 2
 
 
 def test_a_rank_may_have_passed_a_round_that_opens_here(reducer: Reducer) -> None:
@@ -243,8 +240,7 @@ def test_a_shutdown_serves_members_until_it_is_closed(reducer: Reducer) -> None:
     assert kinds(reducer.contribute(1, number(0))) == [M.RESULT] * 2
     refusal = told(reducer.hello(0, peer=b"new", job="new"))[b"new"]
     assert isinstance(refusal, ReducerLostError)
-    assert reducer.contribute(0, number(1)) == []
-    assert kinds(reducer.contribute(1, number(1))) == [M.RESULT] * 2
+    assert kinds(reducer.contribute_both(number(1))) == [M.RESULT] * 2
     reducer.contribute(0, number(2))
     reducer.engine.close()
     assert kinds(reducer.contribute(1, number(2))) == [M.RESULT] * 2

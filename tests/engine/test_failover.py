@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -65,7 +65,7 @@ def hear_of(session: Driven, link: int, reducer: int, epoch: int, process: str =
 
 
 # How the second reducer is lost.
-WAYS: dict[str, Callable[[Driven], list]] = {
+WAYS: dict[str, Callable[[Driven], list[Any]]] = {
     "disconnected": lambda session: session.disconnected(1, "died"),
     "unknown": lambda session: error(session, 1, MembershipError("who are you?")),
     "misunderstood": lambda session: error(session, 1, RemoteProtocolError("what?")),
@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[Driven], list]] = {
 
 @pytest.mark.parametrize("lose", WAYS.values(), ids=WAYS)
 def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(
-    three: Driven, lose: Callable[[Driven], list]
+    three: Driven, lose: Callable[[Driven], list[Any]]
 ) -> None:
     mine = operation(64 * 6)
     contributions = sent(three.submit(mine, 0.0), M.CONTRIBUTION)
@@ -279,7 +279,7 @@ def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementatio
 def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well(
     implementation: str,
 ) -> None:
-    own: dict = {"incarnation": "in its place", "fallback": True}
+    own: dict[str, Any] = {"incarnation": "in its place", "fallback": True}
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, **own)
     session.submit(operation(), 0.0)
     hear_of(session, 0, 0, LAST_EPOCH, "lost")

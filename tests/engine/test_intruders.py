@@ -27,8 +27,7 @@ def test_a_hello_that_is_refused_ends_no_earlier_generation(
 ) -> None:
     (refusal,) = reducer.hello(1, peer=b"x", generation=9, claims="job", **change)
     assert isinstance(told([refusal])[b"x"], expected)
-    reducer.contribute(0)
-    assert kinds(reducer.contribute(1)) == [M.RESULT] * 2
+    assert kinds(reducer.contribute_both()) == [M.RESULT] * 2
 
 
 def test_a_rank_that_contradicts_itself_is_named(reducer: Reducer) -> None:
@@ -38,8 +37,7 @@ def test_a_rank_that_contradicts_itself_is_named(reducer: Reducer) -> None:
 
 
 def test_a_refused_contribution_changes_no_watermark(reducer: Reducer) -> None:
-    for rank in range(2):
-        reducer.contribute(rank)
+    reducer.contribute_both()
     refusal = told(reducer.contribute(1, sequence=1 + MAX_ROUNDS_AHEAD, watermark=1))
     assert isinstance(refusal[b"1"], CapacityError)
     reducer.contribute(0, sequence=1, watermark=1)
@@ -72,8 +70,7 @@ def test_a_contest_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> 
 def test_the_compiled_loop_takes_what_is_healthy() -> None:
     reducer = with_ranks("compiled", 2)
     for sequence in range(2, 12):
-        for rank in range(2):
-            reducer.contribute(rank, sequence, watermark=sequence)
+        reducer.contribute_both(sequence, watermark=sequence)
     assert reducer.served.taken == 20
     assert reducer.engine.counters.contributions == 20
     assert reducer.rounds() == {11}
@@ -81,8 +78,7 @@ def test_the_compiled_loop_takes_what_is_healthy() -> None:
     reducer.contribute(1, 12, watermark=12, op=ReduceOp.MAX)  # the engine fails this round
     assert reducer.served.taken == 21
     for sequence in (13, 14):
-        for rank in range(2):
-            reducer.contribute(rank, sequence, watermark=sequence)
+        reducer.contribute_both(sequence, watermark=sequence)
     assert reducer.served.taken == 21 + 2, "the failed round is forgotten, and all is well again"
 
 
@@ -231,13 +227,11 @@ def test_records_count_as_memory(implementation: str) -> None:
 
 def test_records_of_a_failed_round_are_given_back(reducer: Reducer) -> None:
     (job,) = reducer.engine.jobs
-    for rank in range(2):
-        reducer.contribute(rank, 0)
+    reducer.contribute_both(0)
     of_one_round = job.rounds.taken()
     two_chunks(reducer, 0, 0, 64, sequence=1)
     reducer.say(0, M.ABORT, 1, encode_error(ReducerLostError("gone", reducer="x")))
-    for rank in range(2):
-        reducer.contribute(rank, 2, watermark=2)
+    reducer.contribute_both(2, watermark=2)
     assert job.rounds.taken() == of_one_round
 
 
@@ -281,7 +275,6 @@ def test_watermarks_that_leap_cost_no_more_than_others(reducer: Reducer) -> None
         reducer.contribute(0, sequence, watermark=sequence)
     reducer.contribute(1, far, watermark=far)
     assert reducer.rounds() == {far}
-    for rank in range(2):
-        sends = reducer.contribute(rank, far + 1, watermark=far + 1)
+    sends = reducer.contribute_both(far + 1, watermark=far + 1)
     assert kinds(sends) == [M.RESULT] * 2
     assert reducer.rounds() == {far + 1}

@@ -170,8 +170,7 @@ def test_a_rank_that_another_holds(guarded: Reducer) -> None:
 # -- the worker's side ----------------------------------------------------------------------------
 
 
-def test_a_worker_without_the_right_key_does_not_join(implementation: str) -> None:
-    newcomer = Driven(implementation, 0, 1, ("a:1",), 4096)
+def test_a_worker_without_the_right_key_does_not_join(newcomer: Driven) -> None:
     why = AuthError("wrong key")
     assert newcomer.refused(0, why) == []
     assert newcomer.session.refusal is why

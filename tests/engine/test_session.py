@@ -24,12 +24,6 @@ from worker_client.protocol.joining import RETRY_S
 from worker_client.protocol.pending import LAST_S
 
 
-@pytest.fixture
-def newcomer(implementation: str) -> Driven:
-    """The only rank, which has one reducer and has not joined."""
-    return Driven(implementation, 0, 1, ("a:1",), 4096)
-
-
 def test_contributions_start_at_another_reducer_for_every_rank(session: Driven) -> None:
     links = [link for link, _ in sent(session.submit(operation(), 0.0), M.CONTRIBUTION)]
     assert links == [1, 0, 1, 0]  # rank 1 of 2; every reducer has work before any has more

@@ -82,8 +82,7 @@ def test_what_one_watermark_frees_is_all_that_it_costs(
                 reducer.say(0, M.ABORT, number(call), CALLED_OFF)
             else:
                 reducer.contribute(0, number(call))
-        for rank in range(2):
-            reducer.contribute(rank, number(rounds))
+        reducer.contribute_both(number(rounds))
         reducer.contribute(0, number(rounds + 1), watermark=number(2))
         instructions = work(lambda: reducer.contribute(1, number(rounds + 1), watermark=number(2)))
         assert len(reducer.rounds()) == rounds
@@ -96,11 +95,9 @@ def test_rounds_are_forgotten_in_any_order_of_opening(implementation: str) -> No
     reducer = with_ranks(implementation, 2, window=1 << 20)
     calls = [call * 37 % 101 for call in range(101)]
     for call in calls:
-        for rank in range(2):
-            reducer.contribute(rank, number(call))
+        reducer.contribute_both(number(call))
     for passed in (1, 2, 50, 90, 101):
-        for rank in range(2):
-            reducer.contribute(rank, number(200 + passed), watermark=number(passed))
+        reducer.contribute_both(number(200 + passed), watermark=number(passed))
         left = {number(call) for call in calls if call >= passed}
         assert {each for each in reducer.rounds() if each < number(150)} == left
 
@@ -115,8 +112,7 @@ def test_a_job_has_so_many_rounds_and_no_more(implementation: str) -> None:
     assert len(reducer.rounds()) == 1500
     assert kinds(reducer.contribute(1, number(0))) == [M.RESULT] * 2, "what is there goes on"
     assert reducer.engine.counters.over_limit == 1
-    for rank in range(2):
-        reducer.contribute(rank, number(1), watermark=number(1))
+    reducer.contribute_both(number(1), watermark=number(1))
     assert reducer.contribute(0, number(1500)) == []
 
 

@@ -38,16 +38,16 @@ class Reducer:
         self.engine = self.served.engine
         self.now = 0.0
 
-    def hello(self, rank: int, key: str = "", peer: bytes = b"", **change) -> list:
+    def hello(self, rank: int, key: str = "", peer: bytes = b"", **change: Any) -> list[Any]:
         """Join with a key; ``claims`` is the job of the header, if not that of the body."""
         fields = {"generation": 0, "watermark": 0, "window": WINDOW}
         fields |= {name: change.pop(name) for name in list(change) if name in fields}
-        settings = {"job": "job", "world_size": 2, "reducers": 1, "reducer_index": 0} | change
+        settings: dict[str, Any] = {"world_size": 2, "reducers": 1, "reducer_index": 0}
+        settings |= {"job": "job", **change}
         claims = settings.pop("claims", settings["job"])
         header = Header(M.HELLO, job=fingerprint(claims), rank=rank, **fields)
-        return self.served.receive(
-            peer or b"%d" % rank, header.pack(), encode(Hello(**settings)), key
-        )
+        body = encode(Hello(**settings))
+        return self.served.receive(peer or b"%d" % rank, header.pack(), body, key)
 
     def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
         payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
@@ -64,6 +64,10 @@ class Reducer:
             wire_dtype=DType.FLOAT32,
         )._replace(**change)
         return self.served.receive(peer, header.pack(), payload)
+
+    def contribute_both(self, sequence: int = 0, **change: Any) -> list[Any]:
+        """Ranks 0 and 1 contribute alike."""
+        return [send for rank in range(2) for send in self.contribute(rank, sequence, **change)]
 
     def retain(self, rank: int, sequence: int = 0, payload: bytes = b"", **change) -> list:
         """Claim a chunk of 64 bytes, or send its result."""
@@ -99,7 +103,7 @@ def with_ranks(
     return reducer
 
 
-def lost_rank(sends: list, peer: bytes = b"0") -> int:
+def lost_rank(sends: list[Any], peer: bytes = b"0") -> int:
     """The rank that a peer is told is lost."""
     error = told(sends)[peer]
     assert isinstance(error, RankLostError)
