@@ -217,7 +217,7 @@ def test_a_mistake_is_named(
         ("timeout", -1),
         ("timeout", float("nan")),
         ("job", 7),
-        ("job", "\u00e9" * 65),  # 130 bytes
+        ("job", "é" * 65),  # 130 bytes, as the protocol counts
     ],
 )
 def test_other_mistakes(name: str, value: Any) -> None:

@@ -94,7 +94,8 @@ def test_a_reducer_that_owns_less_gets_a_smaller_window() -> None:
 
 
 def test_a_far_network_gets_what_it_holds() -> None:
-    path, flow = one_link(1.2e9, 0.010, MOST_BYTES, MIB)  # it holds 12 MB
+    # It holds 12 MB.
+    path, flow = one_link(rate=1.2e9, rtt_s=0.010, most=MOST_BYTES, chunk_bytes=MIB)
     run(flow, path, 1)
     assert path.windows[0] == pytest.approx(4 * MIB, rel=0.01)  # it grew by what it was
     run(flow, path, 10)
@@ -105,7 +106,7 @@ def test_a_far_network_gets_what_it_holds() -> None:
 
 
 def test_never_more_than_the_reducer_allows() -> None:
-    path, flow = one_link(1e10, 0.1, MIB)
+    path, flow = one_link(rate=1e10, rtt_s=0.1, most=MIB)
     run(flow, path, 5)
     assert path.windows == [MIB]
     flow.admit(0, 100 * KIB, 1.0)  # less than two chunks
@@ -113,13 +114,13 @@ def test_never_more_than_the_reducer_allows() -> None:
 
 
 def test_a_forced_window_stays() -> None:
-    path, flow = one_link(1e9, 0.1, 5 * MIB, forced=True)
+    path, flow = one_link(rate=1e9, rtt_s=0.1, most=5 * MIB, forced=True)
     run(flow, path, 5)
     assert path.windows == [5 * MIB]
 
 
 def test_small_and_failed_all_reduces_say_nothing() -> None:
-    path, flow = one_link(1e9, 0.1, 5 * MIB)
+    path, flow = one_link(rate=1e9, rtt_s=0.1, most=5 * MIB)
     run(flow, path, 5, MEASURED_BYTES - 1)
     flow.begin(MIB, 10.0)
     path.carry(0.5)
@@ -133,7 +134,7 @@ def test_small_and_failed_all_reduces_say_nothing() -> None:
 
 
 def test_a_long_all_reduce_is_measured_on_the_way() -> None:
-    path, flow = one_link(1e9, 0.1, 1 << 30)
+    path, flow = one_link(rate=1e9, rtt_s=0.1, most=1 << 30)
     flow.tick(5.0)
     flow.begin(1 << 30, 10.0)
     path.carry(LOOK_S / 2)
