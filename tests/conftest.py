@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import reducer
+from reducer.config import load
 from reducer.runtime import implementation
+from reducer.server import Server
 from tests.extended import ROWS
 from tests.ranks import SETTINGS, Forked
 from worker_client.client.bootstrap import connect
@@ -22,6 +24,7 @@ from worker_client.client.bootstrap import connect
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reducer.runtime.keyring import Keyring
     from tests.extended import Row
     from worker_client.client.client import Client
 
@@ -148,6 +151,17 @@ def local_pool(number: int, **options: str) -> Iterator[list[str]]:
             patch.setattr("reducer.pool.subprocess", forks)
             servers = stack.enter_context(reducer.local_pool(number, **options))
         yield servers
+
+
+@contextmanager
+def reducer_here(keys: Keyring | None = None, **settings: Any) -> Iterator[Server]:
+    """A reducer in this process, with an address of its own unless it is told one."""
+    server = Server(load(**{"bind": "tcp://127.0.0.1:0", **settings}), keys)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 @contextmanager

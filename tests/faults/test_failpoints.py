@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from reducer import failpoints
@@ -17,17 +16,20 @@ from reducer.errors import RankLostError, ReducerLostError, ReductionError, Redu
 from reducer.failpoints import DROPPING, LEAVE_S, Action, Failpoint, Place, parse
 from reducer.runtime import _loop as reducer_loop
 from tests.faults.processes import reducer, worker
-from tests.integration.calls import ones
+from tests.integration.calls import ones, until_stopped
 from worker_client.client.bootstrap import connect
 from worker_client.runtime import _loop as worker_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from typing import IO
 
     from tests.ranks import Rank
     from worker_client.client.client import Client
     from worker_client.work import Work
+
+    Both = Callable[[str], AbstractContextManager[tuple[Rank, Client]]]
 
 ROOT = Path(__file__).parents[2]
 TWINS = ["plain", "reducer", "worker"]
@@ -207,17 +209,10 @@ def test_a_reducer_dies_without_an_all_reduce(point: str) -> None:
 @pytest.mark.usefixtures("impl")
 def test_a_reducer_stops_and_goes_on() -> None:
     with reducer("reducer.before_sum=stop") as (process, address), job(address) as (_, works):
-        until_stopped(process)
+        until_stopped(process.pid)
         assert not any(work.done() for work in works)
         process.send_signal(signal.SIGCONT)
         assert outcomes(works) == [2.0, 2.0]
-
-
-def until_stopped(process: Rank) -> None:
-    deadline = time.monotonic() + 5
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("impl")
@@ -270,17 +265,21 @@ def go(process: Rank) -> None:
     process.stdin.flush()
 
 
-@contextmanager
-def both(
-    failpoints: str, servers: list[str], request: pytest.FixtureRequest
-) -> Iterator[tuple[Rank, Client]]:
-    """A process that is rank 0, and rank 1 here."""
-    name = request.node.name[:100]
-    with (
-        worker(failpoints, servers[:1], name) as process,
-        connect(rank=1, world_size=2, servers=servers[:1], job=name, chunk_bytes="64KiB") as client,
-    ):
-        yield process, client
+@pytest.fixture
+def both(servers: list[str], request: pytest.FixtureRequest) -> Both:
+    """Make a process that is rank 0, and rank 1 here."""
+    common = {"servers": servers[:1], "job": request.node.name[:100]}
+
+    @contextmanager
+    def make(failpoints: str) -> Iterator[tuple[Rank, Client]]:
+        with (
+            worker(failpoints, **common) as process,
+            connect(rank=1, world_size=2, chunk_bytes="64KiB", **common) as client,
+        ):
+            assert line(process.stdout) == "joined"
+            yield process, client
+
+    return make
 
 
 def ask_three_chunks(client: Client) -> Work:
@@ -299,14 +298,12 @@ def ask_three_chunks(client: Client) -> Work:
     ],
 )
 def test_a_worker_dies_at_the_nth_pass(
-    servers: list[str],
-    request: pytest.FixtureRequest,
+    both: Both,
     point: str,
     sums: int,
     others: float | type[ReductionError] | None,
 ) -> None:
-    with both(point, servers, request) as (process, client):
-        assert line(process.stdout) == "joined"
+    with both(point) as (process, client):
         for call in range(sums + 1):
             go(process)
             works = [ask_three_chunks(client)]
@@ -315,20 +312,17 @@ def test_a_worker_dies_at_the_nth_pass(
         assert others is None or outcomes(works) == [others]
 
 
-def test_a_worker_dies_before_it_says_hello(
-    servers: list[str], request: pytest.FixtureRequest
-) -> None:
-    with worker("worker.hello=kill", servers, request.node.name[:100]) as process:
+def test_a_worker_dies_before_it_says_hello(servers: list[str]) -> None:
+    with worker("worker.hello=kill", servers, "dies") as process:
         assert not line(process.stdout)
         assert process.wait(30) == -signal.SIGKILL
 
 
-def test_a_worker_stops_and_goes_on(servers: list[str], request: pytest.FixtureRequest) -> None:
-    with both("worker.copied=stop@2", servers, request) as (process, client):
-        assert line(process.stdout) == "joined"
+def test_a_worker_stops_and_goes_on(both: Both) -> None:
+    with both("worker.copied=stop@2") as (process, client):
         go(process)
         work = ask_three_chunks(client)
-        until_stopped(process)
+        until_stopped(process.pid)
         process.send_signal(signal.SIGCONT)
         assert line(process.stdout) == "2.0"
         assert outcomes([work]) == [2.0]
@@ -343,11 +337,8 @@ def test_a_worker_stops_and_goes_on(servers: list[str], request: pytest.FixtureR
         ("worker.before_send=delay:150ms@1", 0.15),
     ],
 )
-def test_a_worker_is_slow(
-    servers: list[str], request: pytest.FixtureRequest, point: str, least_s: float
-) -> None:
-    with both(point, servers, request) as (process, client):
-        assert line(process.stdout) == "joined"
+def test_a_worker_is_slow(both: Both, point: str, least_s: float) -> None:
+    with both(point) as (process, client):
         started = time.perf_counter()
         go(process)
         assert outcomes([ask_three_chunks(client)]) == [2.0]
@@ -356,9 +347,8 @@ def test_a_worker_is_slow(
 
 
 @pytest.mark.parametrize("place", ["worker.before_send", "worker.received"])
-def test_a_worker_drops(servers: list[str], request: pytest.FixtureRequest, place: str) -> None:
-    with both(f"{place}=drop@2", servers, request) as (process, client):
-        assert line(process.stdout) == "joined"
+def test_a_worker_drops(both: Both, place: str) -> None:
+    with both(f"{place}=drop@2") as (process, client):
         go(process)
         found = outcomes([ask_three_chunks(client)])
         assert found == [2.0 if place == "worker.received" else ReductionTimeout]
@@ -366,8 +356,8 @@ def test_a_worker_drops(servers: list[str], request: pytest.FixtureRequest, plac
         assert "reducer.errors.ReductionTimeout" in process.err
 
 
-def test_a_worker_drops_its_hello(servers: list[str], request: pytest.FixtureRequest) -> None:
-    with worker("worker.hello=drop", servers, request.node.name[:100]) as process:
+def test_a_worker_drops_its_hello(servers: list[str]) -> None:
+    with worker("worker.hello=drop", servers, "drops") as process:
         assert process.wait(30) == 1
         assert "does not answer a HELLO" in process.err
 

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import pytest
 
-from reducer.errors import (
-    ReductionError,
-)
+from reducer.errors import ReductionError
+from tests.waits import eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from worker_client.client.client import Client
+    from worker_client.client.hierarchical import HierarchicalClient
 
 
 def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:
     return np.ones(count, dtype)
+
+
+def reduced(
+    clients: Sequence[Client | HierarchicalClient], given: list[Any], op: Any = "mean", **how: Any
+) -> list[Any]:
+    """All ranks' results; a list among the arguments has one for each rank."""
+    works = [
+        client.all_reduce(
+            array, op, **{k: v[rank] if isinstance(v, list) else v for k, v in how.items()}
+        )
+        for rank, (client, array) in enumerate(zip(clients, given, strict=True))
+    ]
+    return [work.wait(30) for work in works]
 
 
 def errors_of(works: list, within_s: float = 2.0) -> list[ReductionError]:
@@ -44,8 +59,12 @@ def process_of(server: str) -> psutil.Process:
     return found
 
 
+def until_stopped(pid: int) -> None:
+    """Wait until a process has taken SIGSTOP."""
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
 def all_reduce(clients: list[Client]) -> None:
     """A plain all-reduce, to show that the job works."""
-    works = [client.all_reduce(ones(70_000), op="sum") for client in clients]
-    for work in works:
-        assert (work.wait(10) == len(clients)).all()
+    for result in reduced(clients, [ones(70_000) for _ in clients], "sum"):
+        assert (result == len(clients)).all()

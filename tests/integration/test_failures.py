@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reducer import config as reducer_config
 from reducer.errors import (
     CapacityError,
     ConfigError,
@@ -26,9 +25,9 @@ from reducer.errors import (
     ReductionTimeout,
     StaleGenerationError,
 )
-from reducer.server import Server
 from reducer.wire.constants import ReduceOp
-from tests.conftest import local_pool
+from tests.commands import free_ports
+from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
 from worker_client.client.bootstrap import connect
@@ -119,24 +118,14 @@ def test_another_job_does_not_notice(job: Callable[..., list[Client]]) -> None:
     ("field", "arguments"),
     [("chunk_bytes", {"chunk_bytes": "64KiB"}), ("world_size", {"world_size": 3})],
 )
-def test_settings_must_agree(field: str, arguments: dict) -> None:
-    with contextlib.ExitStack() as stack:
-        name = f"settings-{field}"
-        servers = stack.enter_context(local_pool(1))
-        common = {"servers": servers, "job": name, "world_size": 2}
-        stack.enter_context(connect(rank=0, **common))
-        with pytest.raises(MismatchError, match="rank 0 says") as error:
-            connect(rank=1, **{**common, **arguments})
-        assert (error.value.field, error.value.rank, error.value.other_rank) == (field, 0, 1)
-
-
-def test_reducers_in_another_order(servers: list[str]) -> None:
-    common = {"job": "order", "world_size": 2}
+def test_settings_must_agree(servers: list[str], field: str, arguments: dict) -> None:
+    common = {"servers": servers, "job": f"settings-{field}", "world_size": 2}
     with (
-        connect(rank=0, servers=servers, **common),
-        pytest.raises(MismatchError, match="REDUCTION_SERVERS"),
+        connect(rank=0, **common),
+        pytest.raises(MismatchError, match="rank 0 says") as error,
     ):
-        connect(rank=1, servers=servers[::-1], **common)
+        connect(rank=1, **{**common, **arguments})
+    assert (error.value.field, error.value.rank, error.value.other_rank) == (field, 0, 1)
 
 
 # -- ranks that are missing, or die -----------------------------------------------------------
@@ -200,8 +189,8 @@ def test_a_whole_job_killed_can_start_again_at_once(servers: list[str]) -> None:
     with worker(rank=0, **common) as first, worker(rank=1, **common) as second:
         first.kill()
         second.kill()
-    with connect(rank=0, **common) as zero, connect(rank=1, **common) as one:
-        all_reduce([zero, one])
+    with joined(**common) as clients:
+        all_reduce(clients)
 
 
 def test_a_stopped_worker_is_given_up(servers: list[str]) -> None:
@@ -245,9 +234,7 @@ def test_a_later_generation_ends_the_earlier_one(job: Callable[..., list[Client]
 
 
 def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:
-    with local_pool(3) as servers, contextlib.ExitStack() as stack:
-        common = {"servers": servers, "job": "reducer killed", "world_size": 2}
-        clients = [stack.enter_context(connect(rank=rank, **common)) for rank in range(2)]
+    with local_pool(3) as servers, joined(2, servers=servers, job="reducer killed") as clients:
         all_reduce(clients)
         for server in servers[1:]:
             work = clients[0].all_reduce(ones(70_000), op="sum")  # in flight when it dies
@@ -280,7 +267,7 @@ def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "20s")
-    ports = [free_port(), free_port()]
+    ports = free_ports(2)
     common = {"servers": [f"127.0.0.1:{port}" for port in ports], "job": "early", "world_size": 2}
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         joining = [
@@ -288,9 +275,7 @@ def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(
         ]
         time.sleep(1.5)
         assert not any(one.done() for one in joining)
-        reducer = Server(reducer_config.load(bind=f"tcp://127.0.0.1:{ports[1]}"))
-        stack.callback(reducer.stop)
-        reducer.start()
+        stack.enter_context(reducer_here(bind=f"tcp://127.0.0.1:{ports[1]}"))
         clients = [stack.enter_context(one.result(10)) for one in joining]
         assert [client.in_use for client in clients] == [[False, True]] * 2
         all_reduce(clients)

@@ -19,10 +19,10 @@ from reducer.errors import (
     LocalProtocolError,
     MismatchError,
     RankLostError,
-    ReductionError,
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
+from tests.integration.calls import errors_of, reduced
 from worker_client.client import hierarchical
 from worker_client.client.hierarchical import HierarchicalClient
 from worker_client.communicators.node_sockets import connect_node
@@ -146,18 +146,11 @@ def expected(rows: list[np.ndarray], op: str, local: int) -> np.ndarray:
 def check(clients: list[HierarchicalClient], dtype: str, op: str, count: int) -> None:
     rows = contributions(dtype, count, len(clients))
     want = expected(rows, op, len(clients[0].place.peers))
-    works = [client.all_reduce(row, op) for client, row in zip(clients, rows, strict=True)]
-    for work in works:
-        assert work.wait(20).tobytes() == want.tobytes()
+    for result in reduced(clients, rows, op):
+        assert result.tobytes() == want.tobytes()
 
 
-def failures(works: list[Any]) -> list[ReductionError]:
-    found = []
-    for work in works:
-        with pytest.raises(ReductionError) as caught:
-            work.wait(20)
-        found.append(caught.value)
-    return found
+failures = partial(errors_of, within_s=20.0)
 
 
 @pytest.mark.parametrize("op", STEPS)
@@ -183,20 +176,16 @@ def test_of_two_zeros_the_earlier_ranks_stays(
     signs = list(itertools.product([0.0, -0.0], repeat=len(six)))
     patterns = np.array(signs * 3, kind)  # as many as vectors have, and some more
     rows = [patterns[:, rank].copy() for rank in range(len(six))]
-    works = [client.all_reduce(row, op) for client, row in zip(six, rows, strict=True)]
-    for work in works:
-        assert work.wait(20).tobytes() == patterns[:, 0].tobytes()
+    for result in reduced(six, rows, op):
+        assert result.tobytes() == patterns[:, 0].tobytes()
 
 
 def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers: list[str]) -> None:
     with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
         for count, rounded in ((4096, True), (4095, False)):
             rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
-            works = [
-                client.all_reduce(row, "max") for client, row in zip(clients, rows, strict=True)
-            ]
-            for work in works:
-                assert set(work.wait(20).tolist()) == {1.0 if rounded else 1 + 2.0**-12}
+            for result in reduced(clients, rows, "max"):
+                assert set(result.tolist()) == {1.0 if rounded else 1 + 2.0**-12}
 
 
 def test_ranks_are_those_of_the_whole_job(six: list[HierarchicalClient]) -> None:
@@ -228,8 +217,7 @@ def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[HierarchicalClie
         rows[1][0], rows[4][1] = np.nan, np.inf
         for row in rows:
             row[2] = 3e4 if dtype == "float16" else 3e38
-        works = [client.all_reduce(row, "sum") for client, row in zip(six, rows, strict=True)]
-        results = [work.wait(20) for work in works]
+        results = reduced(six, rows, "sum")
         assert len({result.tobytes() for result in results}) == 1
         assert np.isnan(results[0][0])
         assert np.isposinf(results[0][1:3].astype(np.float32)).all()

@@ -8,11 +8,10 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from reducer import local_pool
-from tests.integration.calls import process_of
+from tests.integration.calls import process_of, until_stopped
 from tests.ranks import environments, ranks
 
 if TYPE_CHECKING:
@@ -41,10 +40,8 @@ pytestmark = pytest.mark.usefixtures("impl")
 def send(number: signal.Signals, processes: Iterable[int]) -> None:
     for process in processes:
         os.kill(process, number)
-        while (
-            number is signal.SIGSTOP and psutil.Process(process).status() != psutil.STATUS_STOPPED
-        ):
-            time.sleep(0.01)
+        if number is signal.SIGSTOP:
+            until_stopped(process)
 
 
 def call(job: Ranks) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -11,31 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reducer import config, kernels
+from reducer import kernels
 from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
 from reducer.runtime import implementation
-from reducer.server import Server
 from reducer.wire.constants import DType, ReduceOp
-from tests.conftest import joined
+from tests.conftest import joined, reducer_here
+from tests.integration.calls import reduced
+from tests.waits import eventually
 from worker_client.client.client import Client
 from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reducer.server import Server
     from worker_client.work import Work
 
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
-
-
-@contextmanager
-def server(impl: str, threads: int = 1) -> Iterator[Server]:
-    started = Server(config.load(bind="tcp://127.0.0.1:0", threads=threads, impl=impl))
-    started.start()
-    try:
-        yield started
-    finally:
-        started.stop()
 
 
 def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
@@ -44,25 +35,21 @@ def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
     expected = np.empty(count, np.float32)
     sources = [row.copy().view(np.uint8) for row in rows]
     kernels.select("numpy").reduce(sources, expected.view(np.uint8), DType.FLOAT32, ReduceOp.MEAN)
-    works = [client.all_reduce(row) for client, row in zip(clients, rows, strict=True)]
-    for work in works:
-        assert work.wait(30).tobytes() == expected.tobytes()
+    for result in reduced(clients, rows):
+        assert result.tobytes() == expected.tobytes()
 
 
 def until_received(reducers: list[Server], nbytes: int) -> None:
     """Wait until so many bytes lie, or lay, in slots; counters are up to date within a tick."""
-    deadline = time.monotonic() + 10.0
-    while sum(reducer.counters.bytes_in for reducer in reducers) < nbytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: sum(reducer.counters.bytes_in for reducer in reducers) >= nbytes)
 
 
 @pytest.mark.parametrize("impl", implementation.NAMES)
 def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     with (
-        server(impl, threads=3) as three,
-        server(impl, threads=1) as one,
+        reducer_here(impl=impl, threads=3) as three,
+        reducer_here(impl=impl) as one,
         joined(3, servers=[three.address, one.address], job="lanes") as clients,
     ):
         assert [client.lanes for client in clients] == [[3, 1]] * 3
@@ -78,12 +65,8 @@ def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.Mo
 
 def test_threads_listen_one_port_after_the_other() -> None:
     port = free_ports(3)
-    started = Server(config.load(bind=f"tcp://127.0.0.1:{port}", threads=3))
-    started.start()
-    try:
+    with reducer_here(bind=f"tcp://127.0.0.1:{port}", threads=3) as started:
         assert list(started.inproc) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
-    finally:
-        started.stop()
 
 
 def free_ports(count: int) -> int:
@@ -122,7 +105,7 @@ def beside(servers: list[Server], impl: str) -> Iterator[list[Client]]:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_reducer_in_the_same_process(impl: str, threads: int) -> None:
     with ExitStack() as stack:
-        servers = [stack.enter_context(server(impl, threads)) for _ in range(3)]
+        servers = [stack.enter_context(reducer_here(impl=impl, threads=threads)) for _ in range(3)]
         with beside(servers, impl) as clients:
             for count in SIZES:
                 check_bits(clients, count)
@@ -133,8 +116,8 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() ->
     # there what the caller may overwrite as soon as its all-reduce is done.
     count = 300_000
     with (
-        server("compiled") as first,
-        server("compiled") as second,
+        reducer_here(impl="compiled") as first,
+        reducer_here(impl="compiled") as second,
         beside([first, second], "compiled") as (one, two),
     ):
         for step in range(100):
@@ -150,8 +133,8 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() ->
 def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl: str) -> None:
     count = 1_000_000
     with (
-        server(impl) as first,
-        server(impl) as second,
+        reducer_here(impl=impl) as first,
+        reducer_here(impl=impl) as second,
         beside([first, second], impl) as (one, two),
     ):
         mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
 from tests.conftest import joined, local_pool
-from tests.integration.calls import errors_of, process_of
+from tests.integration.calls import errors_of, process_of, reduced
 from worker_client._packing import all_reduce_arrays
 from worker_client.client.bootstrap import connect
 from worker_client.staging import casts, wire_cast
@@ -67,15 +66,11 @@ def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
     return received(out, wire)
 
 
-def reduced(clients: list[Client], given: list[Any], op: str = "mean", **how: Any) -> list[Any]:
-    """All ranks' results; a list among the arguments has one for each rank."""
-    works = [
-        client.all_reduce(
-            array, op, **{k: v[rank] if isinstance(v, list) else v for k, v in how.items()}
-        )
-        for rank, (client, array) in enumerate(zip(clients, given, strict=True))
-    ]
-    return [work.wait(20) for work in works]
+def check(clients: list[Client], count: int, wire: str = "bf16", op: str = "mean") -> None:
+    """Make an all-reduce; every rank must have the oracle's bits."""
+    given = [values(client.rank, count) for client in clients]
+    expected = oracle(given, wire, ReduceOp[op.upper()]).tobytes()
+    assert [a.tobytes() for a in reduced(clients, given, op)] == [expected] * len(clients)
 
 
 # -- bits ---------------------------------------------------------------------------------------
@@ -86,10 +81,8 @@ def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
     clients = job(3, wire_dtype=wire)
     for count in COUNTS:
         for op in ("sum", "mean", "min", "max") if count < LARGE else ("mean",):
-            given = [values(rank, count) for rank in range(3)]
-            expected = oracle(given, wire, ReduceOp[op.upper()]).tobytes()
             before = clients[0].bytes_reduced
-            assert [a.tobytes() for a in reduced(clients, given, op)] == [expected] * 3
+            check(clients, count, wire, op)
             assert clients[0].bytes_reduced - before == 4 * count
 
 
@@ -232,57 +225,18 @@ def test_a_reducer_may_die_between_the_pieces(impl: str) -> None:
 # -- errors -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [(LARGE, LARGE + 16), (LARGE, 3 * LARGE), (SMALL, SMALL + 1)])
-def test_other_sizes_are_named_and_the_next_call_works(job: Job, counts: tuple[int, int]) -> None:
-    clients = job(2, wire_dtype="bf16")
+@pytest.mark.parametrize(
+    "counts", [(LARGE, LARGE + 16), (LARGE, 3 * LARGE), (SMALL, SMALL + 1), (LARGE, SMALL)]
+)
+def test_other_sizes_are_named_and_the_next_calls_work(job: Job, counts: tuple[int, int]) -> None:
+    clients = job(2, wire_dtype="bf16", timeout=3)
     works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
-    for error in errors_of(works, within_s=10):
+    for error in errors_of(works, within_s=2):
         assert isinstance(error, MismatchError)
         assert error.field == "total_bytes"
         assert error.name is None, "the caller gave none"
-    given = [values(rank, LARGE) for rank in range(2)]
-    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
-    assert [a.tobytes() for a in reduced(clients, given)] == [expected] * 2
-
-
-def test_a_large_and_a_small_buffer_do_not_meet_and_later_calls_do(job: Job) -> None:
-    clients = job(2, wire_dtype="bf16", timeout=3)
-    works = [c.all_reduce(values(0, n)) for c, n in zip(clients, (LARGE, SMALL), strict=True)]
-    for error in errors_of(works, within_s=2):
-        assert isinstance(error, MismatchError)
-    for call in range(12):
-        given = [values(rank + call, SMALL) for rank in range(2)]
-        expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
-        assert [a.tobytes() for a in reduced(clients, given)] == [expected] * 2
-
-
-@pytest.mark.parametrize("settings", [("bf16", "none"), ("bf16", "fp16")])
-def test_other_settings_are_a_mismatch(servers: list[str], settings: tuple[str, str]) -> None:
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        joining = [
-            pool.submit(
-                connect,
-                servers=servers,
-                rank=rank,
-                world_size=2,
-                job=f"s{settings}",
-                wire_dtype=settings[rank],
-            )
-            for rank in range(2)
-        ]
-        refusals = [one.exception(10) for one in joining]
-        members = [
-            stack.enter_context(one.result())
-            for one, refusal in zip(joining, refusals, strict=True)
-            if refusal is None
-        ]
-        works = [client.all_reduce(values(0, 100)) for client in members]
-        errors = [*filter(None, refusals), *errors_of(works, within_s=2)]
-    assert len(errors) == 2, "the one that joined first hears of it with its first call"
-    for error in errors:
-        assert isinstance(error, MismatchError)
-        assert error.field == "REDUCTION_WIRE_DTYPE"
-        assert all(f"says {setting}" in str(error) for setting in settings)
+    for count in (SMALL, LARGE, *[SMALL] * 11):
+        check(clients, count)
 
 
 def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
@@ -296,9 +250,7 @@ def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
     assert not call._open
     works = [clients[1].all_reduce(values(0, LARGE), timeout=0.3)]
     errors_of(works, within_s=10)  # catches up: its rank 0 has failed
-    given = [values(rank, SMALL) for rank in range(2)]
-    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
-    assert [a.tobytes() for a in reduced(clients, given)] == [expected] * 2
+    check(clients, SMALL)
 
 
 def test_shutdown_ends_all_pieces(job: Job) -> None:

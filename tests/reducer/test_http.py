@@ -25,7 +25,7 @@ from reducer.monitoring.http_port import HttpPort
 from reducer.monitoring.observer import JobView, Observer, StatusInbox, merge_jobs
 from reducer.server import Server
 from tests.commands import serving
-from tests.conftest import joined
+from tests.conftest import joined, reducer_here
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
@@ -39,10 +39,8 @@ PATHS = ["/healthz", "/readyz", "/metrics", "/status.json"]
 
 @pytest.fixture(params=["compiled", "plain"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    server = Server(load(bind="tcp://127.0.0.1:0", threads=2, impl=request.param))
-    server.start()
-    yield server
-    server.stop()
+    with reducer_here(threads=2, impl=request.param) as server:
+        yield server
 
 
 @pytest.fixture
@@ -178,12 +176,7 @@ def test_slow_clients_hold_no_place(monkeypatch: pytest.MonkeyPatch, server: Ser
     place = ("127.0.0.1", int(http.address.rpartition(":")[2]))
     with http.serving(server.observer):
         slow = [socket.create_connection(place, 10) for _ in range(4)]
-        ended = 0
-        deadline = time.monotonic() + 20
-        while ended < len(slow):
-            assert time.monotonic() < deadline
-            ended = sum(_is_ended(client) for client in slow)
-            time.sleep(0.05)
+        eventually(lambda: sum(_is_ended(client) for client in slow) == len(slow))
         for client in slow:
             client.close()
         eventually(lambda: threading.active_count() <= before + 1)

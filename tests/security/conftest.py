@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from bench import company
-from reducer import config
 from reducer.commands.keygen import keygen
 from reducer.runtime.keyring import Keyring
-from reducer.server import Server
-from tests.conftest import joined
+from tests.conftest import joined, reducer_here
 from tests.integration.calls import all_reduce
 
 if TYPE_CHECKING:
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reducer.engine.rounds import Counters
+    from reducer.server import Server
     from worker_client.client.client import Client
 
 WAIT_S = 100.0  # far more than anything takes, unless the machine is very busy
@@ -83,14 +82,9 @@ class Pool:
 
 @pytest.fixture
 def pool(impl: str, home: Path) -> Iterator[Pool]:
-    settings = config.load(bind="tcp://127.0.0.1:0", impl=impl)
-    server = Server(settings, Keyring.load(home / "pool"))
-    server.start()
-    pool = Pool(server, home)
-    try:
+    keys = Keyring.load(home / "pool")
+    with reducer_here(keys, impl=impl) as server, closing(Pool(server, home)) as pool:
         yield pool
-    finally:
-        pool.close()
 
 
 @contextmanager

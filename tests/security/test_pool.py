@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from reducer import config, keyfiles
+from reducer import keyfiles
 from reducer.commands.keygen import keygen
 from reducer.errors import (
     AuthError,
@@ -20,11 +20,10 @@ from reducer.errors import (
     RemoteProtocolError,
 )
 from reducer.runtime.keyring import Keyring
-from reducer.server import Server
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
-from tests.conftest import joined, local_pool
+from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import all_reduce, errors_of, ones
 from tests.security.conftest import WAIT_S, busy
 from tests.waits import eventually
@@ -309,24 +308,19 @@ def test_survivors_and_trials_have_names_of_their_own(pool: Pool) -> None:
 
 
 def test_another_reducer_takes_over(impl: str, home: Path) -> None:
-    servers = [Server(config.load(bind="tcp://127.0.0.1:0"), Keyring.load(home / "pool"))]
-    servers += [Server(config.load(bind="tcp://127.0.0.1:0"), Keyring.load(home / "pool"))]
-    for server in servers:
-        server.start()
-    stopped = False
-    try:
-        addresses = [server.address for server in servers]
-        with joined(2, servers=addresses, keys=home / "jobs" / "one", job="one") as clients:
-            all_reduce(clients)
-            with busy(clients) as made:
-                servers[1].stop()
-                stopped = True
-                count = made[0]
-                eventually(lambda: made[0] > count + 20)
-            assert clients[0].counters.losses >= 1
-    finally:
-        for server in servers[: 1 if stopped else 2]:
-            server.stop()
+    with (
+        reducer_here(Keyring.load(home / "pool")) as first,
+        reducer_here(Keyring.load(home / "pool")) as second,
+        joined(
+            2, servers=[first.address, second.address], keys=home / "jobs" / "one", job="one"
+        ) as clients,
+    ):
+        all_reduce(clients)
+        with busy(clients) as made:
+            second.stop()
+            count = made[0]
+            eventually(lambda: made[0] > count + 20)
+        assert clients[0].counters.losses >= 1
 
 
 def test_a_file_that_does_not_answer_holds_up_nobody(
