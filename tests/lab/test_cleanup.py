@@ -19,9 +19,12 @@ import pytest
 
 from lab import Lab, LabUnavailable, claims, keeper
 from tests.commands import run_command
+from tests.waits import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from lab import Host
 
 ROOT = Path(__file__).parent.parent.parent
 SOON_S = 10.0
@@ -103,13 +106,15 @@ def traces(name: str) -> list[str]:
     return [str(path) for path in paths if path.exists()]
 
 
-def gone(name: str, pids: list[int]) -> bool:
-    deadline = time.monotonic() + SOON_S
-    while traces(name) or alive(pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+def until_gone(name: str, pids: list[int]) -> None:
+    eventually(lambda: not (traces(name) or alive(pids)), SOON_S)
+
+
+def start_family(host: Host) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start what starts another; return it, and the ids of both."""
+    process = host.start(FAMILY, stdout=PIPE)
+    assert process.stdout
+    return process, [process.pid, int(process.stdout.readline())]
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
@@ -121,9 +126,7 @@ def test_the_end_of_the_block_ends_everything(
             stack.enter_context(pytest.raises(failure))
         with make(kind) as lab:
             name = lab.hosts[0].name
-            process = lab.hosts[1].start(FAMILY, stdout=PIPE)
-            assert process.stdout
-            family = [process.pid, int(process.stdout.readline())]
+            process, family = start_family(lab.hosts[1])
             assert alive(family) == family
             assert kind == "loopback" or len(traces(name)) == 6
             if failure:
@@ -131,6 +134,7 @@ def test_the_end_of_the_block_ends_everything(
     assert alive(family) == []
     assert traces(name) == []
     assert process.returncode == -signal.SIGKILL
+    assert process.stdout
     assert process.stdout.closed
 
 
@@ -138,7 +142,7 @@ def test_a_killed_benchmark_leaves_nothing(kind: str) -> None:
     with owner(kind) as benchmark:
         assert alive(benchmark.family) == benchmark.family
         benchmark.process.kill()
-        assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+        until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
 
 
 def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(
@@ -150,8 +154,7 @@ def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(
         assert process.stdout
         pid = int(process.stdout.readline())
         assert process.wait(SOON_S) == 0
-        while psutil.Process(pid).environ():
-            time.sleep(0.01)
+        eventually(lambda: not psutil.Process(pid).environ())
         assert alive([pid])
     assert alive([pid]) == []
 
@@ -159,7 +162,7 @@ def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(
 def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind: str) -> None:
     with owner(kind, "fork") as benchmark:
         benchmark.process.kill()
-        assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+        until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
         assert alive([benchmark.child])
 
 
@@ -171,7 +174,7 @@ def test_a_signal_to_the_terminals_processes_leaves_nothing(
         assert os.getsid(benchmark.keeper) == benchmark.keeper
         os.kill(benchmark.keeper, name)
         os.killpg(benchmark.process.pid, name)
-        assert gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+        until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1])
@@ -189,7 +192,7 @@ def test_a_benchmark_killed_while_it_builds_leaves_nothing(
             assert time.monotonic() < deadline
         time.sleep(after_s)
         process.kill()
-    assert gone("localhost", [keepers[0].pid])
+    until_gone("localhost", [keepers[0].pid])
     assert all(claims.look(number)[1].owner != process.pid for number in claims.known())
     assert dead() <= before
 
@@ -201,37 +204,37 @@ def dead() -> set[int]:
 def test_a_lab_whose_keeper_was_killed_is_removed_at_its_end(kind: str) -> None:
     with make(kind) as lab:
         name = lab.hosts[0].name
-        process = lab.hosts[1].start(FAMILY, stdout=PIPE)
-        assert process.stdout
-        family = [process.pid, int(process.stdout.readline())]
+        _, family = start_family(lab.hosts[1])
         assert lab._keeper
         lab._keeper.kill()
     assert alive(family) == []
     assert traces(name) == []
 
 
+def kill(benchmark: Owner) -> None:
+    """Kill a benchmark and its lab's keeper, so that nobody removes the lab."""
+    os.kill(benchmark.keeper, signal.SIGKILL)
+    benchmark.process.kill()
+    benchmark.process.wait()
+
+
 def test_cleaning_removes_dead_labs_and_spares_living_ones(namespaces: None) -> None:
     with Lab(1) as living, owner() as benchmark:
         survivor = living.hosts[0].start(["sleep", "1000"])
-        os.kill(benchmark.keeper, signal.SIGKILL)
-        benchmark.process.kill()
-        benchmark.process.wait()
+        kill(benchmark)
         number = int(benchmark.name.partition("-")[0].removeprefix("rlab"))
-        while claims.look(number)[0]:
-            time.sleep(0.01)
+        eventually(lambda: not claims.look(number)[0])
         assert alive(benchmark.family)
         assert traces(benchmark.name)
         assert number in keeper.clean()
-        assert gone(benchmark.name, benchmark.family)
+        until_gone(benchmark.name, benchmark.family)
         assert survivor.poll() is None
         assert len(traces(living.hosts[0].name)) == 4
 
 
 def test_a_new_lab_takes_a_dead_ones_number_and_removes_what_it_left(namespaces: None) -> None:
     with owner() as benchmark:
-        os.kill(benchmark.keeper, signal.SIGKILL)
-        benchmark.process.kill()
-        benchmark.process.wait()
+        kill(benchmark)
         with ExitStack() as stack:
             while benchmark.name not in {host.name for host in stack.enter_context(Lab(1)).hosts}:
                 assert len(traces(benchmark.name)) > 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from subprocess import PIPE
 
@@ -13,6 +12,7 @@ import pytest
 
 from lab import Lab, claims
 from tests.commands import run_command
+from tests.waits import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-S", "-m", "lab"]
@@ -83,8 +83,7 @@ def test_a_dead_lab_is_shown_and_cleaned(namespaces: None) -> None:
         name = lab.hosts[0].name.partition("-")[0]
         assert lab._keeper
         lab._keeper.kill()
-        while claims.look(int(name.removeprefix("rlab")))[0]:
-            time.sleep(0.01)
+        eventually(lambda: not claims.look(int(name.removeprefix("rlab")))[0])
         assert f"{name}  dead: remove it with `python -m lab clean`" in command("show").stdout
         assert f"{name} removed" in command("clean").stdout.splitlines()
         assert name not in command("show").stdout.split()

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zmq
 
-from reducer.errors import (
-    ReductionTimeout,
-)
+from reducer.errors import ReductionTimeout
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error

@@ -30,7 +30,8 @@ def test_who_sends_beyond_its_window_is_dropped(post: Post) -> None:
     assert post.engine.counters.dropped == 1
 
 
-def drop_who_reads_no_results(post: Post) -> None:
+@pytest.mark.timeout(60)
+def test_who_reads_no_results_is_dropped_and_does_not_hold_up_the_end(post: Post) -> None:
     worker = post.member("job", world_size=1, window=MIB)
     post.member("other", world_size=1, window=MIB)
     payload, chunk = bytes(1 << 18), 0
@@ -40,15 +41,6 @@ def drop_who_reads_no_results(post: Post) -> None:
         assert chunk < 1000
         post.step()
     assert post.members == {"other": 1}
-
-
-def test_who_reads_no_results_is_dropped(post: Post) -> None:
-    drop_who_reads_no_results(post)
-
-
-@pytest.mark.timeout(60)
-def test_results_that_nobody_read_do_not_hold_up_the_end(post: Post) -> None:
-    drop_who_reads_no_results(post)
     rounds(post)  # now libzmq has ended the connection, and the context is destroyed after it
 
 

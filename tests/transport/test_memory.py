@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
-from reducer.errors import (
-    LocalProtocolError,
-    ReducerLostError,
-    ReductionTimeout,
-)
+from reducer.errors import LocalProtocolError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.words import number

@@ -16,9 +16,10 @@ from reducer.server import Server
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
+from tests.waits import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 WAIT_S = 50.0
 PAUSE_S = 60.0
@@ -81,7 +82,7 @@ class Paused:
         header = Header(M.CONTRIBUTION, job=fingerprint("job"), rank=rank, sequence=1)
         float32 = {"dtype": DType.FLOAT32, "wire_dtype": DType.FLOAT32, "op": ReduceOp.SUM}
         socket.send_multipart([header._replace(**float32).pack(), b""])
-        self.until(lambda: self.server.counters.contributions == 1)
+        eventually(lambda: self.server.counters.contributions == 1)
 
     @property
     def connections(self) -> int:
@@ -90,12 +91,6 @@ class Paused:
     @property
     def unreachable(self) -> int:
         return len(self._lane.engine._unreachable)
-
-    def until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_S
-        while not holds():
-            assert time.monotonic() < deadline, "it never came to that"
-            time.sleep(0.01)
 
     def pause(self) -> None:
         """It does not run for a while, and then it does."""
@@ -121,7 +116,7 @@ def paused(impl: str, context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_who_has_just_come_may_still_say_who_it_is(paused: Paused) -> None:
     with paused.peer() as first, paused.peer() as second:
-        paused.until(lambda: paused.connections == 2)
+        eventually(lambda: paused.connections == 2)
         paused.pause()
         assert (paused.connections, paused.server.counters.closed) == (2, 0)
         for rank, socket in enumerate((first, second)):
@@ -134,7 +129,7 @@ def test_a_rank_whose_connection_broke_may_still_come_back(paused: Paused) -> No
         with paused.peer() as second:
             paused.join(second, 1)
         paused.contribute(first, 0)
-        paused.until(lambda: paused.unreachable == 1)
+        eventually(lambda: paused.unreachable == 1)
         paused.pause()
         assert said(first) == []
         with paused.peer() as second:

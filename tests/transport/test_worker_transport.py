@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 import zmq
 
-from reducer.errors import (
-    ReducerLostError,
-    ReductionTimeout,
-    RemoteProtocolError,
-)
+from reducer.errors import ReducerLostError, ReductionTimeout, RemoteProtocolError
 from reducer.wire.constants import LONGEST_PATIENCE_MS, NO_SEQUENCE
 from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
+from tests.waits import eventually
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.runtime.transport import Connected, Disconnected, Message, PlainTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from worker_client.runtime.transport import Event
 
@@ -118,69 +115,70 @@ def test_calls_of_many_threads_all_wake_it(joined: Callable) -> None:
 # -- what is not ----------------------------------------------------------------------------------
 
 
-def test_a_connection_that_ends_between_two_frames(context: zmq.Context) -> None:
+@pytest.fixture
+def transport() -> Iterator[PlainTransport]:
+    """A transport without a client."""
+    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+    yield transport
+    transport.close()
+
+
+def read(transport: PlainTransport) -> list[Event]:
+    """Wait for a moment, and return what has happened."""
+    transport.wait(0.1)
+    return list(transport.events())
+
+
+def test_a_connection_that_ends_between_two_frames(
+    context: zmq.Context, transport: PlainTransport
+) -> None:
     """What was received still counts, wherever the reading is: libzmq looks at each 100th frame."""
     reducer = Reducer(context)
-    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
-
-    def read() -> list[Event]:
-        transport.wait(0.1)
-        return list(transport.events())
-
-    try:
-        transport.connect(f"127.0.0.1:{reducer.port}")
-        while read() != [Connected(0)]:
-            pass
-        transport.send(0, Header(M.HELLO).pack(), None)
-        reducer.hear(M.HELLO)
-        for message in range(60):
-            reducer.say(Header(M.RESULT, sequence=message).pack(), b"payload")
-        time.sleep(0.2)  # all have come
-        transport.wait(0.0)
-        reading = iter(transport.events())
-        events = [next(reading) for _ in range(10)]
-        reducer.socket.close()
-        time.sleep(0.2)  # libzmq's thread has noticed, and this one has not
-        events += reading
-        while not isinstance(events[-1], Disconnected):
-            events += read()
-        messages = [event for event in events if isinstance(event, Message)]
-        assert [Header.unpack(message.header).sequence for message in messages] == list(range(60))
-        assert len(events) == 61
-    finally:
-        transport.close()
+    transport.connect(f"127.0.0.1:{reducer.port}")
+    eventually(lambda: read(transport) == [Connected(0)])
+    transport.send(0, Header(M.HELLO).pack(), None)
+    reducer.hear(M.HELLO)
+    for message in range(60):
+        reducer.say(Header(M.RESULT, sequence=message).pack(), b"payload")
+    time.sleep(0.2)  # all have come
+    transport.wait(0.0)
+    reading = iter(transport.events())
+    events = [next(reading) for _ in range(10)]
+    reducer.socket.close()
+    time.sleep(0.2)  # libzmq's thread has noticed, and this one has not
+    events += reading
+    while not isinstance(events[-1], Disconnected):
+        events += read(transport)
+    messages = [event for event in events if isinstance(event, Message)]
+    assert [Header.unpack(message.header).sequence for message in messages] == list(range(60))
+    assert len(events) == 61
 
 
-def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through() -> None:
-    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(
+    transport: PlainTransport,
+) -> None:
     transport.connect("127.0.0.1:1")
     ((socket, _),) = transport._links
     assert socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == LONGEST_PATIENCE_MS
     assert socket.getsockopt(zmq.HEARTBEAT_TTL) == 0
-    transport.close()
 
 
-def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(context: zmq.Context) -> None:
+def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(
+    context: zmq.Context, transport: PlainTransport
+) -> None:
     reducer = Reducer(context)
-    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
-    try:
-        transport.connect(f"127.0.0.1:{reducer.port}")
-        while not list(transport.events()):
-            transport.wait(0.1)
-        port = reducer.socket.last_endpoint
-        reducer.socket.close()
-        time.sleep(0.2)
-        transport.send(0, Header(M.GOODBYE).pack(), np.zeros(MIB, np.uint8).data)
-        while not list(transport.events()):
-            transport.wait(0.1)
-        again = context.socket(zmq.ROUTER)
-        again.bind(port)
-        while list(transport.events()) != [Connected(0)]:
-            transport.wait(0.1)
-        assert not again.poll(200)
-        again.close()
-    finally:
-        transport.close()
+    transport.connect(f"127.0.0.1:{reducer.port}")
+    eventually(lambda: read(transport))
+    port = reducer.socket.last_endpoint
+    reducer.socket.close()
+    time.sleep(0.2)
+    transport.send(0, Header(M.GOODBYE).pack(), np.zeros(MIB, np.uint8).data)
+    eventually(lambda: read(transport))
+    again = context.socket(zmq.ROUTER)
+    again.bind(port)
+    eventually(lambda: read(transport) == [Connected(0)])
+    assert not again.poll(200)
+    again.close()
 
 
 def test_what_is_no_result_is_dealt_with_in_order(joined: Callable) -> None:
