@@ -200,6 +200,13 @@ def servers(impl: str) -> Iterator[list[str]]:
         yield addresses
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[str]]:
+    """Two real reducer processes, of the usual implementation."""
+    with local_pool(2) as addresses:
+        yield addresses
+
+
 @pytest.fixture
 def job(
     servers: list[str], request: pytest.FixtureRequest

@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,10 +31,11 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import IO, TYPE_CHECKING, Any
 
+from reducer.errors import ConfigError
 from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).parents[1]
 RESULT = "RANK_RESULT"  # names the file for a rank's result
@@ -76,6 +78,20 @@ def _is_setting(name: str) -> bool:
 def write_result(result: Any) -> None:
     """Write this rank's result, for `Ranks.results`; a later one replaces it."""
     Path(os.environ[RESULT]).write_text(json.dumps(result))
+
+
+def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """What is said where a call is refused, as a part of a rank's result."""
+    try:
+        return f"refused nothing: {call(*arguments, **named)}"
+    except ConfigError as error:
+        return str(error)
+
+
+def case_names(module: str) -> list[str]:
+    """Return the names of a module's functions ``case_...``, unimported, as that may take long."""
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    return re.findall(r"^def (case_\w+)", path.read_text(), re.MULTILINE)
 
 
 class Rank:

@@ -20,8 +20,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import worker_client  # noqa: E402
-from reducer.errors import ConfigError  # noqa: E402
-from tests.ranks import write_result  # noqa: E402
+from tests.ranks import refusal, write_result  # noqa: E402
 from worker_client import accelerate as ours  # noqa: E402
 
 if TYPE_CHECKING:
@@ -198,30 +197,20 @@ def transformed(attached: bool) -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     """Return what is said where something is refused."""
 
-    def said(call: Callable[[], object]) -> str:
-        try:
-            return f"refused nothing: {call()}"
-        except ConfigError as error:
-            return str(error)
-
     attached, prepared = make(), make()
     ours.attach(attached)
     prepared.prepare(nn.Linear(2, 2))
     return {
-        "twice": said(lambda: ours.attach(attached)),
-        "late": said(lambda: ours.attach(prepared)),
-        "hook": said(lambda: ours.attach(make({"comm_hook": "power_sgd"}))),
-        "model": said(lambda: ours.attach(nn.Linear(2, 2))),
+        "twice": refusal(ours.attach, attached),
+        "late": refusal(ours.attach, prepared),
+        "hook": refusal(ours.attach, make({"comm_hook": "power_sgd"})),
+        "model": refusal(ours.attach, nn.Linear(2, 2)),
     }
 
 
 def alone() -> dict[str, str]:
     """Return what is said to a process that no launcher started."""
-    try:
-        ours.attach(make())
-    except ConfigError as error:
-        return {"alone": str(error)}
-    return {}
+    return {"alone": refusal(ours.attach, make())}
 
 
 def both(train: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:

@@ -7,18 +7,11 @@ which calls its functions named ``case_...`` one after the other, and says how e
 from __future__ import annotations
 
 import json
-import re
 import sys
 import traceback
 from typing import Any
 
-from tests.ranks import ROOT, environments, ranks
-
-
-def names(module: str) -> list[str]:
-    """Return the names of a module's cases; does not import it, as that may take long."""
-    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
-    return re.findall(r"^def (case_\w+)", path.read_text(), re.MULTILINE)
+from tests.ranks import environments, ranks
 
 
 def main(module: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reducer import local_pool
+from tests.frameworks import cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,3 +18,9 @@ def servers() -> Iterator[list[str]]:
     """Addresses of two reducers."""
     with local_pool(2) as addresses:
         yield addresses
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, servers: list[str]) -> dict[str, list[str | None]]:
+    """What the module's `CASES` say at each rank, by their names."""
+    return cases.run(request.module.CASES, servers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch.distributed.fsdp import (
 )
 
 import worker_client
-from reducer.errors import ConfigError, ReductionError
-from tests.ranks import write_result
+from reducer.errors import ReductionError
+from tests.ranks import refusal, write_result
 from worker_client import fsdp
 
 
@@ -82,13 +83,7 @@ def late(mesh: Any) -> str:
 
 
 def refusals(mesh: Any) -> dict[str, str]:
-    def refused(*arguments: Any, **named: Any) -> str:
-        try:
-            fsdp.attach(*arguments, **named)
-        except ConfigError as error:
-            return str(error)
-        return "no error"
-
+    refused = partial(refusal, fsdp.attach)
     twice = wrap()
     fsdp.attach(twice)
     everybody = mesh["replicate"].get_group()

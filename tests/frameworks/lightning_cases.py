@@ -14,23 +14,20 @@ import time
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 GROUP, PACKAGE, FOLDER = sys.argv[1:]
 pl = import_module(PACKAGE)
 FABRIC = "lightning.fabric" if PACKAGE == "lightning.pytorch" else "lightning_fabric"
 
 import worker_client  # noqa: E402
-from reducer.errors import ConfigError, ReductionError  # noqa: E402
-from tests.ranks import write_result  # noqa: E402
+from reducer.errors import ReductionError  # noqa: E402
+from tests.ranks import refusal, write_result  # noqa: E402
 from worker_client import lightning as ours  # noqa: E402
 
 warnings.filterwarnings("ignore")
@@ -207,19 +204,13 @@ def failure() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     """Return what is said where something is refused."""
 
-    def said(call: Callable[[], object]) -> str:
-        try:
-            return f"refused nothing: {call()}"
-        except ConfigError as error:
-            return str(error)
-
     hook = default_hooks.allreduce_hook
     return {
-        "hook": said(lambda: ours.ReductionStrategy(ddp_comm_hook=hook)),
-        "averaging": said(lambda: ours.ReductionStrategy(model_averaging_period=2)),
-        "devices": said(lambda: ours.ReductionEnvironment().validate_settings(4, 1)),
-        "launcher": said(lambda: launched(RANK="", MASTER_PORT="")),
-        "machines": said(lambda: launched(**TWO_BY_TWO).validate_settings(1, 4)),
+        "hook": refusal(lambda: ours.ReductionStrategy(ddp_comm_hook=hook)),
+        "averaging": refusal(lambda: ours.ReductionStrategy(model_averaging_period=2)),
+        "devices": refusal(lambda: ours.ReductionEnvironment().validate_settings(4, 1)),
+        "launcher": refusal(lambda: launched(RANK="", MASTER_PORT="")),
+        "machines": refusal(lambda: launched(**TWO_BY_TWO).validate_settings(1, 4)),
     }
 
 

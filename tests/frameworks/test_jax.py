@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks import cases
 from tests.frameworks.training import assert_alike, train
+from tests.ranks import case_names
 from worker_client.commands.demo.ranks import free_port
 
 pytest.importorskip("jax", reason="needs jax")
@@ -14,12 +14,7 @@ CASES = "tests.frameworks.jax_cases"
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def results(servers: list[str]) -> dict[str, list[str | None]]:
-    return cases.run(CASES, servers)
-
-
-@pytest.mark.parametrize("case", cases.names(CASES))
+@pytest.mark.parametrize("case", case_names(CASES))
 def test_case(results: dict[str, list[str | None]], case: str) -> None:
     assert results[case] == [None, None], "\n".join(filter(None, results[case]))
 

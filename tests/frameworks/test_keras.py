@@ -9,9 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 from tests.commands import run_command
-from tests.frameworks import cases
 from tests.frameworks.training import assert_alike, train
-from tests.ranks import ROOT
+from tests.ranks import ROOT, case_names
 
 # Looked for and not imported, as that takes long and warns.
 if find_spec("keras") is None:
@@ -21,12 +20,7 @@ CASES = "tests.frameworks.keras_cases"
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def results(servers: list[str]) -> dict[str, list[str | None]]:
-    return cases.run(CASES, servers)
-
-
-@pytest.mark.parametrize("case", cases.names(CASES))
+@pytest.mark.parametrize("case", case_names(CASES))
 def test_case(results: dict[str, list[str | None]], case: str) -> None:
     assert results[case] == [None, None], "\n".join(filter(None, results[case]))
 

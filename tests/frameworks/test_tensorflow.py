@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.frameworks import cases
 from tests.frameworks.training import assert_alike, train
+from tests.ranks import case_names
 from worker_client.commands.demo.ranks import free_port
 
 # Looked for and not imported, as that takes long and warns.
@@ -18,12 +18,7 @@ CASES = "tests.frameworks.tensorflow_cases"
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def results(servers: list[str]) -> dict[str, list[str | None]]:
-    return cases.run(CASES, servers)
-
-
-@pytest.mark.parametrize("case", cases.names(CASES))
+@pytest.mark.parametrize("case", case_names(CASES))
 def test_case(results: dict[str, list[str | None]], case: str) -> None:
     assert results[case] == [None, None], "\n".join(filter(None, results[case]))
 

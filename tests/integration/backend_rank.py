@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client.torch_backend
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
-from tests.ranks import write_result
+from tests.ranks import case_names, write_result
+from tests.waits import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ def network() -> torch.nn.Module:
     ).double()
 
 
-def all_reduce(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_all_reduce(rank: int, gloo: dist.ProcessGroup) -> None:
     for dtype in TYPES + INTEGERS:
         for op in OPS:
             ours, theirs = (contribution(rank, 5, 7, dtype=dtype) for _ in range(2))
@@ -71,7 +72,7 @@ def all_reduce(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(ours, (total / WORLD_SIZE).to(dtype))
 
 
-def shapes(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_shapes(rank: int, gloo: dist.ProcessGroup) -> None:
     for make in (
         lambda: contribution(rank, 4, 6).t(),
         lambda: contribution(rank, 4, 6)[:, ::2],
@@ -86,7 +87,7 @@ def shapes(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(ours, theirs)
 
 
-def what_reducers_do_not_do(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_what_reducers_do_not_do(rank: int, gloo: dist.ProcessGroup) -> None:
     for make, op in (
         (lambda: contribution(rank, 5, dtype=torch.int32), dist.ReduceOp.BAND),
         (lambda: contribution(rank, 5, dtype=torch.int64), dist.ReduceOp.BXOR),
@@ -101,7 +102,7 @@ def what_reducers_do_not_do(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
-def coalesced(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_coalesced(rank: int, gloo: dist.ProcessGroup) -> None:
     def make() -> list[torch.Tensor]:
         kinds = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
         return [contribution(rank, 2, n + 1, dtype=kind).t() for n, kind in enumerate(kinds)]
@@ -122,7 +123,7 @@ def coalesced(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(one, other)
 
 
-def reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         whole = contribution(rank, 2 * WORLD_SIZE, 5, dtype=dtype)
         total = whole.clone()
@@ -140,7 +141,7 @@ def reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
         assert reduced() - before == 4 * whole.nbytes
 
 
-def others(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_others(rank: int, gloo: dist.ProcessGroup) -> None:
     n = WORLD_SIZE
     before = reduced()
     tensor = torch.full((2,), float(rank))
@@ -175,7 +176,7 @@ def others(rank: int, gloo: dist.ProcessGroup) -> None:
     assert reduced() == before
 
 
-def tensors_that_gloo_frees(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_tensors_that_gloo_frees(rank: int, gloo: dist.ProcessGroup) -> None:
     """Leave the last reference to a tensor to a thread of Gloo's, which then needs the GIL."""
     del rank, gloo
     for _ in range(300):
@@ -185,7 +186,7 @@ def tensors_that_gloo_frees(rank: int, gloo: dist.ProcessGroup) -> None:
         dist.barrier()
 
 
-def work_object(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
     assert work.get_future().wait()[0] is tensor
@@ -199,7 +200,7 @@ def work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     assert then.wait() == 2 * 2 * WORLD_SIZE
 
 
-def groups(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:
     job = dist.group.WORLD.client.spec.job
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     mine = [
@@ -228,7 +229,7 @@ def groups(rank: int, gloo: dist.ProcessGroup) -> None:
         mine[0][1].allreduce([whole])
 
 
-def ddp(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_ddp(rank: int, gloo: dist.ProcessGroup) -> None:
     weights = []
     for group in (None, gloo):
         model = DistributedDataParallel(network(), process_group=group)
@@ -267,7 +268,7 @@ def losses(model: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tenso
     return found
 
 
-def compiled(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_compiled(rank: int, gloo: dist.ProcessGroup) -> None:
     """The forward pass broadcasts the batch norm's buffers, which dynamo must not trace."""
     del rank
     found = []
@@ -279,7 +280,7 @@ def compiled(rank: int, gloo: dist.ProcessGroup) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
-def fp16_compress(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_fp16_compress(rank: int, gloo: dist.ProcessGroup) -> None:
     del rank
     found = []
     for group in (None, gloo):
@@ -292,7 +293,7 @@ def fp16_compress(rank: int, gloo: dist.ProcessGroup) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-2)  # Gloo adds up in 16 bits
 
 
-def dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
     whole = contribution(0, 2 * WORLD_SIZE, 5)
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     sharded = distribute_tensor(whole if rank == 0 else torch.zeros_like(whole), mesh, [Shard(0)])
@@ -308,7 +309,7 @@ def dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
     )
 
 
-def power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
     """Its hook waits for reductions in callbacks of others: it fails, and says why.
 
     It does not wait at a rank where a reduction has ended before its callback was there, as torch
@@ -336,7 +337,7 @@ def power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
     assert tensor.tolist() == [WORLD_SIZE**2] * 3
 
 
-def fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
     whole, sharded = network(), network()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     fully_shard(sharded, mesh=mesh)
@@ -356,7 +357,7 @@ def fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
-def failures(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_failures(rank: int, gloo: dist.ProcessGroup) -> None:
     hasty = dist.new_group(timeout=timedelta(seconds=1))
     dist.all_reduce(torch.ones(1), group=hasty)
     assert hasty.client.timeout_s == 1
@@ -384,26 +385,6 @@ def expect(kind: type[ReductionError], work: dist.Work) -> ReductionError:
     return found.value
 
 
-CASES: list[Callable[[int, dist.ProcessGroup], None]] = [
-    all_reduce,
-    shapes,
-    what_reducers_do_not_do,
-    coalesced,
-    reduce_scatter,
-    others,
-    tensors_that_gloo_frees,
-    work_object,
-    groups,
-    ddp,
-    compiled,
-    fp16_compress,
-    power_sgd,
-    fsdp,
-    dtensor,
-    failures,
-]
-
-
 def without_reducers(ended: Path) -> None:
     pair = dist.new_group([0, 1])
     groups = [dist.group.WORLD] if dist.get_rank() == 2 else [dist.group.WORLD, pair]
@@ -418,8 +399,7 @@ def without_reducers(ended: Path) -> None:
 
     ends = [reduce_in_all()]
     print("reduced", flush=True)  # noqa: T201 (the test waits for it)
-    while not ended.exists():
-        time.sleep(0.05)
+    eventually(ended.exists, 200.0)
     ends += [reduce_in_all() for _ in range(3)]
     used = [group.client.counters.fallbacks > 0 for group in groups]
     write_result({"totals": ends, "used": used})
@@ -441,12 +421,12 @@ def all_cases() -> None:
     gloo = dist.new_group(backend="gloo")
     rank = dist.get_rank()
     ends = {}
-    for case in CASES:
+    for name in case_names("tests.integration.backend_rank"):
         try:
-            case(rank, gloo)
-            ends[case.__name__] = ""
+            globals()[name](rank, gloo)
+            ends[name] = ""
         except Exception:  # noqa: BLE001 (the test shows it)
-            ends[case.__name__] = traceback.format_exc()
+            ends[name] = traceback.format_exc()
         write_result(ends)
 
 

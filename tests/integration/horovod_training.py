@@ -101,7 +101,7 @@ def wrapped(net: Net, **options: Any) -> Any:
     return hvd.DistributedOptimizer(sgd(net), **options)
 
 
-def averages() -> None:
+def case_averages() -> None:
     reference = train_by_hand()
     for options in (
         {},
@@ -119,12 +119,12 @@ def averages() -> None:
     assert_alike(train(net, wrapped(net, groups=listed)), reference)
 
 
-def sums() -> None:
+def case_sums() -> None:
     net = Net()
     assert_alike(train(net, wrapped(net, op=hvd.Sum)), train_by_hand(average=False), 1e-4)
 
 
-def compressed() -> None:
+def case_compressed() -> None:
     reference = train_by_hand()
     for compressor, tolerance in ((hvd.Compression.fp16, 5e-3), (hvd.Compression.bf16, 5e-2)):
         for groups in (None, 2):
@@ -137,7 +137,7 @@ def compressed() -> None:
             assert_alike(net, net)
 
 
-def several_backward_passes() -> None:
+def case_several_backward_passes() -> None:
     reference = train_by_hand(passes=2)
     net = Net()
     assert_alike(train(net, wrapped(net, backward_passes_per_step=2), passes=2), reference)
@@ -150,7 +150,7 @@ def several_backward_passes() -> None:
     assert_alike(train(net, wrapped(net, backward_passes_per_step=3), passes=2), reference)
 
 
-def clipping() -> None:
+def case_clipping() -> None:
     net = Net()
     optimizer = wrapped(net)
     for step in range(STEPS):
@@ -163,7 +163,7 @@ def clipping() -> None:
     assert_alike(net, train_by_hand(clip=True))
 
 
-def schedulers_and_closures() -> None:
+def case_schedulers_and_closures() -> None:
     net, other = Net(), Net()
     plain = sgd(other)
     before = torch.optim.lr_scheduler.StepLR(plain, 1)  # made for the optimizer that is given
@@ -190,7 +190,7 @@ def schedulers_and_closures() -> None:
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
 
 
-def sparse_gradients() -> None:
+def case_sparse_gradients() -> None:
     rows = torch.tensor([[0, 1], [1, 2], [3, 1]])[hvd.rank()]
     for as_dense in (False, True):
         for op in (hvd.Average, hvd.Sum):
@@ -207,7 +207,7 @@ def sparse_gradients() -> None:
             torch.testing.assert_close(1 - table.weight[:, 0], expected)
 
 
-def new_parameters() -> None:
+def case_new_parameters() -> None:
     net, late = Net(), torch.nn.Parameter(torch.zeros(3))
     optimizer = wrapped(net)
     optimizer.add_param_group({"params": [late]})
@@ -216,7 +216,7 @@ def new_parameters() -> None:
     torch.testing.assert_close(late.detach(), torch.full((3,), -0.05))
 
 
-def optimizer_state() -> None:
+def case_optimizer_state() -> None:
     for make in (
         lambda net: torch.optim.Adam(net.parameters(), lr=0.1 / (hvd.rank() + 1), amsgrad=True),
         sgd,
@@ -240,7 +240,7 @@ def optimizer_state() -> None:
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(Net().parameters()), 0)
 
 
-def misuse() -> None:
+def case_misuse() -> None:
     net = Net()
     optimizer = wrapped(net)
     loss_of(net, 0).backward()
@@ -272,7 +272,7 @@ def misuse() -> None:
         hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()))
 
 
-def an_optimizer_that_is_gone_reduces_nothing() -> None:
+def case_an_optimizer_that_is_gone_reduces_nothing() -> None:
     net = Net()
     wrapped(net)  # and dropped
     assert_alike(train(net, wrapped(net)), train_by_hand())
@@ -290,7 +290,7 @@ def train_unevenly_by_hand(steps: int) -> Net:
     return net
 
 
-def ranks_begin_a_step_at_different_moments() -> None:
+def case_ranks_begin_a_step_at_different_moments() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
     if hvd.rank() > 0:
@@ -300,7 +300,7 @@ def ranks_begin_a_step_at_different_moments() -> None:
     assert parameter.tolist() == [-2.0, -2.0]
 
 
-def uneven_batches() -> None:
+def case_uneven_batches() -> None:
     rank = hvd.rank()
     for options in ({}, {"groups": 2, "compression": hvd.Compression.none}):
         reference = train_unevenly_by_hand(2 + 2 * rank)
@@ -327,41 +327,8 @@ def uneven_batches() -> None:
         hvd.join(device=0)
 
 
-def who_joined_last() -> None:
-    """The usual idiom: the others take over the weights of the rank that had most data."""
-    for last in (*range(SIZE), 0):
-        for _ in range(3 if hvd.rank() == last else hvd.rank() % 2):
-            hvd.allreduce(torch.ones(2), op=hvd.Sum)
-        weights_of = {"w": torch.full((3,), float(hvd.rank()))}
-        root = hvd.join()
-        assert root == last
-        hvd.broadcast_parameters(weights_of, root_rank=root)
-        assert weights_of["w"].tolist() == [float(last)] * 3
-    for _ in range(2):
-        assert hvd.join() == SIZE - 1, "nobody has called anything"
-
-
-def after_shutdown_calls_are_refused() -> None:
+def case_after_shutdown_calls_are_refused() -> None:
     hvd.shutdown()
     hvd.shutdown()  # a second time does nothing
     with pytest.raises(ConfigError, match=r"call hvd\.init\(\) first"):
         hvd.rank()
-
-
-CASES = (
-    averages,
-    sums,
-    compressed,
-    several_backward_passes,
-    clipping,
-    schedulers_and_closures,
-    sparse_gradients,
-    new_parameters,
-    optimizer_state,
-    misuse,
-    an_optimizer_that_is_gone_reduces_nothing,
-    ranks_begin_a_step_at_different_moments,
-    uneven_batches,
-    who_joined_last,
-    after_shutdown_calls_are_refused,
-)

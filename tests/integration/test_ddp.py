@@ -11,17 +11,7 @@ from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-OPTIONS = (
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-    "many_buckets",
-    "no_sync",
-    "fp16_compress_wrapper",
-    "bf16_compress_wrapper",
-    "join",
-    "compile",
-)
+from tests.integration.ddp_cases import OPTIONS
 
 
 def run_cases(world_size: int, group: str, reducers: int) -> list[dict]:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from tests.conftest import local_pool
 from tests.integration.hierarchy_rank import VICTIM
 from tests.ranks import environments, ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytest.importorskip("torch", reason="needs torch")
 
 NODES, LOCAL = 2, 2
 EVERYBODY = range(NODES * LOCAL)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[list[str]]:
-    with local_pool(2) as servers:
-        yield servers
 
 
 def run(case: str, servers: list[str], nodes: int = NODES) -> list[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import local_pool
-from tests.ranks import environments, ranks, run
+from tests.ranks import case_names, environments, ranks, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-from tests.integration import horovod_errors, horovod_ops, horovod_training
-
+OPS = "tests.integration.horovod_ops"
+TRAINING = "tests.integration.horovod_training"
+ERRORS = "tests.integration.horovod_errors"
 SIZE = 3
 
 
@@ -23,30 +24,30 @@ def run_cases(module: str, size: int = SIZE) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def ops() -> list[dict[str, str]]:
-    return run_cases("horovod_ops")
+    return run_cases(OPS)
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in horovod_ops.CASES])
+@pytest.mark.parametrize("case", case_names(OPS))
 def test_calls(ops: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in ops] == [""] * SIZE
 
 
 @pytest.fixture(scope="module")
 def training() -> list[dict[str, str]]:
-    return run_cases("horovod_training")
+    return run_cases(TRAINING)
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in horovod_training.CASES])
+@pytest.mark.parametrize("case", case_names(TRAINING))
 def test_training(training: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_cases("horovod_errors", request.param)
+    return run_cases(ERRORS, request.param)
 
 
-@pytest.mark.parametrize("case", [case.__name__ for case in horovod_errors.CASES])
+@pytest.mark.parametrize("case", case_names(ERRORS))
 def test_errors(errors: list[dict[str, str]], case: str) -> None:
     assert {rank.get(case, "not reached") for rank in errors} == {""}
 

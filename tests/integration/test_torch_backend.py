@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,30 +10,15 @@ import pytest
 
 from reducer.errors import ConfigError
 from tests.conftest import local_pool
-from tests.ranks import environments, ranks, run
+from tests.ranks import case_names, environments, ranks, run
+from tests.waits import eventually
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 RANKS = 3
-RANK = ("-m", "tests.integration.backend_rank")
-CASES = (
-    "all_reduce",
-    "shapes",
-    "what_reducers_do_not_do",
-    "coalesced",
-    "reduce_scatter",
-    "others",
-    "tensors_that_gloo_frees",
-    "work_object",
-    "groups",
-    "ddp",
-    "compiled",
-    "fp16_compress",
-    "power_sgd",
-    "fsdp",
-    "dtensor",
-    "failures",
-)
+MODULE = "tests.integration.backend_rank"
+RANK = ("-m", MODULE)
+CASES = case_names(MODULE)
 
 
 # What torch looks for in a Python class, and what neither sends anything nor waits for anybody.
@@ -102,9 +86,7 @@ def test_groups_go_on_through_gloo_when_no_reducer_is_left(tmp_path: Path) -> No
             }
             given = environments(RANKS, servers, **settings)
             job = stack.enter_context(ranks(given, *RANK, "reduction", ended))
-            while not all("reduced" in rank.out for rank in job):
-                assert all(rank.poll() is None for rank in job)
-                time.sleep(0.05)
+            eventually(lambda: all("reduced" in rank.out for rank in job), 200.0)
         ended.touch()
         ends = job.results(250)
     assert [end["totals"] for end in ends] == [[[6.0, 3.0]] * 4, [[6.0, 3.0]] * 4, [[6.0]] * 4]

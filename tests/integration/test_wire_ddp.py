@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import local_pool
 from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
@@ -12,22 +11,16 @@ pytest.importorskip("torch", reason="needs torch")
 RANK = ("-m", "tests.integration.wire_ddp")
 
 
-@pytest.fixture(scope="module")
-def servers() -> list[str]:
-    with local_pool(2) as addresses:
-        yield addresses
-
-
 @pytest.fixture(scope="module", params=["bf16", "fp16"])
-def compressed(request: pytest.FixtureRequest, servers: list[str]) -> list[dict]:
-    given = environments(2, servers, REDUCTION_WIRE_DTYPE=request.param)
+def compressed(request: pytest.FixtureRequest, pool: list[str]) -> list[dict]:
+    given = environments(2, pool, REDUCTION_WIRE_DTYPE=request.param)
     return run(given, *RANK, "stock,plain,feedback,weighted,wrapper")
 
 
 @pytest.fixture(scope="module")
-def weighted(servers: list[str]) -> list[dict]:
+def weighted(pool: list[str]) -> list[dict]:
     cases = "weighted,alone,join,alone-join,refused"
-    return run(environments(3, servers), *RANK, cases)
+    return run(environments(3, pool), *RANK, cases)
 
 
 @pytest.mark.parametrize("case", ["plain", "feedback", "weighted", "wrapper"])

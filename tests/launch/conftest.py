@@ -1,4 +1,4 @@
-"""Launchers for tests: a small SLURM of this user's own, and a pool that every test shares."""
+"""Launchers for tests: a small SLURM of this user's own, and an environment without any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.commands import free_ports, run_command
-from tests.conftest import NAMES, PREFIXES, local_pool
+from tests.conftest import NAMES, PREFIXES
 from tests.lab.conftest import namespaces  # noqa: F401 (a fixture)
 
 if TYPE_CHECKING:
@@ -57,13 +57,6 @@ def bare_environment(**settings: str) -> dict[str, str]:
         if not name.upper().startswith(PREFIXES) and name not in NAMES
     }
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **settings}
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[list[str]]:
-    """Two real reducers."""
-    with local_pool(2) as servers:
-        yield servers
 
 
 @pytest.fixture(scope="session")
