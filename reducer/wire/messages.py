@@ -262,14 +262,8 @@ def encode_error(error: ReductionError) -> bytes:
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
     if "missing" in detail:
         detail["missing"] = detail["missing"][:MAX_NAMED_RANKS]
-    for length in (
-        1024,
-        512,
-        256,
-        128,
-        64,
-        32,
-    ):  # what is longer would be refused, and nothing be told
+    # What is longer would be refused, and nothing be told.
+    for length in (1024, 512, 256, 128, 64, 32):
         detail = {name: v[:length] if isinstance(v, str) else v for name, v in detail.items()}
         values = {"code": int(code), "message": str(error)[:length], "detail": detail}
         body = _dump(values)

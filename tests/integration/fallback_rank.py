@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,20 +97,6 @@ def disagree(client: Client) -> str:
     return "nothing"
 
 
-class Linger:
-    """Keeps a client while the interpreter ends, and makes that last until other ranks have ended.
-
-    What Gloo still did for the client ends then, and must not take the process down.
-    """
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._sleep = time.sleep  # this module may be cleared by then
-
-    def __del__(self) -> None:
-        self._sleep(1)
-
-
 def main() -> None:
     said = Said()
     logging.getLogger("worker_client").addHandler(said)
@@ -141,8 +126,6 @@ def main() -> None:
     client.shutdown()
     dist.barrier()
     dist.destroy_process_group()
-    if client.rank == 0:
-        sys.linger = Linger(client)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
