@@ -43,9 +43,10 @@ LABEL org.opencontainers.image.title="worker" \
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     python3 -c "import torch" 2>/dev/null || pip install -q --no-cache-dir "${TORCH}"
+# Copied, not mounted: buildah's issue 6609 keeps an old layer when only a mounted stage has changed.
+COPY --from=build /wheels /wheels
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
-    --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install -q --no-cache-dir /wheels/*.whl
 RUN groupadd --gid 10001 worker && useradd --uid 10001 --gid 10001 --create-home worker
 ENV PYTHONUNBUFFERED=1
