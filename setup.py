@@ -29,6 +29,7 @@ SOURCES = {
         "reducer/engine/slots.c",
         "reducer/failpoints/failpoints.c",
     ],
+    "reducer.zmtp._zmtp": ["reducer/zmtp/zmtp.c", "reducer/zmtp/curve.c"],
     "worker_client.protocol._flight": (
         FLIGHT := [
             f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")

@@ -20,6 +20,7 @@ FLOORS = {
     "_slots": {"engine", "libzmq", "wire"},
     "_loop": {"_libzmq", "engine", "failpoints", "kernels", "runtime", "wire"},
     "_flight": {"libzmq", "wire"},
+    "_zmtp": {"zmtp"},
 }
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {

@@ -1,0 +1,280 @@
+"""One side of a connection of ZMTP, as bytes and events; see `zmtp.h`.
+
+The loops use the struct. This class is for what looks at the protocol from outside: tests, the
+fuzzer, and tools.
+"""
+
+from cpython.bytearray cimport PyByteArray_AS_STRING
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport uint8_t, uint16_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
+
+from reducer.zmtp.sodium import addresses
+
+
+cdef extern from "reducer/zmtp/zmtp.h" nogil:
+    const int CURVE_KEY_BYTES
+
+    struct sodium:
+        pass
+
+    struct curve_keys:
+        uint8_t public_key[32]
+        uint8_t secret_key[32]
+        uint8_t server_key[32]
+
+    void curve_use(const sodium *functions) noexcept
+
+    enum zmtp_event:
+        ZMTP_MORE
+        ZMTP_ADMIT
+        ZMTP_READY
+        ZMTP_FRAME
+        ZMTP_FAILED
+
+    enum zmtp_fault:
+        ZMTP_NO_FAULT
+        ZMTP_FOREIGN
+        ZMTP_DIFFERS
+        ZMTP_REFUSED
+        ZMTP_WRONG_KEY
+        ZMTP_UNKNOWN_KEY
+        ZMTP_MALFORMED
+        ZMTP_TOO_LARGE
+
+    struct zmtp_frame:
+        uint64_t wire_bytes, nbytes
+        bint more, command
+
+    ctypedef struct zmtp_t "struct zmtp":
+        bint ready, sealed
+        uint8_t peer_minor
+        zmtp_fault fault
+        char *peer_mechanism
+        char *reason
+        zmtp_frame frame
+        uint8_t *peer_key
+        size_t reply_bytes
+        uint8_t *reply
+
+    bint zmtp_init(
+        zmtp_t *zmtp, bint server, const curve_keys *keys, uint64_t max_frame_bytes
+    ) noexcept
+    void zmtp_free(zmtp_t *zmtp) noexcept
+    zmtp_event zmtp_take(zmtp_t *zmtp, const uint8_t **at, const uint8_t *end) noexcept
+    zmtp_event zmtp_admit(zmtp_t *zmtp, bint admitted) noexcept
+    uint8_t *zmtp_open(zmtp_t *zmtp, uint8_t *body) noexcept
+    zmtp_event zmtp_command(zmtp_t *zmtp, const uint8_t *body, size_t nbytes) noexcept
+    size_t zmtp_frame_header(uint8_t *out, uint64_t nbytes, bint more) noexcept
+    uint64_t zmtp_wire_bytes(const zmtp_t *zmtp, uint64_t nbytes) noexcept
+    size_t zmtp_seal(
+        zmtp_t *zmtp, uint8_t *out, const void *body, size_t nbytes, bint more
+    ) noexcept
+    size_t zmtp_ping(zmtp_t *zmtp, uint8_t *out, uint16_t ttl_ds) noexcept
+
+
+cdef dict FAULTS = {
+    ZMTP_FOREIGN: "foreign",
+    ZMTP_DIFFERS: "differs",
+    ZMTP_REFUSED: "refused",
+    ZMTP_WRONG_KEY: "wrong-key",
+    ZMTP_UNKNOWN_KEY: "unknown-key",
+    ZMTP_MALFORMED: "malformed",
+    ZMTP_TOO_LARGE: "too-large",
+}
+
+cdef void *_functions[7]
+cdef bint _loaded = False
+
+
+cdef int load_sodium() except -1:
+    global _loaded
+    if not _loaded:
+        for index, address in enumerate(addresses()):
+            _functions[index] = <void *><uintptr_t>address
+        curve_use(<const sodium *>_functions)
+        _loaded = True
+    return 0
+
+
+cdef class Zmtp:
+    """One side of a connection.
+
+    `take` and `admit` return events: ``("ready",)``, ``("message", frames)``, ``("admit", key)``
+    and ``("failed", fault, reason)``, which is the last one. After ``admit`` nothing more is looked
+    at before the call of `admit`. `reply` has what is to be sent before anything else.
+
+    Args:
+        server: whether this side is the ROUTER that was connected to, or else a DEALER.
+        keys: for CURVE: public, secret and the server's public key, 32 bytes each; None: NULL.
+        max_frame_bytes: the longest frame that is taken.
+
+    Raises:
+        ConfigError: there is no libsodium.
+        ValueError: a key has another length.
+    """
+
+    cdef zmtp_t its
+    cdef bytearray _rest  # what came and was not looked at
+    cdef bytearray _body  # of the frame that has begun
+    cdef bint _in_body
+    cdef bint _asks  # whether to admit the peer
+    cdef bint _told  # of a failure
+    cdef list _frames  # of the message that has begun
+
+    def __cinit__(self, bint server, keys, uint64_t max_frame_bytes):
+        cdef curve_keys pair
+        self._rest = bytearray()
+        self._body = bytearray()
+        self._frames = []
+        if keys is None:
+            zmtp_init(&self.its, server, NULL, max_frame_bytes)
+            return
+        load_sodium()
+        if len(keys) != 3 or any(len(key) != CURVE_KEY_BYTES for key in keys):
+            raise ValueError(f"keys are three of {CURVE_KEY_BYTES} bytes each")
+        cdef bytes public_key = keys[0]
+        cdef bytes secret_key = keys[1]
+        cdef bytes server_key = keys[2]
+        memcpy(pair.public_key, PyBytes_AS_STRING(public_key), CURVE_KEY_BYTES)
+        memcpy(pair.secret_key, PyBytes_AS_STRING(secret_key), CURVE_KEY_BYTES)
+        memcpy(pair.server_key, PyBytes_AS_STRING(server_key), CURVE_KEY_BYTES)
+        if not zmtp_init(&self.its, server, &pair, max_frame_bytes):
+            raise MemoryError
+
+    def __dealloc__(self):
+        zmtp_free(&self.its)
+
+    @property
+    def ready(self):
+        """Whether the handshake is done."""
+        return self.its.ready
+
+    @property
+    def sealed(self):
+        """Whether frames are encrypted."""
+        return self.its.sealed
+
+    @property
+    def peer_minor(self):
+        """The peer's minor version of ZMTP 3."""
+        return self.its.peer_minor
+
+    def take(self, data):
+        """Take bytes of the peer, however they were cut, and return the events."""
+        self._rest += data
+        return self._take()
+
+    def admit(self, bint admitted):
+        """Answer the event ``admit``, go on, and return the events."""
+        events = []
+        self._asks = False
+        self._add(events, zmtp_admit(&self.its, admitted))
+        return events + self._take()
+
+    def reply(self):
+        """Return what is to be sent, and forget it."""
+        said = PyBytes_FromStringAndSize(<char *>self.its.reply, self.its.reply_bytes)
+        self.its.reply_bytes = 0
+        return said
+
+    def send(self, frames):
+        """Return the bytes of a message."""
+        self._check()
+        return b"".join(
+            self._frame(bytes(frame), number < len(frames))
+            for number, frame in enumerate(frames, start=1)
+        )
+
+    def ping(self, uint16_t ttl_ds):
+        """Return the bytes of a PING."""
+        cdef uint8_t out[64]
+        self._check()
+        return PyBytes_FromStringAndSize(<char *>out, zmtp_ping(&self.its, out, ttl_ds))
+
+    def close(self):
+        """Wipe the keys; nothing can be taken or sent any more."""
+        zmtp_free(&self.its)
+        self.its.ready = False
+        self._told = True
+
+    cdef int _check(self) except -1:
+        if not self.its.ready:
+            raise ValueError("messages follow the handshake")
+        return 0
+
+    cdef bytes _frame(self, bytes body, bint more):
+        cdef size_t nbytes = len(body), header_bytes
+        cdef bytes out = PyBytes_FromStringAndSize(NULL, zmtp_wire_bytes(&self.its, nbytes))
+        cdef uint8_t *place = <uint8_t *>PyBytes_AS_STRING(out)
+        if self.its.sealed:
+            zmtp_seal(&self.its, place, PyBytes_AS_STRING(body), nbytes, more)
+        else:
+            header_bytes = zmtp_frame_header(place, nbytes, more)
+            memcpy(place + header_bytes, PyBytes_AS_STRING(body), nbytes)
+        return out
+
+    cdef list _take(self):
+        """Look at what is there, until it is not enough, or a question or a failure ends it."""
+        cdef const uint8_t *begin
+        cdef const uint8_t *at
+        cdef zmtp_event event
+        events = []
+        while not self._asks and not self._told:
+            if self._in_body:
+                if not self._fill():
+                    break
+                self._end_frame(events)
+                continue
+            if not self._rest:
+                break
+            begin = at = <const uint8_t *>PyByteArray_AS_STRING(self._rest)
+            event = zmtp_take(&self.its, &at, begin + len(self._rest))
+            del self._rest[:at - begin]
+            if event == ZMTP_FRAME:
+                self._in_body = True
+            else:
+                self._add(events, event)
+        return events
+
+    cdef bint _fill(self):
+        """Take what is there of a frame's body; whether it is whole."""
+        cdef uint64_t missing = self.its.frame.wire_bytes - len(self._body)
+        if missing > <uint64_t>len(self._rest):
+            self._body += self._rest
+            self._rest.clear()
+            return False
+        self._body += self._rest[:missing]
+        del self._rest[:missing]
+        return True
+
+    cdef int _end_frame(self, list events) except -1:
+        cdef uint8_t *body = <uint8_t *>PyByteArray_AS_STRING(self._body)
+        if self.its.sealed:
+            body = zmtp_open(&self.its, body)
+        if body == NULL:
+            self._add(events, ZMTP_FAILED)
+        elif self.its.frame.command:
+            self._add(events, zmtp_command(&self.its, body, self.its.frame.nbytes))
+        else:
+            self._frames.append(PyBytes_FromStringAndSize(<char *>body, self.its.frame.nbytes))
+            if not self.its.frame.more:
+                events.append(("message", self._frames))
+                self._frames = []
+        self._body.clear()
+        self._in_body = False
+        return 0
+
+    cdef int _add(self, list events, zmtp_event event) except -1:
+        """Tell of an event, if there is anything to tell."""
+        if event == ZMTP_READY:
+            events.append(("ready",))
+        elif event == ZMTP_ADMIT:
+            self._asks = True
+            events.append(("admit", self.its.peer_key[:CURVE_KEY_BYTES]))
+        elif event == ZMTP_FAILED and not self._told:
+            self._told = True
+            self._rest.clear()
+            said = self.its.peer_mechanism if self.its.fault == ZMTP_DIFFERS else self.its.reason
+            events.append(("failed", FAULTS[self.its.fault], said.decode("ascii")))
+        return 0
