@@ -15,7 +15,7 @@ from pathlib import Path
 from fuzz.targets import TARGETS
 
 TREE = Path("build/sanitized")
-# What goes through compiled code: kernels, slots, loops, flights and casts.
+# What goes through compiled code: kernels, slots, loops, flights, casts and ZMTP.
 TESTS = (
     "tests/kernels",
     "tests/engine/test_engine.py",
@@ -29,6 +29,7 @@ TESTS = (
     "tests/worker_client/test_casts.py",
     "tests/worker_client/test_tensor_queue.py",
     "tests/transport",
+    "tests/zmtp",
     "tests/fuzz",
 )
 _COPIED = ("reducer", "worker_client", "fuzz", "tests", "bench", "lab")

@@ -36,6 +36,7 @@ TARGETS = {
     "handshake": Target("handshakes", 256),
     "engine": Target("engines", 600),
     "session": Target("sessions", 600),
+    "zmtp": Target("connections", 200),
 }
 
 

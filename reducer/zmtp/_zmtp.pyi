@@ -1,7 +1,10 @@
 from collections.abc import Sequence
+from typing import Any
 
 Buffer = bytes | bytearray | memoryview
-Event = tuple[str] | tuple[str, bytes] | tuple[str, list[bytes]] | tuple[str, str, str]
+Event = tuple[Any, ...]  # what it is, and what belongs to it
+
+def use(functions: Sequence[int]) -> None: ...
 
 class Zmtp:
     def __init__(

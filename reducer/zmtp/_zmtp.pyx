@@ -9,7 +9,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from reducer.zmtp.sodium import addresses
+from reducer.zmtp.sodium import FUNCTIONS, addresses
 
 
 cdef extern from "reducer/zmtp/zmtp.h" nogil:
@@ -87,14 +87,18 @@ cdef void *_functions[7]
 cdef bint _loaded = False
 
 
-cdef int load_sodium() except -1:
+def use(functions):
+    """Take libsodium's functions from these addresses, in the order of `sodium.FUNCTIONS`.
+
+    Without it they are found when they are needed first. A fuzzer hands in chance that repeats.
+    """
     global _loaded
-    if not _loaded:
-        for index, address in enumerate(addresses()):
-            _functions[index] = <void *><uintptr_t>address
-        curve_use(<const sodium *>_functions)
-        _loaded = True
-    return 0
+    if len(functions) != len(FUNCTIONS):
+        raise ValueError(f"libsodium's functions are {len(FUNCTIONS)}")
+    for index, address in enumerate(functions):
+        _functions[index] = <void *><uintptr_t>address
+    curve_use(<const sodium *>_functions)
+    _loaded = True
 
 
 cdef class Zmtp:
@@ -115,6 +119,7 @@ cdef class Zmtp:
     """
 
     cdef zmtp_t its
+    cdef bytearray _said  # what is to be sent
     cdef bytearray _rest  # what came and was not looked at
     cdef bytearray _body  # of the frame that has begun
     cdef bint _in_body
@@ -124,13 +129,15 @@ cdef class Zmtp:
 
     def __cinit__(self, bint server, keys, uint64_t max_frame_bytes):
         cdef curve_keys pair
+        self._said = bytearray()
         self._rest = bytearray()
         self._body = bytearray()
         self._frames = []
         if keys is None:
             zmtp_init(&self.its, server, NULL, max_frame_bytes)
             return
-        load_sodium()
+        if not _loaded:
+            use(addresses())
         if len(keys) != 3 or any(len(key) != CURVE_KEY_BYTES for key in keys):
             raise ValueError(f"keys are three of {CURVE_KEY_BYTES} bytes each")
         cdef bytes public_key = keys[0]
@@ -174,8 +181,9 @@ cdef class Zmtp:
 
     def reply(self):
         """Return what is to be sent, and forget it."""
-        said = PyBytes_FromStringAndSize(<char *>self.its.reply, self.its.reply_bytes)
-        self.its.reply_bytes = 0
+        self._keep_reply()
+        said = bytes(self._said)
+        self._said.clear()
         return said
 
     def send(self, frames):
@@ -265,8 +273,15 @@ cdef class Zmtp:
         self._in_body = False
         return 0
 
+    cdef int _keep_reply(self) except -1:
+        """Make room for the next reply, as a loop does that sends them."""
+        self._said += PyBytes_FromStringAndSize(<char *>self.its.reply, self.its.reply_bytes)
+        self.its.reply_bytes = 0
+        return 0
+
     cdef int _add(self, list events, zmtp_event event) except -1:
         """Tell of an event, if there is anything to tell."""
+        self._keep_reply()
         if event == ZMTP_READY:
             events.append(("ready",))
         elif event == ZMTP_ADMIT:

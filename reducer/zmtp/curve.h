@@ -56,8 +56,8 @@ void curve_free(struct curve *curve);
 /* Wipes what only the handshake needs. */
 void curve_end_handshake(struct curve *curve);
 
-/* Each of them writes a command of the size above, with the metadata at its end where there is some.
- * False: the other side's public key is no key (HELLO, INITIATE). */
+/* Each of them writes a command of the size above, with the metadata, if any, at its end. False:
+ * the other side's public key is no key (HELLO, INITIATE). */
 bool curve_write_hello(struct curve *curve, uint8_t *out);
 void curve_write_welcome(struct curve *curve, uint8_t *out);
 bool curve_write_initiate(struct curve *curve, uint8_t *out, const uint8_t *metadata,

@@ -11,7 +11,7 @@
 struct sodium {
     void (*randombytes_buf)(void *out, size_t nbytes); /* ends the process if there are none */
     void (*memzero)(void *start, size_t nbytes);
-    int (*memcmp)(const void *one, const void *other, size_t nbytes); /* in constant time; 0: same */
+    int (*memcmp)(const void *one, const void *other, size_t nbytes); /* constant time; 0: same */
     int (*box_keypair)(unsigned char *public_key, unsigned char *secret_key);
     int (*box_beforenm)(unsigned char *key, const unsigned char *public_key,
                         const unsigned char *secret_key); /* -1: a public key of small order */

@@ -490,7 +490,7 @@ uint8_t *zmtp_open(struct zmtp *zmtp, uint8_t *body)
     return body + CURVE_MESSAGE_BYTES;
 }
 
-/* Writes a whole frame of a command, sealed or not, to `out`, which has room for zmtp_wire_bytes. */
+/* Writes a whole frame of a command to `out`, which has room for zmtp_wire_bytes. */
 static size_t write_command(struct zmtp *zmtp, uint8_t *out, const uint8_t *body, size_t nbytes)
 {
     size_t before;
@@ -505,8 +505,8 @@ static size_t write_command(struct zmtp *zmtp, uint8_t *out, const uint8_t *body
     return before + nbytes;
 }
 
-/* Answers a PING with what it has brought along. Where the caller has sent none of many answers, the
- * last ones are lost: any of them says that we live. */
+/* Answers a PING with what it has brought along. Where the caller has not sent the answers to many
+ * of them, the last ones are lost: any of them says that we live. */
 static enum zmtp_event take_ping(struct zmtp *zmtp, const uint8_t *body, size_t nbytes)
 {
     size_t before = sizeof PING_NAME - 1 + 2; /* the name, and the time to live */

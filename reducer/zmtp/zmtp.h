@@ -1,11 +1,14 @@
 /* ZeroMQ's protocol, ZMTP 3.1 (RFC 37), for one side of one connection, sans I/O.
  *
- * Bytes that came go in, events come out, and what is to be sent lies in `reply`. The mechanisms are
- * NULL and CURVE (RFC 26). The roles are those that a reduction server needs: a client is a DEALER,
- * a server a ROUTER.
+ * Bytes that came go in, events come out, and what is to be sent lies in `reply`. The mechanisms
+ * are NULL and CURVE (RFC 26). The roles are those that a reduction server needs: a client is a
+ * DEALER, a server a ROUTER.
  *
- * The body of a message's frame is not copied: the caller receives it where it belongs. With CURVE it
- * is received as it is on the wire, and opened in its place by `zmtp_open`.
+ * The body of a message's frame is not copied: the caller receives it where it belongs. With CURVE
+ * it is received as it is on the wire, and opened in its place by `zmtp_open`.
+ *
+ * With CURVE everything carries a number that grows: what was sealed first must be sent first, a
+ * PONG in `reply` before any frame that is sealed later.
  */
 #ifndef REDUCER_ZMTP_H
 #define REDUCER_ZMTP_H
@@ -71,7 +74,8 @@ struct zmtp {
 };
 
 /* Begins a connection; the greeting is in `reply`. With keys the mechanism is CURVE. A server gives
- * its pair, a client its own and the server's public key. False: out of memory, or of random bytes. */
+ * its pair, a client its own and the server's public key. False: out of memory, or curve_use was
+ * not called. */
 bool zmtp_init(struct zmtp *zmtp, bool server, const struct curve_keys *keys,
                uint64_t max_frame_bytes);
 void zmtp_free(struct zmtp *zmtp);

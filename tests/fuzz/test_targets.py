@@ -16,7 +16,7 @@ from fuzz.source import Source, ViolationError, check
 from fuzz.targets import TARGETS, corpus
 
 TREE = Path(__file__).parents[2]
-EXAMPLES = {"header": 300, "body": 200, "handshake": 60, "engine": 60, "session": 60}
+EXAMPLES = {"header": 300, "body": 200, "handshake": 60, "engine": 60, "session": 60, "zmtp": 60}
 
 
 @pytest.mark.parametrize("name", TARGETS)
