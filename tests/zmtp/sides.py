@@ -1,0 +1,151 @@
+"""Sides of connections: pairs of ours, joined without a network, and one of ours on a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from reducer.zmtp._zmtp import Zmtp
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from reducer.zmtp._zmtp import Event
+
+MAX_FRAME_BYTES = 8 << 20
+TIMEOUT_S = 20.0
+MECHANISMS = ("NULL", "CURVE")
+
+
+class Pair(NamedTuple):
+    """A key pair, in Z85 as pyzmq takes it."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def new(cls) -> Pair:
+        return cls(*zmq.curve_keypair())
+
+
+class Keys(NamedTuple):
+    """Those of one server and one client."""
+
+    server: Pair
+    client: Pair
+
+    @classmethod
+    def new(cls) -> Keys:
+        return cls(Pair.new(), Pair.new())
+
+
+def ours(keys: Keys | None, *, server: bool, max_frame_bytes: int = MAX_FRAME_BYTES) -> Zmtp:
+    """Our side of a connection."""
+    if keys is None:
+        return Zmtp(server, None, max_frame_bytes)
+    pair = keys.server if server else keys.client
+    three = (*(z85.decode(key) for key in pair), z85.decode(keys.server.public))
+    return Zmtp(server, three, max_frame_bytes)
+
+
+def keys_for(mechanism: str) -> Keys | None:
+    return Keys.new() if mechanism == "CURVE" else None
+
+
+def take(side: Zmtp, data: bytes, *, admits: bool = True) -> list[Event]:
+    """Let a side take bytes, and admit whom it asks about."""
+    events = side.take(data)
+    while events and events[-1][0] == "admit":
+        events += side.admit(admits)
+    return events
+
+
+def whole(data: bytes) -> list[bytes]:
+    """A flight that arrives as it was sent."""
+    return [data]
+
+
+def shake_hands(
+    client: Zmtp,
+    server: Zmtp,
+    *,
+    to_server: Callable[[bytes], list[bytes]] = whole,
+    to_client: Callable[[bytes], list[bytes]] = whole,
+    admits: bool = True,
+) -> tuple[list[Event], list[Event]]:
+    """Let two of ours talk until they have nothing to say; what both notice, the client first."""
+    noticed: tuple[list[Event], list[Event]] = ([], [])
+    while True:
+        said = client.reply(), server.reply()
+        if said == (b"", b""):
+            return noticed
+        for piece in to_server(said[0]):
+            noticed[1].extend(take(server, piece, admits=admits))
+        for piece in to_client(said[1]):
+            noticed[0].extend(take(client, piece))
+
+
+def joined(keys: Keys | None, max_frame_bytes: int = MAX_FRAME_BYTES) -> tuple[Zmtp, Zmtp]:
+    """Client and server after their handshake."""
+    client, server = (
+        ours(keys, server=server, max_frame_bytes=max_frame_bytes) for server in (False, True)
+    )
+    shake_hands(client, server)
+    assert client.ready
+    assert server.ready
+    return client, server
+
+
+class Wire:
+    """Our side on a socket.
+
+    Args:
+        connection: to the other side.
+        side: ours.
+        admits: whether it admits a client, if it is asked.
+    """
+
+    def __init__(self, connection: socket.socket, side: Zmtp, *, admits: bool = True) -> None:
+        self.connection = connection
+        self.side = side
+        self.received = 0  # bytes
+        self._admits = admits
+        self.asked: list[Event] = []  # whom to admit
+        self._events: list[Event] = []
+        connection.settimeout(TIMEOUT_S)
+        self._flush()
+
+    def next(self, timeout_s: float = TIMEOUT_S) -> Event:
+        """What happens next: an event, or that the other side has closed, or nothing in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self._events:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return ("nothing",)
+            self.connection.settimeout(left)
+            try:
+                data = self.connection.recv(1 << 16)
+            except TimeoutError:
+                return ("nothing",)
+            except ConnectionError:
+                data = b""
+            if not data:
+                return ("closed",)
+            self.received += len(data)
+            for event in take(self.side, data, admits=self._admits):
+                (self.asked if event[0] == "admit" else self._events).append(event)
+            self._flush()
+        return self._events.pop(0)
+
+    def send(self, data: bytes) -> None:
+        self.connection.settimeout(TIMEOUT_S)
+        self.connection.sendall(data)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(ConnectionError):  # what has come is still to be read
+            self.send(self.side.reply())

@@ -1,0 +1,310 @@
+"""Connections with libzmq over loopback, in either role: it is the peer that must understand us."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from tests.zmtp.sides import MECHANISMS, TIMEOUT_S, Keys, Pair, Wire, keys_for, ours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from zmq import Socket
+
+SIZES = (0, 1, 222, 223, 255, 256, 65536, 4 << 20)  # 222: the longest that fits a short one sealed
+MESSAGES = [
+    *([bytes([nbytes % 251]) * nbytes] for nbytes in SIZES),
+    *([b"first", b"x" * nbytes] for nbytes in (0, 256)),
+    [b"", b"", b""],
+    [b"a" * 255, b"b" * 65536, b"c"],
+]
+DOMAIN = "tests"
+
+
+class Libzmq:
+    """The other side's sockets, which are closed with it."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self._sockets: list[Socket[bytes]] = []
+
+    def socket(
+        self, kind: int, keys: Keys | None, *, server: bool, **options: int
+    ) -> Socket[bytes]:
+        made = self.context.socket(kind)
+        self._sockets.append(made)
+        made.rcvtimeo = made.sndtimeo = int(TIMEOUT_S * 1000)
+        for name, value in options.items():
+            made.setsockopt(getattr(zmq, name.upper()), value)
+        if keys is not None:
+            pair = keys.server if server else keys.client
+            made.curve_publickey, made.curve_secretkey = pair
+            if server:
+                made.curve_server = True
+            else:
+                made.curve_serverkey = keys.server.public
+        return made
+
+    def close(self) -> None:
+        for made in self._sockets:
+            made.close(linger=0)
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def libzmq() -> Iterator[Libzmq]:
+    with closing(Libzmq()) as opened:
+        yield opened
+
+
+@pytest.fixture(params=MECHANISMS)
+def keys(request: pytest.FixtureRequest) -> Keys | None:
+    return keys_for(request.param)
+
+
+@contextmanager
+def connected(theirs: Socket[bytes], keys: Keys | None) -> Iterator[Wire]:
+    """A client of ours, connected to a server of libzmq."""
+    port = theirs.bind_to_random_port("tcp://127.0.0.1")
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+        yield Wire(connection, ours(keys, server=False))
+
+
+@contextmanager
+def accepted(
+    connect: Callable[[str], Any], keys: Keys | None, *, admits: bool = True
+) -> Iterator[Wire]:
+    """A server of ours, with a client of libzmq connected to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT_S)
+        connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        connection, _ = listener.accept()
+        with connection:
+            yield Wire(connection, ours(keys, server=True), admits=admits)
+
+
+@contextmanager
+def authenticator(libzmq: Libzmq, admitted: Pair | None) -> Iterator[ThreadAuthenticator]:
+    """What admits one key to the sockets of a context."""
+
+    class Provider:
+        def callback(self, domain: str, key: bytes) -> bool:
+            del domain
+            return admitted is not None and key == admitted.public
+
+    thread = ThreadAuthenticator(libzmq.context)
+    thread.start()
+    thread.configure_curve_callback(DOMAIN, credentials_provider=Provider())
+    try:
+        yield thread
+    finally:
+        thread.stop()
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def test_messages_reach_a_server_of_libzmq_and_come_back(libzmq: Libzmq, keys: Keys | None) -> None:
+    router = libzmq.socket(zmq.ROUTER, keys, server=True)
+    with connected(router, keys) as wire:
+        assert wire.next() == ("ready",)
+        assert wire.side.peer_minor == 1
+        for message in MESSAGES:
+            wire.send(wire.side.send(message))
+            name, *frames = router.recv_multipart()
+            assert frames == message
+            router.send_multipart([name, *frames])
+            assert wire.next() == ("message", message)
+
+
+def test_messages_of_a_client_of_libzmq_come_and_go_back(libzmq: Libzmq, keys: Keys | None) -> None:
+    dealer = libzmq.socket(zmq.DEALER, keys, server=False)
+    with accepted(dealer.connect, keys) as wire:
+        assert wire.next() == ("ready",)
+        for message in MESSAGES:
+            dealer.send_multipart(message)
+            assert wire.next() == ("message", message)
+            wire.send(wire.side.send(message))
+            assert dealer.recv_multipart() == message
+
+
+def test_many_messages_at_once(libzmq: Libzmq, keys: Keys | None) -> None:
+    router = libzmq.socket(zmq.ROUTER, keys, server=True)
+    messages = [[b"%d" % number, bytes(number * 7)] for number in range(300)]
+    with connected(router, keys) as wire:
+        assert wire.next() == ("ready",)
+        wire.send(b"".join(wire.side.send(message) for message in messages))
+        for message in messages:
+            name, *frames = router.recv_multipart()
+            assert frames == message
+            router.send_multipart([name, *frames])
+        assert [wire.next() for _ in messages] == [("message", message) for message in messages]
+
+
+@pytest.mark.parametrize("kind", [zmq.REP, zmq.DEALER])
+def test_a_client_of_ours_talks_to_other_sockets(
+    libzmq: Libzmq, keys: Keys | None, kind: int
+) -> None:
+    peer = libzmq.socket(kind, keys, server=True)
+    envelope = [b""] if kind == zmq.REP else []
+    with connected(peer, keys) as wire:
+        assert wire.next() == ("ready",)
+        wire.send(wire.side.send([*envelope, b"question"]))
+        assert peer.recv_multipart() == [b"question"]
+        peer.send_multipart([b"answer"])
+        assert wire.next() == ("message", [*envelope, b"answer"])
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.ROUTER])
+def test_a_server_of_ours_talks_to_other_sockets(
+    libzmq: Libzmq, keys: Keys | None, kind: int
+) -> None:
+    peer = libzmq.socket(kind, keys, server=False)
+    name = [b"we"] if kind == zmq.ROUTER else []
+    envelope = [b""] if kind == zmq.REQ else []
+    if name:
+        peer.setsockopt(zmq.CONNECT_ROUTING_ID, name[0])
+    with accepted(peer.connect, keys) as wire:
+        assert wire.next() == ("ready",)
+        peer.send_multipart([*name, b"question"])
+        assert wire.next() == ("message", [*envelope, b"question"])
+        wire.send(wire.side.send([*envelope, b"answer"]))
+        assert peer.recv_multipart() == [*name, b"answer"]
+
+
+@pytest.mark.parametrize("kind", [zmq.PUSH, zmq.SUB, zmq.PAIR])
+def test_no_server_for_sockets_of_other_patterns(
+    libzmq: Libzmq, keys: Keys | None, kind: int
+) -> None:
+    with accepted(libzmq.socket(kind, keys, server=False).connect, keys) as wire:
+        assert wire.next() == ("failed", "malformed", "")
+
+
+# -- who may connect -------------------------------------------------------------------------------
+
+
+def test_libzmq_asks_and_admits(libzmq: Libzmq) -> None:
+    keys = Keys.new()
+    router = libzmq.socket(zmq.ROUTER, keys, server=True)
+    router.zap_domain = DOMAIN.encode()
+    with authenticator(libzmq, keys.client), connected(router, keys) as wire:
+        assert wire.next() == ("ready",)
+
+
+def test_libzmq_asks_and_refuses(libzmq: Libzmq) -> None:
+    keys = Keys.new()
+    router = libzmq.socket(zmq.ROUTER, keys, server=True)
+    router.zap_domain = DOMAIN.encode()
+    with authenticator(libzmq, Pair.new()), connected(router, keys) as wire:
+        assert wire.next() == ("failed", "refused", "400")
+
+
+def test_libzmq_refuses_an_address(libzmq: Libzmq) -> None:
+    router = libzmq.socket(zmq.ROUTER, None, server=True)
+    router.zap_domain = DOMAIN.encode()
+    with authenticator(libzmq, None) as gate:
+        gate.deny("127.0.0.1")
+        with connected(router, None) as wire:
+            assert wire.next() == ("failed", "refused", "400")
+
+
+@pytest.mark.parametrize("admits", [True, False])
+def test_we_ask_and_libzmq_hears_the_answer(libzmq: Libzmq, admits: bool) -> None:
+    keys = Keys.new()
+    dealer = libzmq.socket(zmq.DEALER, keys, server=False)
+    with ExitStack() as stack:
+        monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        stack.callback(monitor.close, linger=0)
+        stack.callback(dealer.disable_monitor)
+        wire = stack.enter_context(accepted(dealer.connect, keys, admits=admits))
+        assert wire.next() == (("ready",) if admits else ("failed", "unknown-key", ""))
+        assert wire.asked == [("admit", z85.decode(keys.client.public))]
+        assert monitor.poll(TIMEOUT_S * 1000)
+        heard = recv_monitor_message(monitor)
+        if admits:
+            assert heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        else:
+            assert (heard["event"], heard["value"]) == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+
+
+def test_a_client_with_another_servers_key_is_not_answered(
+    libzmq: Libzmq,
+) -> None:
+    keys = Keys.new()
+    router = libzmq.socket(zmq.ROUTER, keys, server=True)
+    with connected(router, keys._replace(server=Pair.new())) as wire:
+        assert wire.next() == ("closed",)
+    dealer = libzmq.socket(zmq.DEALER, keys._replace(server=Pair.new()), server=False)
+    with accepted(dealer.connect, keys) as wire:
+        assert wire.next() == ("failed", "wrong-key", "")
+
+
+# -- heartbeats ------------------------------------------------------------------------------------
+
+IVL_MS, TIMEOUT_MS = 50, 500
+
+
+def silent_for(wire: Wire, seconds: float) -> list[Any]:
+    """What happens while nobody sends a message; PINGs are answered."""
+    deadline = time.monotonic() + seconds
+    events = []
+    while (left := deadline - time.monotonic()) > 0:
+        events.append(wire.next(left))
+        if events[-1] == ("closed",):
+            break
+    return events
+
+
+def test_a_server_of_libzmq_hears_our_pongs(libzmq: Libzmq, keys: Keys | None) -> None:
+    beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
+    router = libzmq.socket(zmq.ROUTER, keys, server=True, **beats)
+    with connected(router, keys) as wire:
+        assert wire.next() == ("ready",)
+        before = wire.received
+        assert silent_for(wire, 2 * TIMEOUT_MS / 1000) == [("nothing",)]
+        assert wire.received > before, "it has sent PINGs"
+        wire.send(wire.side.send([b"still here"]))
+        assert router.recv_multipart()[1:] == [b"still here"]
+        time.sleep(2 * TIMEOUT_MS / 1000)  # and now we answer none
+        assert wire.next() == ("closed",)
+
+
+def test_a_client_of_libzmq_hears_our_pongs(libzmq: Libzmq, keys: Keys | None) -> None:
+    beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
+    dealer = libzmq.socket(zmq.DEALER, keys, server=False, **beats)
+    with accepted(dealer.connect, keys) as wire:
+        events = silent_for(wire, 2 * TIMEOUT_MS / 1000)
+        assert events == [("ready",), ("nothing",)]
+        wire.send(wire.side.send([b"still here"]))
+        assert dealer.recv_multipart() == [b"still here"]
+
+
+def test_libzmq_answers_our_ping_and_minds_its_time_to_live(
+    libzmq: Libzmq, keys: Keys | None
+) -> None:
+    router = libzmq.socket(zmq.ROUTER, keys, server=True)
+    with connected(router, keys) as wire:
+        assert wire.next() == ("ready",)
+        before = wire.received
+        wire.send(wire.side.ping(0))
+        while wire.received == before:
+            assert wire.next(0.1) == ("nothing",)
+        pong = len(b"\5PONG") + 2 + (33 if keys else 0)
+        assert wire.received - before == pong
+        wire.send(wire.side.ping(3))  # tenths of a second
+        began = time.monotonic()
+        while (event := wire.next(5.0)) == ("nothing",):
+            pass
+        assert event == ("closed",)
+        assert time.monotonic() - began > 0.2
