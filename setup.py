@@ -38,6 +38,8 @@ SOURCES = {
     "worker_client.runtime._loop": [
         "worker_client/runtime/loop.c",
         *FLIGHT,
+        *(ZMTP := [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]),
+        "reducer/zmtp/connection.c",
         "reducer/failpoints/failpoints.c",
     ],
     "worker_client.fusion._tensor_queue": [],

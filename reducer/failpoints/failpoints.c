@@ -57,10 +57,8 @@ bool failpoint_pass(enum failpoint place)
     return table[place].action == DROP;
 }
 
-bool failpoint_pass_message(enum failpoint place, const struct libzmq *zmq, zmq_msg_t *header,
-                            uint8_t type)
+bool failpoint_pass_message(enum failpoint place, const void *frame, size_t nbytes, uint8_t type)
 {
     struct header said;
-    return header_read(&said, zmq->msg_data(header), zmq->msg_size(header)) && said.type == type &&
-           failpoint_pass(place);
+    return header_read(&said, frame, nbytes) && said.type == type && failpoint_pass(place);
 }

@@ -5,7 +5,6 @@
 #ifndef REDUCER_FAILPOINTS_H
 #define REDUCER_FAILPOINTS_H
 
-#include "reducer/libzmq.h"
 #include "reducer/wire/header.h"
 
 /* In the order of `Place` in failpoints.py. */
@@ -31,8 +30,7 @@ enum failpoint {
 extern bool failpoints_armed __attribute__((visibility("hidden")));
 
 bool failpoint_pass(enum failpoint place);
-bool failpoint_pass_message(enum failpoint place, const struct libzmq *zmq, zmq_msg_t *header,
-                            uint8_t type);
+bool failpoint_pass_message(enum failpoint place, const void *frame, size_t nbytes, uint8_t type);
 
 /* Passes a place; whether what is about to be sent or handled there is to be dropped. */
 static inline bool failpoint(enum failpoint place)
@@ -41,11 +39,11 @@ static inline bool failpoint(enum failpoint place)
 }
 
 /* The same, if the message that this header begins is of that type. */
-static inline bool failpoint_message(enum failpoint place, const struct libzmq *zmq,
-                                     zmq_msg_t *header, uint8_t type)
+static inline bool failpoint_message(enum failpoint place, const void *frame, size_t nbytes,
+                                     uint8_t type)
 {
     return __builtin_expect(failpoints_armed, false) &&
-           failpoint_pass_message(place, zmq, header, type);
+           failpoint_pass_message(place, frame, nbytes, type);
 }
 
 /* Both before the threads that pass any place start. `action` as in `Action` of failpoints.py; `at`

@@ -205,7 +205,8 @@ static enum verdict take(struct loop *loop)
     if (loop->received != LOOP_FRAMES)
         return IRREGULAR;
     const struct libzmq *zmq = loop->zmq;
-    if (failpoint_message(REDUCER_RECEIVED, zmq, &loop->frames[1], TYPE_CONTRIBUTION)) {
+    if (failpoint_message(REDUCER_RECEIVED, zmq->msg_data(&loop->frames[1]),
+                          zmq->msg_size(&loop->frames[1]), TYPE_CONTRIBUTION)) {
         loop_close_message(loop);
         return PLACED;
     }

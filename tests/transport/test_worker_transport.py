@@ -18,7 +18,8 @@ from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
 from tests.waits import eventually
 from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime.transport import Connected, Disconnected, Message, PlainTransport
+from worker_client.runtime.plain_transport import PlainTransport
+from worker_client.runtime.transport import Connected, Disconnected, Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -550,8 +550,7 @@ class Client:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
         self._driver.wait(done, until)
 
-    def _leave(self, failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
-        # The reducer in this process first: it still sums what it has for others, out of buffers.
+    def _leave(self, error: ReductionError) -> None:
         try:
             if self._on_shutdown is not None:
                 self._on_shutdown()
@@ -559,8 +558,6 @@ class Client:
             self._host_failure = failure
         if self._fallback is not None:
             self._fallback.stop()
-        for one in failed:
-            self._end(*one)
         for operation in list(self._works):
             self._end(operation, own(error, operation))
 

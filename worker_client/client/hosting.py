@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from worker_client import config
 from worker_client.communicators.placement import host_identity
-from worker_client.runtime.credentials import Curve
+from worker_client.runtime.credentials import Curve, make_pair
 from worker_client.runtime.service_thread import leave_in_child
-from worker_client.runtime.transport import make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.spec import JobSpec
 
     Ended = Callable[[Operation, ReductionError | None], None]
-    Left = Callable[[list[tuple[Operation, ReductionError]], ReductionError], None]
+    Left = Callable[[ReductionError], None]
 
 KNOWN_S = 2.0  # after the job's patience: by then every reducer has said who is gone
 LOOK_S = 0.1  # how often to look, while the ranks reconcile, whether they are still all there
@@ -380,12 +380,10 @@ class ElasticCommunicator:
     def _leave_client(self, error: ReductionError) -> None:
         if not self._has_left:
             self._has_left = True
-            self._left([], error)
+            self._left(error)
 
     def _connect(self, spec: JobSpec) -> FlatCommunicator:
-        def left(failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
-            for one in failed:
-                self._attempt_ended(*one)
+        def left(error: ReductionError) -> None:
             if communicator is self.communicator and self._failure is None:
                 self.closing = True  # if it has ended by itself
                 self._leave_client(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
@@ -51,9 +52,11 @@ class FlatCommunicator:
         context: Any,
         keys: Keys | None = None,
         ended: Callable[[Operation, ReductionError | None], None],
-        left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
+        left: Callable[[ReductionError], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
+        if not implementation.inproc:
+            spec = replace(spec, inproc={})
         self.session = Session(spec, implementation.flight)
         self._wait_until = time.monotonic() + spec.wait_s
         for address in spec.reducers:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.spec import JobSpec
 
     Ended = Callable[[Operation, ReductionError | None], None]
-    Left = Callable[[list[tuple[Operation, ReductionError]], ReductionError], None]
+    Left = Callable[[ReductionError], None]
 
 RETRY_S = 1.0  # after an address could not even be resolved
 
@@ -245,14 +245,11 @@ class Returning:
             coming.driver.stop()
 
     def _connect(self, spec: JobSpec) -> FlatCommunicator:
-        def left(failed: list[tuple[Operation, ReductionError]], error: ReductionError) -> None:
+        def left(error: ReductionError) -> None:
             going_there = communicator is self._coming and self._marker is not None
             if communicator is self.communicator or going_there:
                 self._stopped = True  # if it has ended by itself
-                self._left(failed, error)
-                return
-            for one in failed:
-                self._ended(*one)
+                self._left(error)
 
         communicator = self._enter(spec, self._ended, left, self)
         return communicator

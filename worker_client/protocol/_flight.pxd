@@ -2,7 +2,17 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from reducer._libzmq cimport libzmq, zmq_msg_t
+
+cdef extern from "reducer/zmtp/block.h" nogil:
+    struct block:
+        unsigned char *data
+        size_t nbytes
+
+    struct block_pool:
+        pass
+
+    block *block_take(block_pool *pool, size_t nbytes) noexcept
+    void block_drop(block_pool *pool, block *dropped) noexcept
 
 
 cdef extern from "reducer/wire/header.h" nogil:
@@ -37,8 +47,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         shard *of
         uint32_t link
         uint8_t state
-        bint kept
-        zmq_msg_t result
+        block *result
 
     struct flight_link:
         bint open
@@ -51,7 +60,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         uint32_t link_count
         header_t identity
         uint64_t watermark, next, reached, kept_bytes
-        const libzmq *zmq
+        block_pool pool
         operation_t *completed
 
     ctypedef struct range_t "struct range":
@@ -68,8 +77,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     ctypedef struct turn_t "struct turn":
         uint32_t step, idle
 
-    bint flight_init(flight *self, const libzmq *zmq, const void *identity,
-                     uint64_t max_chunk_bytes) noexcept
+    bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
     bint flight_add_link(flight *self, uint64_t window, bint keep) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes,
@@ -78,16 +86,14 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
                              contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
-                     zmq_msg_t *payload, uint64_t now_ns) noexcept
+                     block *payload, uint64_t now_ns) noexcept
     operation_t *flight_find(const flight *self, uint64_t sequence) noexcept
     bint flight_expects(const flight *self, uint32_t link, uint64_t sequence,
                         uint64_t offset) noexcept
     bint flight_waits_for(const flight *self, uint32_t link, uint64_t sequence) noexcept
     bint operation_needs(const operation_t *self, uint32_t link) noexcept
     void flight_forget(flight *self, uint32_t link, uint64_t sequence) noexcept
-    bint flight_end(flight *self, uint64_t sequence) noexcept
-    bint flight_reads(flight *self, uint64_t sequence) noexcept
-    bint flight_reads_for(const flight *self, uint32_t link) noexcept
+    void flight_end(flight *self, uint64_t sequence) noexcept
     void flight_shut(flight *self, uint32_t link) noexcept
     chunk_t *flight_chunk(const flight *self, uint64_t sequence, uint64_t offset) noexcept
     chunk_t *flight_walk(const flight *self, walk *at, uint32_t link) noexcept
@@ -100,7 +106,6 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
 
 cdef class CompiledFlight:
     cdef flight its
-    cdef libzmq _zmq
     cdef dict _views  # by sequence number: keeps the memory for as long as it is used
 
     cdef list completed(self)

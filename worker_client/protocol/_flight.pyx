@@ -3,12 +3,10 @@
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.memoryview cimport PyMemoryView_GET_BUFFER
 
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from reducer._libzmq cimport zmq_msg_t
-from reducer.libzmq import addresses
 from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
 from worker_client.protocol.flight import Carried, LinkStats, Send
 
@@ -23,9 +21,7 @@ cdef class CompiledFlight:
     def __cinit__(self, identity):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
         self._views = {}
-        for at, address in enumerate(addresses()):
-            (<void **>&self._zmq)[at] = <void *><uintptr_t>address
-        if not flight_init(&self.its, &self._zmq, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
+        if not flight_init(&self.its, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
             raise MemoryError
 
     def __dealloc__(self):
@@ -102,16 +98,16 @@ cdef class CompiledFlight:
     def take(self, link, frame, payload, double now):
         cdef const unsigned char[::1] head = frame
         cdef const unsigned char[::1] body = payload
-        cdef zmq_msg_t message
-        if self._zmq.msg_init_size(&message, body.shape[0]) != 0:
+        cdef block *message = block_take(&self.its.pool, body.shape[0])
+        if message == NULL:
             raise MemoryError
         if body.shape[0]:
-            memcpy(self._zmq.msg_data(&message), &body[0], body.shape[0])
+            memcpy(message.data, &body[0], body.shape[0])
         cdef bint taken = flight_take(
             &self.its, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
-            &message, nanoseconds(now),
+            message, nanoseconds(now),
         )
-        self._zmq.msg_close(&message)
+        block_drop(&self.its.pool, message)
         return self.completed() if taken else None
 
     cdef list completed(self):
@@ -134,15 +130,8 @@ cdef class CompiledFlight:
         flight_forget(&self.its, self.check(link), sequence)
 
     def end(self, sequence):
-        if not flight_end(&self.its, sequence):
-            self._views.pop(sequence, None)
-
-    def reads(self, sequence):
-        """Whether libzmq still reads the memory of an all-reduce that has failed."""
-        if flight_reads(&self.its, sequence):
-            return True
+        flight_end(&self.its, sequence)
         self._views.pop(sequence, None)
-        return False
 
     def needs(self, link):
         cdef uint32_t at = self.check(link)
@@ -157,10 +146,6 @@ cdef class CompiledFlight:
 
     def shut(self, link):
         flight_shut(&self.its, self.check(link))
-
-    def reads_for(self, link):
-        """Whether libzmq still reads the memory of chunks that are stranded on a link."""
-        return flight_reads_for(&self.its, self.check(link))
 
     def carried(self, link, sequence=None):
         cdef walk at
@@ -185,7 +170,7 @@ cdef class CompiledFlight:
 
     def kept(self, sequence, offset):
         cdef chunk_t *of = flight_chunk(&self.its, sequence, offset)
-        if of == NULL or not of.kept:
+        if of == NULL or of.result == NULL:
             return None
         cdef header_t header = of.of.of.header
         header.type = MessageType.RETAINED
@@ -194,7 +179,7 @@ cdef class CompiledFlight:
         header.nbytes = chunk_nbytes(of)
         return (
             (<char *>&header)[:HEADER_BYTES],
-            (<char *>self._zmq.msg_data(&of.result))[:header.nbytes],
+            (<char *>of.result.data)[:header.nbytes],
         )
 
     def confirm(self, reached):

@@ -4,12 +4,6 @@
 
 /* -- operations ------------------------------------------------------------------------------ */
 
-void operation_drop(struct operation *operation)
-{
-    if (atomic_fetch_sub_explicit(&operation->uses, 1, memory_order_acq_rel) == 1)
-        free(operation);
-}
-
 static uint64_t count_chunks(const struct range *range, uint64_t chunk_bytes)
 {
     uint64_t nbytes = range->end - range->start;
@@ -26,7 +20,6 @@ struct operation *operation_allocate(uint64_t chunk_bytes, const struct range *r
     struct operation *operation = calloc(1, bytes + chunks * sizeof(struct chunk));
     if (operation == NULL)
         return NULL;
-    atomic_init(&operation->uses, 1);
     operation->shards = (struct shard *)(operation + 1);
     operation->shard_count = count;
     operation->chunk_bytes = chunk_bytes;

@@ -2,10 +2,8 @@
 #ifndef WORKER_CHUNKS_H
 #define WORKER_CHUNKS_H
 
-#include <stdatomic.h>
-
-#include "reducer/libzmq.h"
 #include "reducer/wire/header.h"
+#include "reducer/zmtp/block.h"
 
 struct range {
     uint32_t link;
@@ -24,11 +22,9 @@ struct chunk {
     struct shard *of;
     struct chunk *before, *after; /* in its link's queue or among those in flight there */
     uint64_t sent_ns;
-    atomic_uint reads; /* messages in libzmq that lie in its memory */
-    uint32_t link;     /* that it is assigned to now */
+    struct block *result; /* what came, if it is kept */
+    uint32_t link;        /* that it is assigned to now */
     uint8_t state;
-    bool kept; /* `result` holds what came */
-    zmq_msg_t result;
 };
 
 /* A part of a buffer that the plan gave to one link. */
@@ -42,10 +38,7 @@ struct shard {
 
 /* One all-reduce. */
 struct operation {
-    /* One for the flight, and one for each message in libzmq that lies in `data`. The last one to
-     * go frees the struct: libzmq's threads drop theirs at any time. */
-    atomic_size_t uses;
-    struct operation *following; /* in the list `completed`, `lingering` or `ended` */
+    struct operation *following; /* in the list `completed` or `ended` */
     struct header header;        /* what its contributions have in common */
     uint64_t chunk_bytes;        /* size of every chunk but the last of each shard */
     uint64_t remaining;          /* chunks whose result has not come */
@@ -67,19 +60,13 @@ struct chunk_list {
                           *end_ = chunk + (operation)->shards[shard_].chunk_count;                 \
              chunk < end_; chunk++)
 
-/* An all-reduce over ranges that are ascending, disjoint and together the whole buffer, with one
- * user. NULL: out of memory. */
+/* An all-reduce over ranges that are ascending, disjoint and together the whole buffer. NULL: out of
+ * memory. Its owner frees it. */
 struct operation *operation_allocate(uint64_t chunk_bytes, const struct range *ranges, size_t count);
-void operation_drop(struct operation *operation);
 /* The chunk that starts at an offset, or NULL. */
 struct chunk *operation_chunk(const struct operation *operation, uint64_t offset);
 /* Whether an operation lacks a result of this link. */
 bool operation_needs(const struct operation *operation, uint32_t link);
-
-static inline void operation_use(struct operation *operation)
-{
-    atomic_fetch_add_explicit(&operation->uses, 1, memory_order_relaxed);
-}
 
 uint64_t chunk_offset(const struct chunk *chunk);
 uint32_t chunk_nbytes(const struct chunk *chunk);

@@ -2,16 +2,18 @@
 
 #include <stdlib.h>
 
+enum { SPARE_BYTES = 64 << 20 }; /* of memory that results have had: as much as one bucket has */
+
 void flight_release(struct flight *flight, struct operation *operation)
 {
     if (operation->kept == 0)
         return;
     FOR_EACH_CHUNK(chunk, operation) {
-        if (!chunk->kept)
+        if (chunk->result == NULL)
             continue;
-        chunk->kept = false;
         flight->kept_bytes -= chunk_nbytes(chunk);
-        flight->zmq->msg_close(&chunk->result);
+        block_drop(&flight->pool, chunk->result);
+        chunk->result = NULL;
     }
     operation->kept = 0;
 }
@@ -38,10 +40,10 @@ void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state 
 
 /* -- all links and operations ---------------------------------------------------------------- */
 
-bool flight_init(struct flight *flight, const struct libzmq *zmq, const void *identity,
-                 uint64_t max_chunk_bytes)
+bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes)
 {
-    *flight = (struct flight){.zmq = zmq, .mask = 63, .max_chunk_bytes = max_chunk_bytes};
+    *flight = (struct flight){.mask = 63, .max_chunk_bytes = max_chunk_bytes};
+    flight->pool.most_spare_bytes = SPARE_BYTES;
     memcpy(&flight->identity, identity, HEADER_BYTES);
     flight->ring = calloc(flight->mask + 1, sizeof(struct operation *));
     return flight->ring != NULL;
@@ -64,7 +66,7 @@ static void drop_list(struct flight *flight, struct operation *operation)
     while (operation != NULL) {
         struct operation *following = operation->following;
         flight_release(flight, operation);
-        operation_drop(operation);
+        free(operation);
         operation = following;
     }
 }
@@ -77,10 +79,10 @@ void flight_free(struct flight *flight)
             drop_list(flight, flight->ring[at]);
         }
     drop_list(flight, flight->completed);
-    drop_list(flight, flight->lingering);
     drop_list(flight, flight->ended);
     free(flight->ring);
     free(flight->links);
+    block_pool_free(&flight->pool);
     *flight = (struct flight){0};
 }
 
@@ -214,13 +216,13 @@ static struct chunk *find_sent(const struct flight *flight, uint32_t link, uint6
 }
 
 bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, size_t frame_bytes,
-                 zmq_msg_t *payload, uint64_t now_ns)
+                 struct block *payload, uint64_t now_ns)
 {
     struct flight_link *link = &flight->links[link_index];
     struct header header;
     if (!header_read(&header, frame, frame_bytes) || header.type != TYPE_RESULT)
         return false;
-    size_t payload_bytes = flight->zmq->msg_size(payload);
+    size_t payload_bytes = payload == NULL ? 0 : payload->nbytes;
     if (!header_chunk_is_sound(&header, payload_bytes, flight->max_chunk_bytes))
         return false;
     struct chunk *chunk = find_sent(flight, link_index, header.sequence, header.offset);
@@ -232,15 +234,13 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
         header.op != common->op || header.nbytes != chunk_nbytes(chunk))
         return false;
     if (payload_bytes > 0) /* an empty buffer may have no address */
-        memcpy(operation->data + header.offset, flight->zmq->msg_data(payload), payload_bytes);
+        memcpy(operation->data + header.offset, payload->data, payload_bytes);
     measure(link, chunk->sent_ns, now_ns);
     flight_settle(flight, chunk, CHUNK_DONE);
     link->bytes_received += header.nbytes;
     link->results++;
-    if (link->keep) {
-        flight->zmq->msg_init(&chunk->result);
-        flight->zmq->msg_move(&chunk->result, payload);
-        chunk->kept = true;
+    if (link->keep && payload != NULL) {
+        chunk->result = block_share(payload);
         operation->kept++;
         flight->kept_bytes += header.nbytes;
     }
@@ -272,7 +272,7 @@ bool flight_completed(struct flight *flight, uint64_t *sequence)
         flight->ended = operation;
     } else {
         flight_release(flight, operation);
-        operation_drop(operation);
+        free(operation);
     }
     return true;
 }
@@ -292,6 +292,6 @@ void flight_confirm(struct flight *flight, uint64_t reached)
         }
         *place = operation->following;
         flight_release(flight, operation);
-        operation_drop(operation);
+        free(operation);
     }
 }

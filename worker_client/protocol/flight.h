@@ -1,7 +1,7 @@
 /* What a worker has in flight, for the compiled loop: the twin of flight.py.
  *
- * Everything belongs to one thread, but for an operation's `uses` and a chunk's `reads`. Only what is
- * healthy is handled here; the rest is left to the session. No function does any I/O or reads a clock.
+ * Everything belongs to one thread. Only what is healthy is handled here; the rest is left to the
+ * session. No function does any I/O or reads a clock.
  */
 #ifndef WORKER_FLIGHT_H
 #define WORKER_FLIGHT_H
@@ -19,7 +19,7 @@ struct flight_link {
 };
 
 struct flight {
-    const struct libzmq *zmq;
+    struct block_pool pool; /* of results */
     struct flight_link *links;
     uint32_t link_count;
     uint64_t max_chunk_bytes;
@@ -30,7 +30,6 @@ struct flight {
     uint64_t reached;            /* every operation below is finished at every rank */
     uint64_t kept_bytes;
     struct operation *completed; /* that the session has not heard of, latest first */
-    struct operation *lingering; /* that failed while libzmq still read their memory */
     struct operation *ended;     /* whose results are kept, latest first */
 };
 
@@ -54,8 +53,7 @@ struct walk {
 };
 
 /* False: out of memory. `identity` is a header of 96 bytes. */
-bool flight_init(struct flight *flight, const struct libzmq *zmq, const void *identity,
-                 uint64_t max_chunk_bytes);
+bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes);
 /* Adds a link, which is shut. False: out of memory. */
 bool flight_add_link(struct flight *flight, uint64_t window, bool keep);
 void flight_free(struct flight *flight);
@@ -75,10 +73,10 @@ bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct c
 bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_ns,
                          struct contribution *next);
 
-/* Takes a message if it is a healthy result, and perhaps its payload; false: nothing was changed,
- * the session knows why. */
+/* Takes a message if it is a healthy result, and perhaps a share of its payload; false: nothing was
+ * changed, the session knows why. */
 bool flight_take(struct flight *flight, uint32_t link, const void *frame, size_t frame_bytes,
-                 zmq_msg_t *payload, uint64_t now_ns);
+                 struct block *payload, uint64_t now_ns);
 
 /* The operation in progress with this number, or NULL. */
 struct operation *flight_find(const struct flight *flight, uint64_t sequence);
@@ -88,15 +86,11 @@ struct chunk *flight_chunk(const struct flight *flight, uint64_t sequence, uint6
 bool flight_expects(const struct flight *flight, uint32_t link, uint64_t sequence, uint64_t offset);
 /* Whether any chunk of an all-reduce is in flight on this link. */
 bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence);
-/* Whether libzmq still reads the memory of a chunk that is stranded on this link. */
-bool flight_reads_for(const struct flight *flight, uint32_t link);
 
 /* Expects and sends nothing more of an all-reduce on this link. */
 void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence);
-/* Ends an all-reduce that has failed. True: libzmq still reads its memory. */
-bool flight_end(struct flight *flight, uint64_t sequence);
-/* Whether libzmq still reads the memory of an all-reduce that has failed. */
-bool flight_reads(struct flight *flight, uint64_t sequence);
+/* Ends an all-reduce that has failed. */
+void flight_end(struct flight *flight, uint64_t sequence);
 
 /* Shuts a link; its chunks are stranded until they are moved to another one. */
 void flight_shut(struct flight *flight, uint32_t link);
@@ -114,7 +108,7 @@ bool flight_completed(struct flight *flight, uint64_t *sequence);
 void flight_enqueue(struct flight *flight, struct chunk *chunk);
 /* Takes a chunk out of flight or off its queue, unless it is done. */
 void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state state);
-/* Closes the results that are kept. */
+/* Drops the results that are kept. */
 void flight_release(struct flight *flight, struct operation *operation);
 /* It is over, well or badly; the caller puts it on a list or drops it. */
 void flight_retire(struct flight *flight, struct operation *operation);

@@ -1,6 +1,8 @@
 /* What becomes of chunks when something fails: an all-reduce, or a link. */
 #include "flight.h"
 
+#include <stdlib.h>
+
 /* -- an all-reduce ----------------------------------------------------------------------------- */
 
 bool flight_waits_for(const struct flight *flight, uint32_t link, uint64_t sequence)
@@ -24,33 +26,16 @@ void flight_forget(struct flight *flight, uint32_t link, uint64_t sequence)
             flight_settle(flight, chunk, CHUNK_DROPPED);
 }
 
-bool flight_end(struct flight *flight, uint64_t sequence)
+void flight_end(struct flight *flight, uint64_t sequence)
 {
     struct operation *operation = flight_find(flight, sequence);
     if (operation == NULL)
-        return false;
+        return;
     FOR_EACH_CHUNK(chunk, operation)
         flight_settle(flight, chunk, CHUNK_DROPPED);
     flight_release(flight, operation);
     flight_retire(flight, operation);
-    operation->following = flight->lingering;
-    flight->lingering = operation;
-    return flight_reads(flight, sequence);
-}
-
-bool flight_reads(struct flight *flight, uint64_t sequence)
-{
-    struct operation **place = &flight->lingering;
-    while (*place != NULL && (*place)->header.sequence != sequence)
-        place = &(*place)->following;
-    struct operation *operation = *place;
-    if (operation == NULL)
-        return false;
-    if (atomic_load_explicit(&operation->uses, memory_order_acquire) > 1)
-        return true;
-    *place = operation->following;
-    operation_drop(operation);
-    return false;
+    free(operation);
 }
 
 /* -- a link that is lost ----------------------------------------------------------------------- */
@@ -66,20 +51,6 @@ void flight_shut(struct flight *flight, uint32_t link)
             if (chunk->link == link && chunk->state != CHUNK_DROPPED)
                 flight_settle(flight, chunk, CHUNK_STRANDED);
     }
-}
-
-bool flight_reads_for(const struct flight *flight, uint32_t link)
-{
-    for (uint64_t sequence = flight->watermark; sequence < flight->next; sequence++) {
-        const struct operation *operation = flight_find(flight, sequence);
-        if (operation == NULL)
-            continue;
-        FOR_EACH_CHUNK(chunk, operation)
-            if (chunk->link == link && chunk->state == CHUNK_STRANDED &&
-                atomic_load_explicit(&chunk->reads, memory_order_acquire) > 0)
-                return true;
-    }
-    return false;
 }
 
 /* The operation after the one at hand: first those in progress, then those whose results are kept. */

@@ -1,13 +1,53 @@
-"""The loop over a worker's sockets, over the structs of `loop.h`."""
+"""The loop over a worker's connections, over the structs of `loop.h`."""
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
 
-from reducer._libzmq cimport libzmq, zmq_msg_t
 from reducer.failpoints._failpoints cimport arm_table, pass_place
-from worker_client.protocol._flight cimport CompiledFlight, flight as flight_t
+from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES, block, flight as flight_t
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+cdef extern from "reducer/zmtp/connection.h" nogil:
+    struct sodium:
+        pass
+
+    void curve_use(const sodium *functions) noexcept
+
+    enum zmtp_fault:
+        ZMTP_DIFFERS
+        ZMTP_REFUSED
+        ZMTP_WRONG_KEY
+
+    struct curve_keys:
+        uint8_t public_key[32]
+        uint8_t secret_key[32]
+        uint8_t server_key[32]
+
+    ctypedef struct zmtp_t "struct zmtp":
+        bint ready
+        int fault
+        char *peer_mechanism
+        char *reason
+
+    struct message:
+        bint foreign
+        unsigned char *header
+        block *payload
+
+    struct connection:
+        int error
+        bint connected
+        bint ended
+        bint in_frame
+        zmtp_t zmtp
+        message message
+        uint64_t bytes_read
 
 
 cdef extern from "worker_client/runtime/loop.h" nogil:
@@ -17,22 +57,69 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
         LOOP_CHANGE
         LOOP_FAILED
 
-    ctypedef struct loop_t "struct loop":
-        libzmq zmq
-        uint32_t link
-        int received
-        zmq_msg_t *frames
+    struct loop_link:
+        connection *connection
+        bint changed
 
-    bint loop_init(loop_t *self, const libzmq *zmq, flight_t *within) noexcept
-    bint loop_add(loop_t *self, void *socket, int socket_fd, int monitor_fd) noexcept
-    void loop_replace(loop_t *self, uint32_t link, void *socket, int socket_fd,
-                      int monitor_fd) noexcept
-    void loop_free(loop_t *self) noexcept
+    ctypedef struct loop_t "struct loop":
+        uint32_t links
+        loop_link *link
+        uint32_t from_ "from"
+        bint changes
+        int error
+
+    bint loop_init(loop_t *self, flight_t *within, uint64_t every_ns) noexcept
+    void loop_end(loop_t *self, long linger_ms) noexcept
+    bint loop_add(loop_t *self) noexcept
+    bint loop_open(loop_t *self, uint32_t link, int fd, const curve_keys *keys) noexcept
+    void loop_close(loop_t *self, uint32_t link) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
-    void loop_close_message(loop_t *self) noexcept
+    void loop_next(loop_t *self) noexcept
+    bint loop_send(loop_t *self, uint32_t link, const void *header, const void *payload,
+                   size_t nbytes) noexcept
     void loop_refill(loop_t *self) noexcept
-    void loop_touch(loop_t *self, uint32_t link) noexcept
+    bint loop_detach(loop_t *self, uint64_t sequence) noexcept
     void loop_wake(loop_t *self) noexcept
+
+
+class Fault(IntEnum):
+    """Why a handshake has failed, as far as it matters here; see `zmtp.h`."""
+
+    DIFFERS = ZMTP_DIFFERS
+    REFUSED = ZMTP_REFUSED
+    WRONG_KEY = ZMTP_WRONG_KEY
+
+
+class Change(NamedTuple):
+    """What has become of a connection.
+
+    Attributes:
+        link: of which it is.
+        ready: its handshake is done, and it has not ended.
+        shook: its handshake had been done when it ended.
+        error: errno of the call that has failed, 0 if none has.
+        fault: a value of `enum zmtp_fault`.
+        mechanism: the peer's, as it says; empty if it has not.
+        reason: the peer's, for refusing us.
+    """
+
+    link: int
+    ready: bool
+    shook: bool
+    error: int
+    fault: int
+    mechanism: str
+    reason: str
+
+
+cdef sodium _sodium
+
+
+def use_sodium(functions):
+    """Say where libsodium's functions are; see `reducer.zmtp.sodium.addresses`."""
+    for at, address in enumerate(functions):
+        (<void **>&_sodium)[at] = <void *><uintptr_t>address
+    curve_use(&_sodium)
 
 
 def arm(failpoints):
@@ -47,91 +134,148 @@ def hit(place):
 
 
 cdef class Loop:
-    """The loop over all sockets of a worker; one thread uses it, but for `wake`.
+    """The loop over all connections of a worker; one thread at a time uses it, but for `wake`.
 
     Args:
         flight: what it sends from and receives into.
-        functions: addresses of libzmq's functions, in the order of `reducer.libzmq.FUNCTIONS`.
+        every_s: time between two heartbeats.
+
+    Raises:
+        OSError: no files or threads are left.
     """
 
     cdef loop_t its
     cdef loop_event _event  # what `news` has not told yet
-    cdef int _errno
     cdef CompiledFlight _flight
 
-    def __cinit__(self, CompiledFlight flight, functions):
-        cdef libzmq zmq
-        for at, address in enumerate(functions):
-            (<void **>&zmq)[at] = <void *><uintptr_t>address
-        if not loop_init(&self.its, &zmq, &flight.its):
-            raise OSError(errno, "the loop cannot be set up")
+    def __cinit__(self, CompiledFlight flight, double every_s):
         self._flight = flight
+        if not loop_init(&self.its, &flight.its, <uint64_t>(every_s * 1e9)):
+            raise OSError(errno, "the loop cannot be set up")
 
     def __dealloc__(self):
-        loop_free(&self.its)
+        loop_end(&self.its, 0)
 
-    def add(self, socket, socket_fd, monitor_fd):
-        """Give the next link of the flight its socket.
+    def end(self, long linger_ms):
+        """Give what has yet to be sent so much time, and close all connections."""
+        with nogil:
+            loop_end(&self.its, linger_ms)
 
-        Args:
-            socket: address of libzmq's socket, which must live for as long as `run` and `refill`
-                are called.
-            socket_fd, monitor_fd: descriptors of that socket and of its monitor.
-        """
-        if not loop_add(&self.its, <void *><uintptr_t>socket, socket_fd, monitor_fd):
+    def add(self):
+        """Give the next link of the flight its place."""
+        if not loop_add(&self.its):
             raise MemoryError
 
-    def replace(self, link, socket, socket_fd, monitor_fd):
-        """Give a link another socket; arguments as for `add`."""
-        loop_replace(
-            &self.its, self._flight.check(link), <void *><uintptr_t>socket, socket_fd, monitor_fd
-        )
+    def open(self, link, int descriptor, keys):
+        """Begin to speak over a socket, which must not be closed before `close`.
+
+        Args:
+            link: whose connection it is.
+            descriptor: of a socket that does not block; it need not be connected yet.
+            keys: our public and secret key, and the reducer's public one, 32 bytes each; or None.
+
+        Raises:
+            OSError: it cannot be polled, or there is no memory.
+        """
+        cdef curve_keys curve
+        cdef bytes packed
+        if keys is not None:
+            packed = b"".join(keys)
+            if len(packed) != sizeof(curve):
+                raise ValueError("a key has 32 bytes")
+            memcpy(&curve, PyBytes_AS_STRING(packed), sizeof(curve))
+        if not loop_open(&self.its, self._flight.check(link), descriptor,
+                         NULL if keys is None else &curve):
+            raise OSError(errno, "the connection cannot be set up")
+
+    def close(self, link):
+        """Drop a link's connection, if there is one, with what it has not sent."""
+        loop_close(&self.its, self._flight.check(link))
+
+    def connected(self, link):
+        """Whether TCP's handshake is done."""
+        cdef connection *its = self.its.link[self._flight.check(link)].connection
+        return its != NULL and its.connected
+
+    def received(self, link):
+        """Return how many bytes have come over a link's connection, and whether a frame's rest has
+        not.
+        """
+        cdef connection *its = self.its.link[self._flight.check(link)].connection
+        if its == NULL:
+            return 0, False
+        return its.bytes_read, its.in_frame
 
     def run(self, long timeout_ms):
         """Wait until there is something for the session, or the time is up."""
         if self._event == LOOP_QUIET and self._flight.its.completed == NULL:
             with nogil:
                 self._event = loop_run(&self.its, timeout_ms)
-                self._errno = self.its.zmq.last_errno()
 
     def news(self):
         """Return what there is for the session, once.
 
         Returns:
             The all-reduces that were completed; the message that is not a healthy result, as
-            ``(link, header, payload)``, or None; whether a monitor has something to say.
+            ``(link, header, payload)``, or None.
 
         Raises:
-            OSError: libzmq refused.
+            OSError: the kernel refused to poll.
         """
         cdef loop_event event = self._event
         self._event = LOOP_QUIET
         if event == LOOP_FAILED:
-            raise OSError(self._errno, "libzmq refused to receive")
+            raise OSError(self.its.error, "the sockets cannot be polled")
         message = self.message() if event == LOOP_MESSAGE else None
-        return self._flight.completed(), message, event == LOOP_CHANGE
+        return self._flight.completed(), message
+
+    def change(self):
+        """Return the next connection that was made or has ended, once; None if there is none."""
+        cdef connection *its
+        if not self.its.changes:
+            return None
+        for link in range(self.its.links):
+            its = self.its.link[link].connection
+            if its == NULL or not self.its.link[link].changed:
+                continue
+            self.its.link[link].changed = False
+            return Change(
+                link, its.zmtp.ready and not its.ended, its.zmtp.ready, its.error, its.zmtp.fault,
+                its.zmtp.peer_mechanism.decode("ascii", "replace"),
+                its.zmtp.reason.decode("ascii", "replace"),
+            )
+        self.its.changes = False
+        return None
+
+    def send(self, link, bytes header, payload):
+        """Send a message that is no contribution; it is lost if there is no connection."""
+        cdef const unsigned char[::1] body
+        if payload is None:
+            loop_send(&self.its, self._flight.check(link), PyBytes_AS_STRING(header), NULL, 0)
+            return
+        body = payload
+        loop_send(&self.its, self._flight.check(link), PyBytes_AS_STRING(header),
+                  &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
     def refill(self):
         """Send what the windows have room for."""
         loop_refill(&self.its)
 
-    def touch(self, link):
-        """Take note that something else than `refill` has sent over a link."""
-        loop_touch(&self.its, self._flight.check(link))
+    def detach(self, uint64_t sequence):
+        """Read the buffer of an all-reduce no more: what has yet to be sent of it is copied."""
+        if not loop_detach(&self.its, sequence):
+            raise MemoryError
 
     def wake(self):
         """Make `run` return at once; any thread may call it."""
         loop_wake(&self.its)
 
     cdef tuple message(self):
-        # A message of three frames or more is none of ours.
-        header = self.frame(0) if self.its.received <= 2 else b""
-        payload = self.frame(1) if self.its.received == 2 else b""
-        loop_close_message(&self.its)
-        return self.its.link, header, payload
-
-    cdef bytes frame(self, int index):
-        cdef zmq_msg_t *frame = &self.its.frames[index]
-        return PyBytes_FromStringAndSize(
-            <char *>self.its.zmq.msg_data(frame), self.its.zmq.msg_size(frame)
-        )
+        cdef message *found = &self.its.link[self.its.from_].connection.message
+        header = payload = b""
+        if not found.foreign:
+            header = PyBytes_FromStringAndSize(<char *>found.header, HEADER_BYTES)
+        if not found.foreign and found.payload != NULL:
+            payload = PyBytes_FromStringAndSize(<char *>found.payload.data, found.payload.nbytes)
+        loop_next(&self.its)
+        return self.its.from_, header, payload

@@ -1,101 +1,331 @@
-"""The transport whose healthy messages Python never sees: the compiled loop moves them."""
+"""The transport whose healthy messages Python never sees: the compiled loop moves them.
+
+What is rare is here: making connections, and noticing that a reducer is silent.
+"""
 
 from __future__ import annotations
 
+import errno
 import math
+import random
+import socket
+import threading
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reducer import libzmq
-from reducer.tcp_connections import wire_bytes
-from reducer.wire.constants import HEADER_BYTES
+from zmq import curve_public
+from zmq.utils import z85
+
+from reducer.clock import ServingTime
+from reducer.tcp_connections import HEARTBEATS_PER_S
+from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
-from worker_client.runtime import _loop
-from worker_client.runtime.transport import Completed, Transport
+from worker_client.runtime import _loop, credentials
+from worker_client.runtime.credentials import Keys
+from worker_client.runtime.transport import (
+    CONNECT_S,
+    HANDSHAKE_S,
+    HUNG_UP,
+    LINGER_MS,
+    LOOK_S,
+    NO_REDUCER,
+    RECONNECT_MAX_MS,
+    RECONNECT_MS,
+    SLAMMED,
+    Completed,
+    Connected,
+    Disconnected,
+    Event,
+    Message,
+    Refused,
+    Released,
+    Transport,
+    silence,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reducer.errors import AuthError
     from reducer.wire.header import Buffer
     from worker_client.protocol import _flight
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import Heartbeats
-    from worker_client.runtime.credentials import Keys
-    from worker_client.runtime.transport import Event
+    from worker_client.runtime.credentials import Curve
+
+_DENIED = "400"  # what a server of ZMTP says to a client whose key it does not admit
+
+
+@dataclass(slots=True, eq=False)
+class _Way:
+    """The way to one reducer.
+
+    Attributes:
+        address: ``host:port``.
+        socket: of the connection, or of the attempt to make one.
+        places: addresses of that name that are yet to be tried.
+        asked: the name is being resolved.
+        since: when the attempt began.
+        retry_at: when to begin another one; never while there is a connection.
+        delay_s: how long to wait after the next attempt that fails.
+        slammed: handshakes in a row that were ended without a word.
+        read: bytes that had come at the last look.
+        looked: when that was,
+        heard: and when some had come, by a clock that stands still while this process does not run.
+        silent_s: since then at that look, once it was too long.
+    """
+
+    address: str
+    socket: socket.socket | None = None
+    places: list[tuple[int, Any]] | None = None
+    asked: bool = False
+    since: float = 0.0
+    retry_at: float = 0.0
+    delay_s: float = RECONNECT_MS / 1000
+    slammed: int = 0
+    read: int = 0
+    looked: float = 0.0
+    heard: float = math.inf
+    silent_s: float = 0.0
 
 
 class CompiledTransport(Transport):
-    """Connections to all reducers of a job; see `worker_client.runtime.transport.Transport`.
+    """Connections to all reducers of a job, over sockets of its own; see `Transport`.
+
+    Args:
+        flight: what is sent, and where results go.
+        io_threads, context: as of `PlainTransport`, for libzmq, which this one does without.
+        keys: what to show to reducers, and which to expect.
+        heartbeats: how often to send some, and how long to be patient without any.
 
     Raises:
-        ConfigError: pyzmq's libzmq cannot be called directly.
+        ConfigError: there are keys, and no libsodium.
     """
 
     any_thread = True
-
-    @staticmethod
-    def check() -> None:
-        """Find out whether it can run here.
-
-        Raises:
-            ConfigError: it cannot; the message says why.
-        """
-        libzmq.addresses()
 
     def __init__(
         self,
         flight: _flight.CompiledFlight,
         io_threads: int,
-        context: Any = None,
+        context: object = None,
         keys: Keys | None = None,
         heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
-        super().__init__(io_threads, context, keys, heartbeats)
-        self._flight = flight
-        self._loop = _loop.Loop(flight, libzmq.addresses())
+        del io_threads, context
+        self._keys = keys or Keys()
+        if keys is not None and (keys.pool or any(keys.hosts.values())):
+            _loop.use_sodium(sodium.addresses())
+        self._patience_s = heartbeats.patience_s
+        self._loop = _loop.Loop(flight, heartbeats.every_s)
+        self._ways: list[_Way] = []
+        self._released: list[int] = []  # links that were reset
+        self._resolved: list[tuple[_Way, list[tuple[int, Any]]]] = []  # by threads, for this one
+        self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
+        self._looked = 0.0  # when `listen` looked last, by that clock
+        # Not the module's own, whose numbers may be a user's training.
+        self._random = random.Random()  # noqa: S311 (of no secret)
 
     def connect(self, address: str) -> None:
-        super().connect(address)
-        socket, monitor = self._links[-1]
-        self._loop.add(socket.underlying, socket.fileno(), monitor.fileno())
+        self._loop.add()
+        self._ways.append(_Way(address))
+        self._mind(time.monotonic())
 
-    def _renew(self, link: int) -> None:
-        super()._renew(link)
-        socket, monitor = self._links[link]
-        self._loop.replace(link, socket.underlying, socket.fileno(), monitor.fileno())
-
-    def _taken(self, link: int) -> int:
-        stats = self._flight.stats(link)  # of the results, which `events` does not tell of
-        framing = wire_bytes((HEADER_BYTES, 1 << 10), self._frame_extra(link)) - (1 << 10)
-        return super()._taken(link) + stats.bytes_received + framing * stats.results
-
-    def _reads_for(self, link: int) -> bool:
-        return self._flight.reads_for(link)
+    def reset(self, link: int) -> None:
+        way = self._ways[link]
+        self._hang_up(link)
+        way.places, way.slammed, way.delay_s = None, 0, RECONNECT_MS / 1000
+        way.retry_at = 0.0
+        self._released.append(link)
+        self._mind(time.monotonic())
 
     def wait(self, timeout_s: float) -> None:
         """Take healthy results until something else happens or an all-reduce is done."""
-        if not self._reached:
-            self._loop.run(math.ceil(timeout_s * 1000))
+        now = time.monotonic()
+        self._mind(now)
+        due = min((way.retry_at for way in self._ways), default=math.inf)
+        timeout_s = max(0.0, min(timeout_s, due - now)) if not self._released else 0.0
+        self._loop.run(math.ceil(timeout_s * 1000))
 
-    def events(self) -> list[Event]:
-        completed, message, changed = self._loop.news()
-        events = self._news()
+    def events(self) -> Iterator[Event]:
+        released, self._released = self._released, []
+        yield from map(Released, released)
+        completed, message = self._loop.news()
         if completed:
-            events.append(Completed(completed))
+            yield Completed(completed)
         if message is not None:
-            events.append(self._tell(*message))
-        if changed:
-            for link in range(len(self._links)):
-                events += self._changes(link)
-        return events
+            yield Message(*message)
+        while (change := self._loop.change()) is not None:
+            yield from self._changed(change)
 
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
-        """Hand a message that is no contribution to libzmq."""
-        self._send(link, [header] if payload is None else [header, bytes(payload)])
-        self._loop.touch(link)
+        self._loop.send(link, header, payload)
 
     def refill(self) -> None:
         self._loop.refill()
 
-    def reads(self, operation: Operation) -> bool:
-        return self._flight.reads(operation.sequence)
+    def detach(self, operation: Operation) -> None:
+        self._loop.detach(operation.sequence)
+
+    def listen(self) -> None:
+        now = self._clock.now()
+        if now < self._looked + LOOK_S:
+            return
+        self._looked = now
+        for link, way in enumerate(self._ways):
+            if way.heard == math.inf or way.silent_s:
+                continue
+            read, partial = self._loop.received(link)
+            came, way.read = read - way.read, read
+            # Heartbeats alone do not bring a frame to its end.
+            least = HEARTBEATS_PER_S * (now - way.looked) if partial else 0
+            way.looked = now
+            if came > least or _unread(way.socket):
+                way.heard = now
+            elif now - way.heard > self._patience_s and way.socket is not None:
+                way.silent_s = now - way.heard
+                way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees the end, after what has come
 
     def wake(self) -> None:
         self._loop.wake()
+
+    def close(self) -> None:
+        self._loop.end(LINGER_MS)
+        for way in self._ways:
+            if way.socket is not None:
+                way.socket.close()
+                way.socket = None
+
+    # -- connections --------------------------------------------------------------------------
+
+    def _changed(self, change: _loop.Change) -> Iterator[Event]:
+        """Say what a change means, and connect anew if that is to be done."""
+        link, way = change.link, self._ways[change.link]
+        if change.ready:
+            way.slammed, way.delay_s = 0, RECONNECT_MS / 1000
+            way.places = None
+            way.read, way.silent_s = 0, 0.0
+            way.looked = way.heard = self._clock.now()
+            way.since = math.inf
+            yield Connected(link)
+            return
+        tried = self._loop.connected(link)
+        self._hang_up(link)
+        if change.shook:
+            way.retry_at = 0.0
+            yield Disconnected(link, silence(way.silent_s) if way.silent_s else HUNG_UP)
+            return
+        if tried and (error := self._refusal(way, change)) is not None:
+            way.retry_at = math.inf  # nothing is tried before a reset
+            yield Refused(link, error)
+            return
+        self._try_later(way)
+        if tried:
+            yield Disconnected(link, NO_REDUCER)
+
+    def _refusal(self, way: _Way, change: _loop.Change) -> AuthError | None:
+        """Say what is wrong with our keys, if a failed handshake tells."""
+        keyed = self._keys.at(way.address) is not None
+        if change.fault == _loop.Fault.REFUSED and change.reason.startswith(_DENIED):
+            return credentials.unknown(way.address)
+        if change.fault == _loop.Fault.DIFFERS:
+            return credentials.guess(way.address, change.mechanism, keyed=keyed)
+        # A reducer that cannot open what we have encrypted just closes the connection.
+        if keyed and change.mechanism == "CURVE":
+            way.slammed += 1
+            if way.slammed == SLAMMED or change.fault == _loop.Fault.WRONG_KEY:
+                way.slammed = 0
+                return credentials.guess(way.address, change.mechanism, keyed=keyed)
+        return None
+
+    def _mind(self, now: float) -> None:
+        """Begin the attempts that are due, and end those that take too long."""
+        while self._resolved:
+            way, places = self._resolved.pop()
+            way.places, way.asked = places, False
+        for link, way in enumerate(self._ways):
+            if way.socket is not None:
+                most_s = HANDSHAKE_S if self._loop.connected(link) else CONNECT_S
+                if now - way.since > most_s:
+                    self._hang_up(link)
+                    self._try_later(way)
+            elif way.retry_at <= now and not way.asked:
+                self._try(link, way, now)
+
+    def _try(self, link: int, way: _Way, now: float) -> None:
+        """Begin to connect, or to find out where to."""
+        if not way.places:
+            way.places = self._resolve(way)
+        if not way.places:
+            return
+        family, place = way.places.pop(0)
+        way.since, way.retry_at = now, math.inf
+        made = socket.socket(family, socket.SOCK_STREAM)
+        way.socket = made
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        found = made.connect_ex(place)
+        if found in {0, errno.EINPROGRESS}:
+            self._loop.open(link, made.fileno(), _raw(self._keys.at(way.address)))
+        else:
+            self._hang_up(link)
+            self._try_later(way)
+
+    def _resolve(self, way: _Way) -> list[tuple[int, Any]] | None:
+        """Return where an address is; None if a thread of its own is to ask for a name."""
+        try:
+            return _lookup(way.address, socket.AI_NUMERICHOST)
+        except OSError:
+            way.asked = True
+
+        def ask() -> None:
+            try:
+                places = _lookup(way.address)
+            except OSError:
+                places = []  # the name is gone, or nobody answers: later again
+                way.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
+            self._resolved.append((way, places))
+            self._loop.wake()
+
+        threading.Thread(target=ask, name="resolve", daemon=True).start()
+        return None
+
+    def _try_later(self, way: _Way) -> None:
+        """Set the time of the next attempt: at once while the name has further addresses."""
+        if way.places:
+            way.retry_at = 0.0
+            return
+        way.retry_at = time.monotonic() + way.delay_s * self._random.uniform(0.5, 1.5)
+        way.delay_s = min(2 * way.delay_s, RECONNECT_MAX_MS / 1000)
+
+    def _hang_up(self, link: int) -> None:
+        way = self._ways[link]
+        self._loop.close(link)
+        if way.socket is not None:
+            way.socket.close()
+        way.socket = None
+        way.heard = math.inf
+        way.retry_at = math.inf
+
+
+def _lookup(address: str, flags: int = 0) -> list[tuple[int, Any]]:
+    host, _, port = address.rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=flags)
+    return [(family, place) for family, _, _, _, place in found]
+
+
+def _raw(curve: Curve | None) -> tuple[bytes, bytes, bytes] | None:
+    """Return a pair, and the reducer's public key, as bytes."""
+    if curve is None:
+        return None
+    secret = curve.secret.encode("ascii")
+    return z85.decode(curve_public(secret)), z85.decode(secret), z85.decode(curve.server)
+
+
+def _unread(connection: socket.socket | None) -> bool:
+    """Whether something has come that nobody has read."""
+    try:
+        return connection is not None and bool(connection.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
-LEAVING_S = 0.002  # this often at what a link that was reset has yet to let go of
-UNSENT_S = 0.01  # and this often at messages that lie in the buffer of a failed all-reduce
 REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
 LONGEST_REST_S = 0.003  # it rests twice as long each time that others have led, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
@@ -49,8 +47,7 @@ class Driver:
         session: decides.
         transport: sends, receives and waits.
         ended: called for every all-reduce that has ended, by the thread that leads.
-        left: called once, after the farewell, with the all-reduces whose buffers may now be given
-            back, and the error of all others that have not ended.
+        left: called once, after the farewell, with the error of what has not ended.
         hand_over: called with calls that are to end by other means.
 
     Attributes:
@@ -63,7 +60,7 @@ class Driver:
         session: Session,
         transport: Transport,
         ended: Callable[[Operation, ReductionError | None], None],
-        left: Callable[[list[tuple[Operation, ReductionError]], ReductionError], None],
+        left: Callable[[ReductionError], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
         self.closing = False
@@ -74,7 +71,6 @@ class Driver:
         self._left = left
         self._hand_over = hand_over
         self._queue: deque[Operation] = deque()
-        self._unsent: list[tuple[Operation, ReductionError]] = []  # failed, with messages to leave
         self._failing: ReductionError | None = None  # what is in progress is to end with it
         self._failure: BaseException | None = None  # of a thread that led for a while
         # Keeps the order of calls; guards `closing`. A signal handler may call `stop` any time.
@@ -263,12 +259,9 @@ class Driver:
     # -- what the leader does -----------------------------------------------------------------
 
     def _patience(self, now: float) -> float:
-        longest = UNSENT_S if self._unsent else IDLE_S
-        if self._transport.leaving:
-            longest = LEAVING_S
         deadline = self._session.next_deadline()
-        if deadline is None or deadline - now >= longest:
-            return longest
+        if deadline is None or deadline - now >= IDLE_S:
+            return IDLE_S
         return max(0.0, deadline - now)
 
     def _start(self) -> None:
@@ -293,10 +286,6 @@ class Driver:
         if now - self._listened >= LISTEN_S:
             self._listened = now
             self._transport.listen()
-        if self._unsent:
-            unsent, self._unsent = self._unsent, []
-            for failed in unsent:
-                self._finish(*failed)
         if not self.settled.is_set() and (session.joined or session.refusal is not None):
             self.settled.set()
 
@@ -341,11 +330,9 @@ class Driver:
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         # Whoever hears of an error may write to the buffer, and other ranks must not see that.
-        begun = operation.sequence >= 0
-        if error is not None and begun and self._transport.reads(operation):
-            self._unsent.append((operation, error))
-        else:
-            self._ended(operation, error)
+        if error is not None and operation.sequence >= 0:
+            self._transport.detach(operation)
+        self._ended(operation, error)
 
     def _close(self, error: ReductionError) -> None:
         with self._order:
@@ -362,6 +349,6 @@ class Driver:
                 try:
                     self._transport.close()
                 finally:
-                    self._left(self._unsent, error)
+                    self._left(error)
                     self.settled.set()  # who waits for that finds that it has ended
                     self._leader = 0

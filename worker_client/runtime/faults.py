@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from reducer.wire.header import Buffer
     from worker_client.protocol.plain_flight import PlainFlight as _AnyFlight
     from worker_client.runtime.implementation import Implementation
+    from worker_client.runtime.plain_transport import PlainTransport as _AnyTransport
     from worker_client.runtime.transport import Event
-    from worker_client.runtime.transport import PlainTransport as _AnyTransport
 else:
     _AnyFlight = _AnyTransport = object  # the real one comes after these among the bases
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from reducer import failpoints
 from reducer.errors import ConfigError
 from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime.transport import PlainTransport
+from worker_client.runtime.plain_transport import PlainTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,15 +44,17 @@ class Implementation(NamedTuple):
         flight: what the session keeps its chunks in.
         transport: what moves them.
         arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
+        inproc: whether the transport reaches reducers of this process without a socket.
     """
 
     name: str
     flight: type[Flight]
     transport: MakeTransport
     arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
+    inproc: bool
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm)
+PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm, inproc=True)
 
 
 def select(name: str | None) -> Implementation:
@@ -81,5 +83,6 @@ def _compiled() -> Implementation:
         raise ConfigError(
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
-    CompiledTransport.check()
-    return Implementation("compiled", _flight.CompiledFlight, CompiledTransport, _loop.arm)
+    return Implementation(
+        "compiled", _flight.CompiledFlight, CompiledTransport, _loop.arm, inproc=False
+    )

@@ -1,22 +1,26 @@
-#define _POSIX_C_SOURCE 200809L /* clock_gettime, pipe */
+#define _GNU_SOURCE /* pthread_setname_np, clocks */
 
 #include "loop.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <stdlib.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "reducer/failpoints/failpoints.h"
-#include "reducer/runtime/malloc_tuning.h"
 
 enum {
-    RECEIVES_PER_TURN = 64,      /* so that no link starves the others */
-    COPY_BELOW = 16 << 10,       /* sharing a smaller payload costs more than copying it */
-    LOOK_NS = 1000 * 1000,       /* while messages pour in, descriptors are looked at this often */
-    PATIENCE_NS = 20 * 1000      /* for more results, once an operation has completed */
+    EVENTS = 64,            /* that one look at the sockets brings */
+    FLUSH_BYTES = 32 << 10, /* so much is sent at once; less may gather while results come in */
+    MESSAGES_PER_TURN = 64, /* so that no link starves the others */
+    LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
+    PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
+
+static const uint32_t WAKER = UINT32_MAX; /* in the place of a link's number */
 
 static uint64_t now_ns(void)
 {
@@ -25,94 +29,180 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
+/* -- heartbeats ------------------------------------------------------------------------------ */
+
+static void ping_all(struct loop *loop)
+{
+    for (uint32_t link = 0; link < loop->links; link++) {
+        struct connection *connection = loop->link[link].connection;
+        if (connection == NULL || !connection->zmtp.ready)
+            continue;
+        /* What waits to be sent will be heard as well. */
+        if (connection->count == 0)
+            connection_ping(connection);
+        connection_flush(connection);
+    }
+}
+
+static void *pulse(void *argument)
+{
+    struct loop *loop = argument;
+    pthread_mutex_lock(&loop->lock);
+    while (!loop->stopping) {
+        uint64_t until = now_ns() + loop->every_ns;
+        struct timespec at = {.tv_sec = (time_t)(until / UINT64_C(1000000000)),
+                              .tv_nsec = (long)(until % UINT64_C(1000000000))};
+        if (pthread_cond_timedwait(&loop->stop, &loop->lock, &at) == ETIMEDOUT)
+            ping_all(loop);
+    }
+    pthread_mutex_unlock(&loop->lock);
+    return NULL;
+}
+
+static bool start_pulse(struct loop *loop)
+{
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&loop->stop, &clock);
+    pthread_condattr_destroy(&clock);
+    pthread_mutex_init(&loop->lock, NULL);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for threads that run Python */
+    errno = pthread_create(&loop->pulse, NULL, pulse, loop);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    loop->pulses = errno == 0;
+    return loop->pulses;
+}
+
 /* -- set-up ---------------------------------------------------------------------------------- */
 
-static bool make_pipe(struct loop *loop)
+static bool watch(struct loop *loop, int fd, uint32_t number, uint32_t events)
 {
-    int ends[2];
-    if (pipe(ends) != 0)
-        return false;
-    loop->pipe_read = ends[0];
-    loop->pipe_write = ends[1];
-    for (int end = 0; end < 2; end++)
-        if (fcntl(ends[end], F_SETFL, O_NONBLOCK) != 0 ||
-            fcntl(ends[end], F_SETFD, FD_CLOEXEC) != 0)
-            return false;
-    return true;
+    struct epoll_event event = {.events = events, .data.u32 = number};
+    return epoll_ctl(loop->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
-bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight)
+bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
 {
-    keep_large_blocks();
-    *loop = (struct loop){.zmq = *zmq, .flight = flight, .pipe_read = -1, .pipe_write = -1};
-    loop->items = calloc(1, sizeof *loop->items);
-    if (loop->items == NULL || !make_pipe(loop))
-        return false;
-    loop->items[0] = (struct pollfd){.fd = loop->pipe_read, .events = POLLIN};
-    return true;
+    *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1, .every_ns = every_ns};
+    loop->process = getpid();
+    loop->epoll = epoll_create1(EPOLL_CLOEXEC);
+    loop->waker = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    return loop->epoll >= 0 && loop->waker >= 0 && watch(loop, loop->waker, WAKER, EPOLLIN) &&
+           start_pulse(loop);
 }
 
-bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd)
+/* Waits until everything is with the kernel, and reads what has come meanwhile: a socket that is
+ * closed with something unread drops what it has to send. */
+static void linger(struct loop *loop, long timeout_ms)
 {
-    size_t links = loop->links;
-    void **sockets = realloc(loop->sockets, (links + 1) * sizeof *sockets);
-    if (sockets == NULL)
-        return false;
-    loop->sockets = sockets;
-    bool *ready = realloc(loop->ready, (links + 1) * sizeof *ready);
-    if (ready == NULL)
-        return false;
-    loop->ready = ready;
-    struct pollfd *items = realloc(loop->items, (2 * links + 3) * sizeof *items);
-    if (items == NULL)
-        return false;
-    loop->items = items;
-    sockets[links] = socket;
-    ready[links] = true;
-    items[1 + 2 * links] = (struct pollfd){.fd = socket_fd, .events = POLLIN};
-    items[2 + 2 * links] = (struct pollfd){.fd = monitor_fd, .events = POLLIN};
-    loop->links++;
-    loop->added = true;
-    return true;
+    uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
+    bool unsent = true;
+    while (unsent) {
+        unsent = false;
+        for (uint32_t link = 0; link < loop->links; link++) {
+            struct connection *connection = loop->link[link].connection;
+            if (connection == NULL)
+                continue;
+            connection_flush(connection);
+            char unread[4096];
+            while (recv(connection->fd, unread, sizeof unread, MSG_DONTWAIT) > 0)
+                ;
+            unsent |= connection->zmtp.ready && connection->count > 0;
+        }
+        uint64_t now = now_ns();
+        struct epoll_event events[EVENTS];
+        if (!unsent || now >= until)
+            return;
+        int found = epoll_wait(loop->epoll, events, EVENTS, (int)((until - now) / 1000000) + 1);
+        for (int at = 0; at < found; at++)
+            if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
+                loop->link[events[at].data.u32].connection->writable = true;
+    }
 }
 
-void loop_replace(struct loop *loop, uint32_t link, void *socket, int socket_fd, int monitor_fd)
+void loop_end(struct loop *loop, long linger_ms)
 {
-    loop->sockets[link] = socket;
-    loop->ready[link] = true;
-    loop->items[1 + 2 * link].fd = socket_fd;
-    loop->items[2 + 2 * link].fd = monitor_fd;
-    loop->added = true;
+    if (loop->process != getpid())
+        return;
+    if (loop->pulses) {
+        pthread_mutex_lock(&loop->lock);
+        loop->stopping = true;
+        pthread_cond_signal(&loop->stop);
+        pthread_mutex_unlock(&loop->lock);
+        pthread_join(loop->pulse, NULL);
+        loop->pulses = false;
+        linger(loop, linger_ms);
+        for (uint32_t link = 0; link < loop->links; link++)
+            loop_close(loop, link);
+        pthread_cond_destroy(&loop->stop);
+        pthread_mutex_destroy(&loop->lock);
+    }
+    if (loop->epoll >= 0)
+        close(loop->epoll);
+    if (loop->waker >= 0)
+        close(loop->waker);
+    loop->epoll = loop->waker = -1;
+    free(loop->link);
+    loop->link = NULL;
+    loop->links = 0;
 }
 
-void loop_free(struct loop *loop)
+bool loop_add(struct loop *loop)
 {
-    loop_close_message(loop);
-    if (loop->pipe_read >= 0)
-        close(loop->pipe_read);
-    if (loop->pipe_write >= 0)
-        close(loop->pipe_write);
-    loop->pipe_read = loop->pipe_write = -1;
-    free(loop->sockets);
-    free(loop->ready);
-    free(loop->items);
-    loop->sockets = NULL;
-    loop->ready = NULL;
-    loop->items = NULL;
+    pthread_mutex_lock(&loop->lock);
+    struct loop_link *link = realloc(loop->link, (loop->links + 1) * sizeof *link);
+    if (link != NULL) {
+        loop->link = link;
+        link[loop->links++] = (struct loop_link){0};
+    }
+    pthread_mutex_unlock(&loop->lock);
+    return link != NULL;
+}
+
+bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys)
+{
+    loop_close(loop, link);
+    struct connection *opened = malloc(sizeof *opened);
+    uint64_t most = loop->flight->max_chunk_bytes + HEADER_BYTES;
+    if (opened == NULL || !connection_init(opened, fd, false, keys, most, &loop->flight->pool)) {
+        free(opened);
+        errno = ENOMEM;
+        return false;
+    }
+    pthread_mutex_lock(&loop->lock);
+    bool watched = watch(loop, fd, link, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+    if (watched)
+        loop->link[link].connection = opened;
+    pthread_mutex_unlock(&loop->lock);
+    if (!watched) {
+        int error = errno;
+        connection_free(opened);
+        free(opened);
+        errno = error;
+    }
+    return watched;
+}
+
+void loop_close(struct loop *loop, uint32_t link)
+{
+    pthread_mutex_lock(&loop->lock);
+    struct connection *connection = loop->link[link].connection;
+    loop->link[link] = (struct loop_link){0};
+    if (connection != NULL) {
+        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+        connection_free(connection);
+        free(connection);
+    }
+    pthread_mutex_unlock(&loop->lock);
 }
 
 void loop_wake(struct loop *loop)
 {
     if (!atomic_exchange(&loop->woken, true))
-        while (write(loop->pipe_write, "", 1) < 0 && errno == EINTR)
-            ;
-}
-
-static void drain(struct loop *loop)
-{
-    char bytes[16];
-    while (read(loop->pipe_read, bytes, sizeof bytes) < 0 && errno == EINTR)
-        ;
+        eventfd_write(loop->waker, 1);
 }
 
 /* Whether it was woken since the last time; asked before every wait. */
@@ -120,206 +210,226 @@ static bool heed(struct loop *loop)
 {
     if (!atomic_load(&loop->woken))
         return false;
-    /* In this order: who wakes it from here on sets the flag anew, whatever becomes of the byte. */
+    /* In this order: who wakes it from here on sets the flag anew, whatever becomes of the count. */
     atomic_store(&loop->woken, false);
-    drain(loop);
+    eventfd_t count;
+    eventfd_read(loop->waker, &count);
     return true;
 }
 
 /* -- send ------------------------------------------------------------------------------------ */
 
-/* Called when libzmq reads a payload no more, perhaps by one of its own threads. */
-static void release(void *data, void *hint)
-{
-    (void)data;
-    struct chunk *chunk = hint;
-    struct operation *operation = chunk->of->of;
-    atomic_fetch_sub_explicit(&chunk->reads, 1, memory_order_release);
-    operation_drop(operation);
-}
-
-static bool make_payload(struct loop *loop, zmq_msg_t *message, const struct contribution *next)
-{
-    const struct libzmq *zmq = &loop->zmq;
-    struct operation *operation = next->chunk->of->of;
-    unsigned char *data = operation->data + next->header.offset;
-    size_t nbytes = next->header.nbytes;
-    if (nbytes < COPY_BELOW) {
-        if (zmq->msg_init_size(message, nbytes) != 0)
-            return false;
-        if (nbytes > 0)
-            memcpy(zmq->msg_data(message), data, nbytes);
-        return true;
-    }
-    zmq_msg_t original;
-    operation_use(operation);
-    atomic_fetch_add_explicit(&next->chunk->reads, 1, memory_order_relaxed);
-    if (zmq->msg_init_data(&original, data, nbytes, release, next->chunk) != 0) {
-        release(data, next->chunk);
-        return false;
-    }
-    /* A reducer in this process gets this very memory. Only a copy is marked as shared, and that
-     * tells it not to write there. */
-    zmq->msg_init(message);
-    zmq->msg_copy(message, &original);
-    zmq->msg_close(&original);
-    return true;
-}
-
-static bool send_frame(struct loop *loop, uint32_t link, zmq_msg_t *frame, int flags)
-{
-    if (loop->zmq.msg_send(frame, loop->sockets[link], flags | ZMQ_DONTWAIT) >= 0)
-        return true;
-    loop->zmq.msg_close(frame);
-    return false;
-}
-
-/* One to a reducer that is not connected, or for which there is no memory, is dropped: the monitor
- * tells, or the deadline. */
-static void send_contribution(struct loop *loop, const struct contribution *next)
+/* Queues a contribution. One to a reducer that is not connected is dropped: the session hears of
+ * that, or the deadline comes. */
+static void queue_contribution(struct loop *loop, const struct contribution *next)
 {
     if (failpoint(WORKER_BEFORE_SEND))
         return;
-    zmq_msg_t header, payload;
-    if (!make_payload(loop, &payload, next))
+    struct connection *connection = loop->link[next->chunk->link].connection;
+    if (connection == NULL || !connection->zmtp.ready)
         return;
-    if (loop->zmq.msg_init_size(&header, HEADER_BYTES) != 0) {
-        loop->zmq.msg_close(&payload);
-        return;
+    const unsigned char *data = next->chunk->of->of->data + next->header.offset;
+    if (!connection_send(connection, &next->header, data, next->header.nbytes, NULL,
+                         next->header.sequence))
+        connection_break(connection, ENOMEM);
+    if (failpoints_armed) {
+        connection_flush(connection); /* that place is behind it */
+        failpoint(WORKER_AFTER_SEND);
     }
-    memcpy(loop->zmq.msg_data(&header), &next->header, HEADER_BYTES);
-    uint32_t link = next->chunk->link;
-    loop_touch(loop, link);
-    if (send_frame(loop, link, &header, ZMQ_SNDMORE))
-        send_frame(loop, link, &payload, 0);
-    else
-        loop->zmq.msg_close(&payload);
-    failpoint(WORKER_AFTER_SEND);
 }
 
-void loop_touch(struct loop *loop, uint32_t link)
+/* Has it told that a connection was made, or has ended. */
+static void note_change(struct loop *loop, uint32_t link)
 {
-    loop->ready[link] = true;
+    loop->link[link].changed = true;
+    loop->changes = true;
 }
 
-void loop_refill(struct loop *loop)
+static void flush(struct loop *loop, uint32_t link)
+{
+    struct connection *connection = loop->link[link].connection;
+    if (connection != NULL)
+        connection_flush(connection);
+}
+
+static void refill_all(struct loop *loop)
 {
     struct turn turn = {0};
     struct contribution next;
     uint64_t now = now_ns();
-    while (flight_next_in_turn(loop->flight, &turn, now, &next))
-        send_contribution(loop, &next);
+    bool any = false;
+    while (flight_next_in_turn(loop->flight, &turn, now, &next)) {
+        queue_contribution(loop, &next);
+        any = true;
+    }
+    /* Every rank begins with another reducer. */
+    for (uint32_t step = 0; any && step < loop->links; step++)
+        flush(loop, (loop->flight->identity.rank + step) % loop->links);
+}
+
+void loop_refill(struct loop *loop)
+{
+    pthread_mutex_lock(&loop->lock);
+    refill_all(loop);
+    pthread_mutex_unlock(&loop->lock);
+}
+
+bool loop_send(struct loop *loop, uint32_t link, const void *header, const void *payload,
+               size_t nbytes)
+{
+    pthread_mutex_lock(&loop->lock);
+    struct connection *connection = loop->link[link].connection;
+    struct block *copy = NULL;
+    bool sent = connection != NULL && connection->zmtp.ready;
+    if (sent && payload != NULL) {
+        copy = block_take(&loop->flight->pool, nbytes);
+        sent = copy != NULL;
+    }
+    if (copy != NULL)
+        memcpy(copy->data, payload, nbytes);
+    sent = sent && connection_send(connection, header, copy == NULL ? NULL : copy->data, nbytes,
+                                   copy, NO_SEQUENCE);
+    if (copy != NULL)
+        block_drop(&loop->flight->pool, copy);
+    if (sent)
+        flush(loop, link);
+    pthread_mutex_unlock(&loop->lock);
+    return sent;
+}
+
+bool loop_detach(struct loop *loop, uint64_t sequence)
+{
+    bool detached = true;
+    pthread_mutex_lock(&loop->lock);
+    for (uint32_t link = 0; link < loop->links; link++)
+        if (loop->link[link].connection != NULL)
+            detached &= connection_detach(loop->link[link].connection, sequence);
+    pthread_mutex_unlock(&loop->lock);
+    return detached;
 }
 
 /* -- receive --------------------------------------------------------------------------------- */
 
-void loop_close_message(struct loop *loop)
+void loop_next(struct loop *loop)
 {
-    for (int frame = 0; frame < loop->received && frame < 2; frame++)
-        loop->zmq.msg_close(&loop->frames[frame]);
-    loop->received = 0;
-}
-
-/* Receives one whole message; its frames come together. False if there is none. */
-static bool receive(struct loop *loop, uint32_t link)
-{
-    const struct libzmq *zmq = &loop->zmq;
-    for (bool more = true; more;) {
-        zmq_msg_t surplus;
-        zmq_msg_t *frame = loop->received < 2 ? &loop->frames[loop->received] : &surplus;
-        zmq->msg_init(frame);
-        if (zmq->msg_recv(frame, loop->sockets[link], ZMQ_DONTWAIT) < 0) {
-            zmq->msg_close(frame);
-            return false;
-        }
-        more = zmq->msg_more(frame);
-        if (frame == &surplus)
-            zmq->msg_close(frame);
-        if (loop->received < 3)
-            loop->received++;
-    }
-    return true;
+    pthread_mutex_lock(&loop->lock);
+    struct connection *connection = loop->link[loop->from].connection;
+    if (connection != NULL)
+        connection_next(connection);
+    pthread_mutex_unlock(&loop->lock);
 }
 
 /* Takes the message at hand, if it is a healthy result, and refills that link. */
 static bool take(struct loop *loop, uint32_t link, uint64_t now)
 {
-    const struct libzmq *zmq = &loop->zmq;
-    if (loop->received == 2 &&
-        failpoint_message(WORKER_RECEIVED, zmq, &loop->frames[0], TYPE_RESULT)) {
-        loop_close_message(loop);
+    struct connection *connection = loop->link[link].connection;
+    struct message *message = &connection->message;
+    if (message->foreign || message->frames != 2)
+        return false;
+    if (failpoint_message(WORKER_RECEIVED, message->header, HEADER_BYTES, TYPE_RESULT)) {
+        connection_next(connection);
         return true;
     }
-    if (loop->received != 2 ||
-        !flight_take(loop->flight, link, zmq->msg_data(&loop->frames[0]),
-                     zmq->msg_size(&loop->frames[0]), &loop->frames[1], now))
+    if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload, now))
         return false;
     failpoint(WORKER_COPIED);
-    loop_close_message(loop);
+    connection_next(connection);
     struct contribution next;
     while (flight_next(loop->flight, link, now, &next))
-        send_contribution(loop, &next);
+        queue_contribution(loop, &next);
     return true;
 }
 
 /* Receives from one link until it has nothing more, or others have waited long enough. */
 static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *completed_ns)
 {
-    for (int receives = 0; receives < RECEIVES_PER_TURN; receives++) {
-        if (!receive(loop, link)) {
-            int reason = loop->zmq.last_errno();
-            loop->ready[link] = reason == EINTR;
-            return reason == EINTR || reason == EAGAIN ? LOOP_QUIET : LOOP_FAILED;
-        }
+    struct connection *connection = loop->link[link].connection;
+    for (int messages = 0; messages < MESSAGES_PER_TURN; messages++) {
+        enum connection_event event = connection_read(connection);
+        if (event == CONNECTION_ENDED || event == CONNECTION_READY)
+            note_change(loop, link);
+        if (event == CONNECTION_ENDED)
+            return LOOP_CHANGE;
+        if (connection->zmtp.reply_bytes > 0 || event == CONNECTION_READY)
+            flush(loop, link);
+        if (event == CONNECTION_READY)
+            return LOOP_CHANGE;
+        if (event == CONNECTION_IDLE)
+            break;
         uint64_t now = now_ns();
         if (!take(loop, link, now)) {
-            loop->link = link;
+            flush(loop, link);
+            loop->from = link;
             return LOOP_MESSAGE;
         }
+        if (connection->bytes_queued >= FLUSH_BYTES)
+            flush(loop, link);
         if (loop->flight->completed == NULL)
             continue;
         if (*completed_ns == 0)
             *completed_ns = now;
         if (now - *completed_ns > PATIENCE_NS)
-            return LOOP_QUIET;
+            break;
+    }
+    flush(loop, link);
+    return LOOP_QUIET;
+}
+
+/* Whether a link may have something to receive. */
+static bool may_receive(const struct loop *loop, uint32_t link)
+{
+    const struct connection *connection = loop->link[link].connection;
+    return connection != NULL && !loop->link[link].changed &&
+           (connection->readable || connection->broken || connection->at < connection->end);
+}
+
+/* Takes note of what the kernel says of a socket. */
+static void note(struct loop *loop, uint32_t link, uint32_t events)
+{
+    struct connection *connection = loop->link[link].connection;
+    if (connection == NULL)
+        return;
+    if (events & EPOLLOUT) {
+        connection->connected = connection->writable = true;
+        flush(loop, link);
+    }
+    if (events & ~(uint32_t)EPOLLOUT) /* an end is seen when it is read */
+        connection->readable = true;
+}
+
+/* Waits until a socket has news, or it is woken. */
+static enum loop_event wait(struct loop *loop, int timeout_ms)
+{
+    struct epoll_event events[EVENTS];
+    if (timeout_ms > 0)
+        pthread_mutex_unlock(&loop->lock);
+    int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);
+    int error = errno;
+    if (timeout_ms > 0)
+        pthread_mutex_lock(&loop->lock);
+    loop->polled_ns = now_ns();
+    if (found < 0 && error == EINTR)
+        atomic_store(&loop->woken, true); /* so that Python handles the signal at once */
+    if (found < 0) {
+        loop->error = error;
+        return error == EINTR ? LOOP_QUIET : LOOP_FAILED;
+    }
+    for (int at = 0; at < found; at++) {
+        if (events[at].data.u32 == WAKER)
+            atomic_store(&loop->woken, true);
+        else if (events[at].data.u32 < loop->links)
+            note(loop, events[at].data.u32, events[at].events);
     }
     return LOOP_QUIET;
 }
 
-/* Waits until a socket or a monitor has news, or it is woken. libzmq's own poll asks every socket
- * with several system calls each time; their descriptors tell as much with one for all. */
-static enum loop_event wait(struct loop *loop, long timeout_ms)
-{
-    nfds_t items = 1 + 2 * (nfds_t)loop->links;
-    int found = poll(loop->items, items, (int)timeout_ms);
-    loop->polled_ns = now_ns();
-    if (found < 0 && errno == EINTR)
-        atomic_store(&loop->woken, true); /* so that Python handles the signal at once */
-    if (found < 0)
-        return errno == EINTR ? LOOP_QUIET : LOOP_FAILED;
-    if (found == 0)
-        return LOOP_QUIET;
-    if (loop->items[0].revents != 0)
-        drain(loop);
-    enum loop_event event = LOOP_QUIET;
-    for (uint32_t link = 0; link < loop->links; link++) {
-        if (loop->items[1 + 2 * link].revents != 0)
-            loop->ready[link] = true;
-        if (loop->items[2 + 2 * link].revents != 0)
-            event = LOOP_CHANGE;
-    }
-    return event;
-}
-
-enum loop_event loop_run(struct loop *loop, long timeout_ms)
+static enum loop_event run(struct loop *loop, long timeout_ms)
 {
     uint32_t links = loop->links;
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     uint64_t completed_ns = 0;
-    if (loop->added) {
-        loop->added = false;
+    if (loop->changes)
         return LOOP_CHANGE;
-    }
     if (now_ns() - loop->polled_ns >= LOOK_NS) { /* it may have returned before it waited */
         enum loop_event event = wait(loop, 0);
         if (event != LOOP_QUIET)
@@ -330,10 +440,12 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms)
         for (uint32_t step = 0; step < links; step++) {
             uint32_t link = loop->turn;
             loop->turn = (link + 1) % links;
-            enum loop_event event = loop->ready[link] ? serve(loop, link, &completed_ns) : LOOP_QUIET;
+            if (!may_receive(loop, link))
+                continue;
+            enum loop_event event = serve(loop, link, &completed_ns);
             if (event != LOOP_QUIET)
                 return event;
-            more |= loop->ready[link];
+            more |= may_receive(loop, link);
         }
         if (heed(loop) || loop->flight->completed != NULL)
             return LOOP_QUIET;
@@ -341,8 +453,16 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms)
         if (more && now < until && now - loop->polled_ns < LOOK_NS)
             continue;
         long left_ms = more || now >= until ? 0 : (long)((until - now + 999999) / 1000000);
-        enum loop_event event = wait(loop, left_ms);
+        enum loop_event event = wait(loop, (int)left_ms);
         if (event != LOOP_QUIET || heed(loop) || loop->polled_ns >= until)
             return event;
     }
+}
+
+enum loop_event loop_run(struct loop *loop, long timeout_ms)
+{
+    pthread_mutex_lock(&loop->lock);
+    enum loop_event event = run(loop, timeout_ms);
+    pthread_mutex_unlock(&loop->lock);
+    return event;
 }

@@ -1,59 +1,73 @@
 /* The compiled loop of a worker: poll, receive, copy into the buffer, refill, without the GIL.
  *
- * It takes healthy results by itself; whatever else comes makes it return. One thread runs it and
- * owns the sockets; any thread may wake it.
+ * It takes healthy results by itself; whatever else comes makes it return. One thread at a time runs
+ * it and uses its connections. Any thread may wake it. A thread of its own sends heartbeats, so that
+ * reducers hear of this worker whatever holds the GIL.
  */
 #ifndef WORKER_LOOP_H
 #define WORKER_LOOP_H
 
-#include <poll.h>
+#include <pthread.h>
+#include <sys/types.h>
 
+#include "reducer/zmtp/connection.h"
 #include "worker_client/protocol/flight.h"
-#include "reducer/libzmq.h"
 
 enum loop_event {
     LOOP_QUIET,   /* the time is up, it was woken, or operations have completed */
-    LOOP_MESSAGE, /* `frames` hold a message of `link` for the session */
-    LOOP_CHANGE,  /* a monitor has something to say */
-    LOOP_FAILED   /* libzmq refused; last_errno says why */
+    LOOP_MESSAGE, /* the link `from` has a message for the session: see loop_next */
+    LOOP_CHANGE,  /* a connection was made or has ended: see `changed` of the links */
+    LOOP_FAILED   /* the kernel refused to poll; `error` says why */
+};
+
+/* One connection to a reducer, or none. */
+struct loop_link {
+    struct connection *connection; /* NULL: there is none */
+    bool changed; /* it became ready, or has ended, and nobody has been told */
 };
 
 struct loop {
-    struct libzmq zmq;
     struct flight *flight;
     uint32_t links;
-    void **sockets; /* one DEALER per link */
-    /* Per link: whether it may hold a message of which its descriptor tells nothing. Whatever is
-     * done with a socket may take in the news that made the descriptor readable. */
-    bool *ready;
-    bool added; /* a link, whose monitor has to be looked at once before its descriptor tells */
-    struct pollfd *items; /* the waker's pipe, then per link its socket's and its monitor's */
-    int pipe_read, pipe_write;
+    struct loop_link *link;
+    int epoll, waker; /* waker: an eventfd */
     atomic_bool woken;
-    uint64_t polled_ns; /* when the descriptors were last looked at */
-    uint32_t turn;      /* the link that is next to be received from */
-    uint32_t link;
-    int received; /* frames of the message at hand, at most 3 */
-    zmq_msg_t frames[2];
+    uint32_t turn;    /* the link that is next to be received from */
+    uint32_t from;    /* the link of the message at hand */
+    bool changes;     /* some link has changed */
+    int error;
+    uint64_t polled_ns; /* when the sockets were last looked at */
+    /* Held while connections are used, but not while the loop waits. */
+    pthread_mutex_t lock;
+    pthread_t pulse;
+    pthread_cond_t stop;
+    bool pulses, stopping;
+    uint64_t every_ns; /* between two heartbeats */
+    pid_t process;     /* that made it: a forked child has no such thread, and leaves the rest */
 };
 
-/* False, with errno: out of files. */
-bool loop_init(struct loop *loop, const struct libzmq *zmq, struct flight *flight);
-/* Gives the next link of the flight its socket and the descriptors (ZMQ_FD) of that and of its
- * monitor. False: out of memory. */
-bool loop_add(struct loop *loop, void *socket, int socket_fd, int monitor_fd);
-/* Gives a link another socket. */
-void loop_replace(struct loop *loop, uint32_t link, void *socket, int socket_fd, int monitor_fd);
-void loop_free(struct loop *loop);
+/* False, with errno: out of files, memory or threads. */
+bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns);
+/* Gives what has yet to be sent so much time, then ends everything. May be called again. */
+void loop_end(struct loop *loop, long linger_ms);
+
+/* Gives the next link of the flight its place. False: out of memory. */
+bool loop_add(struct loop *loop);
+/* Begins to speak over a socket, which the caller closes after loop_close. False, with errno. */
+bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys);
+/* Drops a link's connection, if it has one, with all that it has not sent. */
+void loop_close(struct loop *loop, uint32_t link);
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms);
-/* Frees the message that LOOP_MESSAGE has left. */
-void loop_close_message(struct loop *loop);
+/* Lets go of the message that LOOP_MESSAGE has told of. */
+void loop_next(struct loop *loop);
+/* Sends a message; the payload is copied. False: there is no connection, or no memory. */
+bool loop_send(struct loop *loop, uint32_t link, const void *header, const void *payload,
+               size_t nbytes);
 /* Sends what all windows have room for. */
 void loop_refill(struct loop *loop);
-/* Says that somebody else has sent over a link: libzmq may have taken note then of messages that its
- * descriptor tells no more. */
-void loop_touch(struct loop *loop, uint32_t link);
+/* Reads the buffer of an all-reduce no more. False: out of memory. */
+bool loop_detach(struct loop *loop, uint64_t sequence);
 void loop_wake(struct loop *loop);
 
 #endif

@@ -1,0 +1,430 @@
+#define _GNU_SOURCE /* readv beside sockets */
+#include "connection.h"
+
+#include <errno.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+enum {
+    GATHERED = 16,               /* messages that one system call sends */
+    LARGE = CONNECTION_IN_BYTES, /* after such a payload only the next header is read ahead */
+    SEALED_BYTES = 33,           /* that CURVE adds to a frame */
+    PENDING_REPLIES = 16         /* a peer that asks on without reading is answered no more */
+};
+
+bool connection_init(struct connection *connection, int fd, bool server,
+                     const struct curve_keys *keys, uint64_t max_frame_bytes,
+                     struct block_pool *pool)
+{
+    memset(connection, 0, sizeof *connection);
+    connection->fd = fd;
+    connection->pool = pool;
+    connection->connected = server;
+    connection->mask = 15;
+    connection->queue = calloc(connection->mask + 1, sizeof *connection->queue);
+    if (connection->queue == NULL)
+        return false;
+    if (zmtp_init(&connection->zmtp, server, keys, max_frame_bytes))
+        return true;
+    free(connection->queue);
+    connection->queue = NULL;
+    return false;
+}
+
+static struct outgoing *first(struct connection *connection)
+{
+    return &connection->queue[connection->first & connection->mask];
+}
+
+static size_t whole_bytes(const struct outgoing *outgoing)
+{
+    return outgoing->head_bytes + outgoing->body_bytes;
+}
+
+static void drop_first(struct connection *connection)
+{
+    struct outgoing *sent = first(connection);
+    connection->bytes_queued -= whole_bytes(sent);
+    if (sent->block != NULL)
+        block_drop(connection->pool, sent->block);
+    connection->first++;
+    connection->count--;
+    connection->sent = 0;
+}
+
+void connection_next(struct connection *connection)
+{
+    if (connection->message.payload != NULL)
+        block_drop(connection->pool, connection->message.payload);
+    connection->message.payload = NULL;
+    connection->message.frames = 0;
+    connection->message.foreign = false;
+}
+
+void connection_free(struct connection *connection)
+{
+    if (connection->queue == NULL)
+        return;
+    connection_next(connection);
+    while (connection->count > 0)
+        drop_first(connection);
+    if (connection->body != NULL)
+        block_drop(connection->pool, connection->body);
+    connection->body = NULL;
+    free(connection->queue);
+    connection->queue = NULL;
+    zmtp_free(&connection->zmtp);
+}
+
+/* -- send ------------------------------------------------------------------------------------ */
+
+static struct outgoing *append(struct connection *connection)
+{
+    if (connection->count > connection->mask) {
+        size_t mask = 2 * connection->mask + 1;
+        struct outgoing *larger = calloc(mask + 1, sizeof *larger);
+        if (larger == NULL)
+            return NULL;
+        for (size_t at = connection->first; at != connection->first + connection->count; at++)
+            larger[at & mask] = connection->queue[at & connection->mask];
+        free(connection->queue);
+        connection->queue = larger;
+        connection->mask = mask;
+    }
+    struct outgoing *added =
+        &connection->queue[(connection->first + connection->count) & connection->mask];
+    *added = (struct outgoing){.sequence = NO_SEQUENCE};
+    return added;
+}
+
+static void commit(struct connection *connection, const struct outgoing *added)
+{
+    connection->count++;
+    connection->bytes_queued += whole_bytes(added);
+}
+
+/* Queues a whole message as its encrypted frames. */
+static bool send_sealed(struct connection *connection, struct outgoing *added, const void *header,
+                        const void *payload, size_t nbytes)
+{
+    struct zmtp *zmtp = &connection->zmtp;
+    uint64_t room = zmtp_wire_bytes(zmtp, HEADER_BYTES);
+    room += payload == NULL ? 0 : zmtp_wire_bytes(zmtp, nbytes);
+    struct block *block = block_take(connection->pool, room);
+    if (block == NULL)
+        return false;
+    size_t used = zmtp_seal(zmtp, block->data, header, HEADER_BYTES, payload != NULL);
+    if (payload != NULL)
+        used += zmtp_seal(zmtp, block->data + used, payload, nbytes, false);
+    added->block = block;
+    added->body = block->data;
+    added->body_bytes = used;
+    return true;
+}
+
+bool connection_send(struct connection *connection, const void *header, const void *payload,
+                     size_t nbytes, struct block *block, uint64_t sequence)
+{
+    struct outgoing *added = connection->broken ? NULL : append(connection);
+    if (added == NULL)
+        return false;
+    if (connection->zmtp.sealed) {
+        if (!send_sealed(connection, added, header, payload, nbytes))
+            return false;
+        commit(connection, added);
+        return true;
+    }
+    size_t used = zmtp_frame_header(added->head, HEADER_BYTES, payload != NULL);
+    memcpy(added->head + used, header, HEADER_BYTES);
+    used += HEADER_BYTES;
+    if (payload != NULL)
+        used += zmtp_frame_header(added->head + used, nbytes, false);
+    added->head_bytes = used;
+    added->body = payload;
+    added->body_bytes = payload == NULL ? 0 : nbytes;
+    added->sequence = sequence;
+    added->block = block == NULL ? NULL : block_share(block);
+    commit(connection, added);
+    return true;
+}
+
+/* Queues bytes as they are. */
+static bool send_bytes(struct connection *connection, const uint8_t *bytes, size_t nbytes)
+{
+    while (nbytes > 0) {
+        struct outgoing *added = append(connection);
+        if (added == NULL)
+            return false;
+        size_t part = nbytes < sizeof added->head ? nbytes : sizeof added->head;
+        memcpy(added->head, bytes, part);
+        added->head_bytes = part;
+        commit(connection, added);
+        bytes += part;
+        nbytes -= part;
+    }
+    return true;
+}
+
+/* Queues what the codec has to say. */
+static bool send_reply(struct connection *connection)
+{
+    struct zmtp *zmtp = &connection->zmtp;
+    size_t nbytes = zmtp->reply_bytes;
+    zmtp->reply_bytes = 0;
+    /* PONGs, which a peer that does not read them may ask for without end. */
+    if (zmtp->ready && nbytes > 0 && connection->count > PENDING_REPLIES &&
+        connection->bytes_queued < 64 * connection->count)
+        return true;
+    return send_bytes(connection, zmtp->reply, nbytes);
+}
+
+bool connection_ping(struct connection *connection)
+{
+    uint8_t bytes[64];
+    if (!connection->zmtp.ready || connection->broken)
+        return false;
+    return send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
+}
+
+static void gather(struct iovec *places, int *count, const unsigned char *from, size_t nbytes,
+                   size_t *skip)
+{
+    if (*skip >= nbytes) {
+        *skip -= nbytes;
+        return;
+    }
+    places[(*count)++] = (struct iovec){(void *)(from + *skip), nbytes - *skip};
+    *skip = 0;
+}
+
+void connection_break(struct connection *connection, int error)
+{
+    if (connection->broken)
+        return;
+    connection->broken = connection->readable = true;
+    connection->error = error;
+    while (connection->count > 0)
+        drop_first(connection);
+}
+
+void connection_flush(struct connection *connection)
+{
+    if (connection->broken || !connection->connected)
+        return;
+    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
+        connection_break(connection, ENOMEM);
+    while (connection->writable && connection->count > 0) {
+        struct iovec places[2 * GATHERED];
+        int count = 0;
+        size_t skip = connection->sent, asked = 0;
+        for (size_t at = 0; at < connection->count && at < GATHERED; at++) {
+            struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
+            gather(places, &count, next->head, next->head_bytes, &skip);
+            gather(places, &count, next->body, next->body_bytes, &skip);
+        }
+        for (int at = 0; at < count; at++)
+            asked += places[at].iov_len;
+        struct msghdr message = {.msg_iov = places, .msg_iovlen = (size_t)count};
+        ssize_t sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno == EINTR)
+            continue;
+        if (sent < 0 && errno != EAGAIN) {
+            connection_break(connection, errno);
+            return;
+        }
+        if (sent < 0 || (size_t)sent < asked)
+            connection->writable = false; /* until the poll tells */
+        if (sent < 0)
+            return;
+        connection->bytes_written += (uint64_t)sent;
+        connection->sent += (size_t)sent;
+        while (connection->count > 0 && connection->sent >= whole_bytes(first(connection))) {
+            size_t over = connection->sent - whole_bytes(first(connection));
+            drop_first(connection);
+            connection->sent = over;
+        }
+    }
+}
+
+bool connection_detach(struct connection *connection, uint64_t sequence)
+{
+    for (size_t at = 0; at < connection->count; at++) {
+        struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
+        if (next->sequence != sequence || next->block != NULL || next->body_bytes == 0)
+            continue;
+        struct block *copy = block_take(connection->pool, next->body_bytes);
+        if (copy == NULL)
+            return false;
+        memcpy(copy->data, next->body, next->body_bytes);
+        next->block = copy;
+        next->body = copy->data;
+    }
+    return true;
+}
+
+/* -- receive --------------------------------------------------------------------------------- */
+
+static bool fail(struct connection *connection, enum zmtp_fault fault)
+{
+    connection->zmtp.fault = fault;
+    return false;
+}
+
+/* Finds where the body of a frame goes. */
+static bool begin_frame(struct connection *connection)
+{
+    const struct zmtp_frame *frame = &connection->zmtp.frame;
+    connection->in_frame = true;
+    connection->left = frame->wire_bytes;
+    connection->into = connection->small;
+    if (frame->wire_bytes <= sizeof connection->small &&
+        (frame->command || connection->message.frames == 0 || connection->message.foreign))
+        return true;
+    if (frame->command || connection->message.frames == 0 || connection->message.foreign)
+        return fail(connection, ZMTP_TOO_LARGE); /* only a payload is large */
+    connection->body = block_take(connection->pool, frame->wire_bytes);
+    if (connection->body == NULL) {
+        connection->error = ENOMEM;
+        return false;
+    }
+    connection->into = connection->body->data;
+    connection->large = frame->wire_bytes >= LARGE;
+    return true;
+}
+
+/* Takes a frame that is whole. Sets whether the message is. */
+static bool finish_frame(struct connection *connection, bool *whole)
+{
+    struct zmtp *zmtp = &connection->zmtp;
+    struct message *message = &connection->message;
+    struct block *body = connection->body;
+    uint8_t *data = body == NULL ? connection->small : body->data;
+    connection->in_frame = false;
+    connection->body = NULL;
+    *whole = false;
+    if (zmtp->sealed) {
+        data = zmtp_open(zmtp, data);
+        if (data == NULL) {
+            if (body != NULL)
+                block_drop(connection->pool, body);
+            return false;
+        }
+    }
+    if (zmtp->frame.command) {
+        enum zmtp_event event = zmtp_command(zmtp, data, zmtp->frame.nbytes);
+        if (body != NULL)
+            block_drop(connection->pool, body);
+        return event != ZMTP_FAILED;
+    }
+    message->frames++;
+    if (message->frames == 1) {
+        message->foreign = zmtp->frame.nbytes != HEADER_BYTES;
+        if (!message->foreign)
+            memcpy(message->header, data, HEADER_BYTES);
+    } else if (message->frames == 2 && body != NULL) {
+        body->data = data;
+        body->nbytes = zmtp->frame.nbytes;
+        message->payload = body;
+    } else if (body != NULL) {
+        block_drop(connection->pool, body);
+    }
+    if (message->frames > 2)
+        message->foreign = true;
+    *whole = !zmtp->frame.more;
+    return true;
+}
+
+/* Takes what was read ahead, up to the next event; CONNECTION_IDLE: all was taken. */
+static enum connection_event consume(struct connection *connection)
+{
+    while (connection->at < connection->end || (connection->in_frame && connection->left == 0)) {
+        if (connection->in_frame) {
+            size_t part = connection->end - connection->at;
+            if (part > connection->left)
+                part = connection->left;
+            memcpy(connection->into, connection->in + connection->at, part);
+            connection->into += part;
+            connection->left -= part;
+            connection->at += part;
+            bool whole;
+            if (connection->left > 0)
+                continue;
+            if (!finish_frame(connection, &whole))
+                return CONNECTION_ENDED;
+            if (whole)
+                return CONNECTION_MESSAGE;
+            continue;
+        }
+        const uint8_t *at = connection->in + connection->at;
+        enum zmtp_event event = zmtp_take(&connection->zmtp, &at, connection->in + connection->end);
+        connection->at = (size_t)(at - connection->in);
+        if (event == ZMTP_ADMIT)
+            return CONNECTION_ADMIT;
+        if (event == ZMTP_READY)
+            return CONNECTION_READY;
+        if (event == ZMTP_FAILED || (event == ZMTP_FRAME && !begin_frame(connection)))
+            return CONNECTION_ENDED;
+    }
+    return CONNECTION_IDLE;
+}
+
+/* How much to read ahead: after a large payload no more than up to the next one, of which the first
+ * bytes would have to be copied else. */
+static size_t ahead(const struct connection *connection)
+{
+    if (!connection->large)
+        return CONNECTION_IN_BYTES;
+    return CONNECTION_HEAD_BYTES + (connection->zmtp.sealed ? 2 * SEALED_BYTES : 0);
+}
+
+enum connection_event connection_read(struct connection *connection)
+{
+    if (connection->ended)
+        return CONNECTION_ENDED;
+    for (;;) {
+        enum connection_event event = consume(connection);
+        if (event == CONNECTION_ENDED) {
+            connection_flush(connection); /* it may say why */
+            connection->ended = connection->broken = true;
+        }
+        if (event != CONNECTION_IDLE)
+            return event;
+        connection->at = connection->end = 0;
+        if (!connection->readable) {
+            connection->ended = connection->broken;
+            return connection->ended ? CONNECTION_ENDED : CONNECTION_IDLE;
+        }
+        struct iovec places[2] = {
+            {connection->into, connection->left},
+            {connection->in, ahead(connection)},
+        };
+        int from = connection->left == 0;
+        size_t asked = places[1].iov_len + (from == 0 ? places[0].iov_len : 0);
+        ssize_t got = readv(connection->fd, places + from, 2 - from);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0 && errno == EAGAIN) {
+            connection->readable = false;
+            continue;
+        }
+        if (got <= 0) {
+            connection_break(connection, got < 0 ? errno : 0);
+            connection->ended = true;
+            return CONNECTION_ENDED;
+        }
+        connection->bytes_read += (uint64_t)got;
+        if ((size_t)got < asked)
+            connection->readable = false; /* that was all; the poll tells of more */
+        size_t part = (size_t)got < connection->left ? (size_t)got : connection->left;
+        connection->into += part;
+        connection->left -= part;
+        connection->end = (size_t)got - part;
+    }
+}
+
+size_t connection_wants(const struct connection *connection, size_t nbytes)
+{
+    if (connection->in_frame && connection->body != NULL)
+        return connection->left;
+    return CONNECTION_HEAD_BYTES + nbytes - (connection->end - connection->at);
+}

@@ -1,0 +1,106 @@
+/* One connection over TCP that speaks ZMTP: the thin edge around the codec.
+ *
+ * It reads messages of one or two frames, the header of the wire protocol and a payload, and sends
+ * such messages from the caller's memory. The socket does not block; who owns the connection polls
+ * it, and says when it may be read or written.
+ */
+#ifndef REDUCER_CONNECTION_H
+#define REDUCER_CONNECTION_H
+
+#include "block.h"
+#include "reducer/wire/header.h"
+#include "zmtp.h"
+
+enum {
+    CONNECTION_IN_BYTES = 8 << 10, /* read at once while messages are small */
+    CONNECTION_SMALL_BYTES = ZMTP_COMMAND_BYTES + 64, /* commands, and frames before a payload */
+    CONNECTION_HEAD_BYTES = 2 * ZMTP_HEADER_BYTES + HEADER_BYTES
+};
+
+enum connection_event {
+    CONNECTION_IDLE,    /* there is nothing more for now */
+    CONNECTION_ADMIT,   /* a peer shows its key: zmtp_admit, then read on */
+    CONNECTION_READY,   /* the handshake is done */
+    CONNECTION_MESSAGE, /* `message` holds one, until connection_next */
+    CONNECTION_ENDED    /* `error` and zmtp.fault say why; neither: the peer has closed it */
+};
+
+/* What has come. A message that cannot be one of ours has no header. */
+struct message {
+    unsigned frames;
+    bool foreign;           /* more than two frames, or a first one that is not a header's size */
+    unsigned char header[HEADER_BYTES];
+    struct block *payload;  /* NULL: there is no second frame */
+};
+
+/* What is to be sent: the first bytes, and then a payload that lies elsewhere. */
+struct outgoing {
+    unsigned char head[CONNECTION_HEAD_BYTES];
+    size_t head_bytes;
+    const unsigned char *body;
+    size_t body_bytes;
+    struct block *block; /* that holds the body; NULL: it is in the caller's memory */
+    uint64_t sequence;   /* the all-reduce whose buffer that is */
+};
+
+struct connection {
+    int fd;
+    int error;              /* errno of a call that has failed, 0 if none has */
+    bool connected;         /* TCP's handshake is done */
+    bool readable;          /* there may be something to read: cleared when there is no more */
+    bool writable;
+    bool broken;            /* nothing can be sent any more; what has come may still be read */
+    bool ended;
+    struct zmtp zmtp;
+    struct block_pool *pool; /* of payloads */
+    struct message message;
+
+    /* Input: what was read ahead, and the frame at hand. */
+    size_t at, end;         /* within `in` */
+    size_t left;            /* of the body at hand, that has not come */
+    bool in_frame;
+    bool large;             /* the latest payload was */
+    unsigned char *into;    /* where the rest of the body goes */
+    struct block *body;     /* that this is in; NULL: it is in `small` */
+    uint64_t bytes_read;
+
+    /* Output, in the order of sending. */
+    struct outgoing *queue;
+    size_t first, count, mask; /* mask: places - 1 */
+    size_t sent;               /* bytes of the first one */
+    uint64_t bytes_written, bytes_queued;
+
+    unsigned char in[CONNECTION_IN_BYTES];
+    unsigned char small[CONNECTION_SMALL_BYTES];
+};
+
+/* Begins the handshake over a socket, which need not be connected yet, and does not block.
+ * False: out of memory. The caller closes the socket after connection_free. */
+bool connection_init(struct connection *connection, int fd, bool server,
+                     const struct curve_keys *keys, uint64_t max_frame_bytes,
+                     struct block_pool *pool);
+void connection_free(struct connection *connection);
+
+/* Reads on to the next event. */
+enum connection_event connection_read(struct connection *connection);
+/* Lets go of the message at hand. */
+void connection_next(struct connection *connection);
+
+/* Queues a message. With a block, or encrypted, nothing is read from the caller's memory after this;
+ * else `payload` must live until it is sent, or connection_detach. NULL: one frame. False: out of
+ * memory, or nothing can be sent any more. */
+bool connection_send(struct connection *connection, const void *header, const void *payload,
+                     size_t nbytes, struct block *block, uint64_t sequence);
+bool connection_ping(struct connection *connection);
+/* Sends what the kernel takes now. That it cannot any more is told when all that came is read. */
+void connection_flush(struct connection *connection);
+/* Has it end, for the reason that errno would give, when all that came is read. */
+void connection_break(struct connection *connection, int error);
+
+/* Copies what has not been sent of an all-reduce. False: out of memory. */
+bool connection_detach(struct connection *connection, uint64_t sequence);
+
+/* Bytes of the next message, if its payload has `nbytes`, that have not come. */
+size_t connection_wants(const struct connection *connection, size_t nbytes);
+
+#endif
