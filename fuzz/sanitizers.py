@@ -82,10 +82,12 @@ def build(tree: Path) -> None:
     switches = {"REDUCTION_BUILD_DEBUG": "1"}
     subprocess.run(command, cwd=tree, env=os.environ | switches, check=True)
     # setup.py goes on without an extension that does not compile: nothing would be tested.
-    built = len([*tree.glob("reducer/**/*.so"), *tree.glob("worker_client/**/*.so")])
-    sources = len([*tree.glob("reducer/**/*.pyx"), *tree.glob("worker_client/**/*.pyx")])
-    if built != sources:
-        raise RuntimeError(f"{built} of {sources} extensions were built: see what gcc has said")
+    sources = [
+        path for room in ("reducer", "worker_client") for path in (tree / room).rglob("*.pyx")
+    ]
+    missing = [path.stem for path in sources if not [*path.parent.glob(f"{path.stem}.*.so")]]
+    if missing:
+        raise RuntimeError(f"{', '.join(missing)} were not built: see what gcc has said")
 
 
 def environment(tree: Path) -> dict[str, str]:
