@@ -1,0 +1,595 @@
+"""The codec without a network: two of ours, and what no honest peer says."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+from zmq.utils import z85
+
+from fuzz.seeded import Seeded
+from reducer.zmtp import _zmtp
+from reducer.zmtp.sodium import addresses
+from tests.zmtp.sides import (
+    MAX_FRAME_BYTES,
+    MECHANISMS,
+    Keys,
+    Pair,
+    joined,
+    keys_for,
+    ours,
+    shake_hands,
+    take,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reducer.zmtp._zmtp import Event
+
+GREETING_BYTES = 64
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+MESSAGES = [[b""], [b"x"], [b"x" * 255, b"", b"y" * 256], [b"z" * 3000]]
+MALFORMED = [("failed", "malformed", "")]
+TOO_LARGE = [("failed", "too-large", "")]
+WRONG_KEY = [("failed", "wrong-key", "")]
+
+
+@pytest.fixture(params=MECHANISMS)
+def keys(request: pytest.FixtureRequest) -> Keys | None:
+    return keys_for(request.param)
+
+
+def greeting(mechanism: bytes = b"NULL", version: bytes = b"\3\1", as_server: int = 0) -> bytes:
+    return SIGNATURE + version + mechanism.ljust(20, b"\0") + bytes([as_server]) + bytes(31)
+
+
+def command(body: bytes) -> bytes:
+    """A frame of a command."""
+    if len(body) < 256:
+        return bytes([4, len(body)]) + body
+    return b"\6" + len(body).to_bytes(8, "big") + body
+
+
+def properties(*pairs: tuple[bytes, bytes]) -> bytes:
+    return b"".join(
+        bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in pairs
+    )
+
+
+def ready(kind: bytes = b"DEALER") -> bytes:
+    return command(b"\5READY" + properties((b"Socket-Type", kind), (b"Identity", b"")))
+
+
+# -- two of ours -----------------------------------------------------------------------------------
+
+
+def test_two_of_ours_understand_each_other(keys: Keys | None) -> None:
+    client, server = ours(keys, server=False), ours(keys, server=True)
+    noticed = shake_hands(client, server)
+    admitted = [("admit", z85.decode(keys.client.public))] if keys else []
+    assert noticed == ([("ready",)], [*admitted, ("ready",)])
+    assert client.sealed == server.sealed == (keys is not None)
+    for message in MESSAGES:
+        for sender, receiver in ((client, server), (server, client)):
+            assert receiver.take(sender.send(message)) == [("message", message)]
+
+
+def test_what_ours_say_without_keys_is_rfc_37() -> None:
+    client, server = ours(None, server=False), ours(None, server=True)
+    said = client.reply()
+    assert said == b"\xff" + bytes(7) + b"\1\x7f" + greeting()[10:]
+    assert server.take(said) == []
+    assert server.reply() == said + ready(b"ROUTER")
+    assert client.take(said + ready(b"ROUTER")) == [("ready",)]
+    assert client.reply() == ready(b"DEALER")
+    assert client.send([b"", b"x" * 255, b"y" * 256]) == b"".join(
+        (b"\1\0", b"\1\xff" + b"x" * 255, b"\2" + bytes(6) + b"\1\0" + b"y" * 256)
+    )
+    assert client.ping(0x102) == b"\4\7\4PING\1\2"
+
+
+def test_sealed_frames_are_those_of_rfc_26() -> None:
+    client, server = joined(Keys.new())
+    sent = [client.send([bytes(nbytes)]) for nbytes in (0, 222, 223)]
+    assert [frame[0] for frame in sent] == [0, 0, 2]
+    assert [len(frame) for frame in sent] == [2 + 33, 2 + 33 + 222, 9 + 33 + 223]
+    assert sent[0][1:10] == b"\x21\7MESSAGE"
+    counts = [
+        int.from_bytes(frame[at : at + 8], "big")
+        for frame, at in zip(sent, (10, 10, 17), strict=True)
+    ]
+    assert [after - before for before, after in pairwise(counts)] == [1, 1]
+    assert server.take(b"".join(sent))[-1] == ("message", [bytes(223)])
+
+
+def test_a_ping_is_answered_and_a_pong_taken(keys: Keys | None) -> None:
+    client, server = joined(keys)
+    for sender, receiver in ((client, server), (server, client)):
+        assert receiver.take(sender.ping(10)) == []
+        pong = receiver.reply()
+        assert len(pong) == 2 + 5 + (33 if keys else 0)
+        assert sender.take(pong) == []
+        assert sender.reply() == b""
+        assert receiver.take(sender.send([b"x"])) == [("message", [b"x"])]
+
+
+def test_a_ping_between_the_frames_of_a_message() -> None:
+    """libzmq's timer does not wait for the last frame."""
+    client, server = joined(None)
+    first, second = b"\1\1a", b"\0\1b"
+    assert server.take(first + client.ping(0) + second) == [("message", [b"a", b"b"])]
+    assert server.reply() == b"\4\5\4PONG"
+
+
+# -- bytes arrive in any pieces --------------------------------------------------------------------
+
+
+def conversation(keys: Keys | None, cut_at: int | None) -> tuple[list[Event], int]:
+    """What a server notices whose bytes are cut at one place, or everywhere; and how many."""
+    client, server = ours(keys, server=False), ours(keys, server=True)
+    passed = 0
+
+    def pieces(data: bytes) -> list[bytes]:
+        nonlocal passed
+        at = passed
+        passed += len(data)
+        if cut_at is None:
+            return [bytes([byte]) for byte in data]
+        middle = min(max(cut_at - at, 0), len(data))
+        return [data[:middle], data[middle:]]
+
+    events: list[Event] = []
+    for side, noticed in zip(
+        ("client", "server"), shake_hands(client, server, to_server=pieces), strict=True
+    ):
+        assert ("ready",) in noticed, side
+        events += noticed
+    sent = b"".join(client.send(message) for message in MESSAGES[:3])
+    for piece in pieces(sent + client.ping(1) + client.send([b"last"])):
+        events += server.take(piece)
+    return events, passed
+
+
+def test_any_cut_is_the_same(keys: Keys | None) -> None:
+    expected, nbytes = conversation(keys, 0)
+    assert [event[1] for event in expected if event[0] == "message"] == [*MESSAGES[:3], [b"last"]]
+    assert conversation(keys, None) == (expected, nbytes)
+    for cut_at in range(1, nbytes):
+        assert conversation(keys, cut_at) == (expected, nbytes), cut_at
+
+
+def test_a_client_hears_single_bytes(keys: Keys | None) -> None:
+    client, server = ours(keys, server=False), ours(keys, server=True)
+    noticed, _ = shake_hands(client, server, to_client=lambda data: [bytes([b]) for b in data])
+    assert noticed == [("ready",)]
+    for byte in server.send([b"x" * 300])[:-1]:
+        assert client.take(bytes([byte])) == []
+
+
+# -- greetings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"\0", id="zero"),
+        pytest.param(bytes(64), id="zeros"),
+        pytest.param(b"\1\0", id="zmtp-1-anonymous"),
+        pytest.param(b"\5\0name", id="zmtp-1-named"),
+        pytest.param(b"\xff" + bytes(7) + b"\5\0name", id="zmtp-1-long"),
+        pytest.param(SIGNATURE + b"\1\5", id="zmtp-2"),
+        pytest.param(SIGNATURE + b"\0", id="zmtp-of-libzmq-3.0"),
+        pytest.param(SIGNATURE + b"\2", id="version-2"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: reducer\r\n\r\n", id="http"),
+        pytest.param(b"\x16\3\1\0\xc8\1", id="tls"),
+        pytest.param(b"SSH-2.0-OpenSSH_9.2\r\n", id="ssh"),
+    ],
+)
+@pytest.mark.parametrize("server", [True, False])
+def test_strangers_are_told_by_their_first_wrong_byte(
+    said: bytes, server: bool, keys: Keys | None
+) -> None:
+    for cut in ([said], [bytes([byte]) for byte in said]):
+        side = ours(keys, server=server)
+        events = [event for piece in cut for event in side.take(piece)]
+        assert events == [("failed", "foreign", "")]
+
+
+@pytest.mark.parametrize("version", [b"\3\0", b"\3\1", b"\3\7", b"\4\0", b"\xff\xff"])
+def test_later_versions_are_answered_with_ours(version: bytes) -> None:
+    side = ours(None, server=True)
+    assert side.take(greeting(version=version) + ready()) == [("ready",)]
+    assert side.peer_minor == version[1]
+    assert side.reply()[10:12] == b"\3\1"
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "shown"),
+    [
+        (b"PLAIN", "PLAIN"),
+        (b"", ""),
+        (b"NULLS", "NULLS"),
+        (b"CURVE25519", "CURVE25519"),
+        (b"a\n\xff\x1b", "a???"),
+        (b"A" * 20, "A" * 20),
+    ],
+)
+def test_other_mechanisms_differ(keys: Keys | None, mechanism: bytes, shown: str) -> None:
+    for server in (True, False):
+        side = ours(keys, server=server)
+        assert side.take(greeting(mechanism)) == [("failed", "differs", shown)]
+
+
+@pytest.mark.parametrize("with_keys", ["client", "server"])
+def test_one_side_without_keys_differs(with_keys: str) -> None:
+    keys = Keys.new()
+    client, server = (
+        ours(keys if side == with_keys else None, server=side == "server")
+        for side in ("client", "server")
+    )
+    there, here = ("CURVE", "NULL") if with_keys == "server" else ("NULL", "CURVE")
+    assert shake_hands(client, server) == (
+        [("failed", "differs", there)],
+        [("failed", "differs", here)],
+    )
+
+
+def test_two_servers_with_keys_do_not_wait_for_each_other() -> None:
+    keys = Keys.new()
+    assert ours(keys, server=True).take(greeting(b"CURVE", as_server=1)) == MALFORMED
+    assert ours(keys, server=False).take(greeting(b"CURVE", as_server=1)) == []
+
+
+# -- the handshake ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metadata", "server", "suits"),
+    [
+        *((properties((b"Socket-Type", kind)), True, True) for kind in (b"DEALER", b"REQ")),
+        *((properties((b"Socket-Type", kind)), False, True) for kind in (b"ROUTER", b"REP")),
+        (properties((b"Socket-Type", b"ROUTER")), True, True),
+        (properties((b"Socket-Type", b"DEALER")), False, True),
+        (properties((b"Socket-Type", b"REP")), True, False),
+        (properties((b"Socket-Type", b"REQ")), False, False),
+        *((properties((b"Socket-Type", kind)), True, False) for kind in (b"PUB", b"", b"dealer")),
+        (properties((b"SOCKET-type", b"DEALER"), (b"X-More", b"x" * 300)), True, True),
+        (properties((b"Identity", b"x" * 255), (b"Socket-Type", b"DEALER")), True, True),
+        (b"", True, False),
+        (properties((b"Identity", b"")), True, False),
+        (properties((b"", b"x"), (b"Socket-Type", b"DEALER")), True, False),
+        (properties((b"Socket-Type", b"DEALER")) + b"\0", True, False),
+        (properties((b"Socket-Type", b"DEALER")) + b"\1", True, False),
+        (properties((b"Socket-Type", b"DEALER")) + b"\1x\0\0\0", True, False),
+        (b"\x0bSocket-Type\0\0\0\7DEALER", True, False),
+        (b"\x0bSocket-Type\xff\xff\xff\xffDEALER", True, False),
+        (b"\xffSocket-Type\0\0\0\6DEALER", True, False),
+    ],
+)
+def test_who_suits(metadata: bytes, server: bool, suits: bool) -> None:
+    side = ours(None, server=server)
+    said = greeting() + command(b"\5READY" + metadata)
+    assert side.take(said) == ([("ready",)] if suits else MALFORMED)
+
+
+LONGEST = 1024  # of a command
+
+
+@pytest.mark.parametrize(
+    ("said", "events"),
+    [
+        pytest.param(b"\0\0", MALFORMED, id="an-empty-message"),
+        pytest.param(b"\0\6\5READY", MALFORMED, id="ready-as-a-message"),
+        pytest.param(b"\4\0", MALFORMED, id="an-empty-command"),
+        pytest.param(b"\5", MALFORMED, id="more-of-a-command"),
+        *(pytest.param(bytes([4 | 1 << bit]), MALFORMED, id=f"bit-{bit}") for bit in range(3, 8)),
+        pytest.param(b"\6" + b"\x80" + bytes(7), MALFORMED, id="2-to-the-63"),
+        pytest.param(b"\6" + b"\xff" * 8, MALFORMED, id="2-to-the-64-less-1"),
+        pytest.param(b"\6" + b"\x7f" + b"\xff" * 7, TOO_LARGE, id="2-to-the-63-less-1"),
+        pytest.param(b"\6" + (LONGEST + 1).to_bytes(8, "big"), TOO_LARGE, id="beyond"),
+        pytest.param(b"\6" + LONGEST.to_bytes(8, "big"), [], id="the-longest"),
+        pytest.param(command(b"x" * LONGEST), MALFORMED, id="the-longest-whole"),
+        pytest.param(command(b"\5HALLO"), MALFORMED, id="another-name"),
+        pytest.param(command(b"\5READ"), MALFORMED, id="a-short-name"),
+        pytest.param(command(b"\4PING\0\0"), MALFORMED, id="ping"),
+        pytest.param(command(b"\5ERROR"), MALFORMED, id="error-without-reason"),
+        pytest.param(command(b"\5ERROR\x04400"), MALFORMED, id="error-with-less"),
+        pytest.param(command(b"\5ERROR\0"), [("failed", "refused", "")], id="error-empty"),
+        pytest.param(command(b"\5ERROR\x03400"), [("failed", "refused", "400")], id="error"),
+        pytest.param(
+            command(b"\5ERROR\3a\n\xfe"), [("failed", "refused", "a??")], id="error-unprintable"
+        ),
+        pytest.param(
+            command(b"\5ERROR\xff" + b"e" * 255), [("failed", "refused", "e" * 255)], id="long"
+        ),
+    ],
+)
+@pytest.mark.parametrize("server", [True, False])
+def test_what_may_follow_the_greeting(
+    keys: Keys | None, said: bytes, events: list[Event], server: bool
+) -> None:
+    side = ours(keys, server=server)
+    assert side.take(greeting(b"CURVE" if keys else b"NULL")) == []
+    assert side.take(said) == events
+    assert side.take(ready()) == ([] if events else side.take(b""))
+
+
+def test_whom_the_server_does_not_admit_hears_why() -> None:
+    keys = Keys.new()
+    client, server = ours(keys, server=False), ours(keys, server=True)
+    noticed = shake_hands(client, server, admits=False)
+    assert noticed[0] == [("failed", "refused", "400")]
+    assert noticed[1][1:] == [("failed", "unknown-key", "")]
+    assert not server.ready
+    assert server.admit(True) == []
+
+
+def test_nothing_is_looked_at_before_the_answer() -> None:
+    keys = Keys.new()
+    client, server = ours(keys, server=False), ours(keys, server=True)
+    server.take(client.reply())
+    client.take(server.reply())
+    server.take(client.reply())
+    client.take(server.reply())
+    initiate = client.reply()
+    assert server.take(initiate + b"\0\x21\7MESSAGE")[0][0] == "admit"
+    assert server.take(bytes(25)) == []
+    assert server.reply() == b""
+    assert server.admit(True) == [("ready",), *MALFORMED], "a nonce of zero"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(lambda keys: keys._replace(server=Pair.new()), id="another-server"),
+        pytest.param(
+            lambda keys: keys._replace(client=Pair(keys.client.public, Pair.new().secret)),
+            id="another-ones-public-key",
+        ),
+    ],
+)
+def test_wrong_keys_open_nothing(wrong: object) -> None:
+    keys = Keys.new()
+    client, server = ours(wrong(keys), server=False), ours(keys, server=True)  # type: ignore[operator]
+    assert shake_hands(client, server)[1] == WRONG_KEY
+    assert server.reply() == b""
+
+
+def test_a_key_of_small_order_is_refused() -> None:
+    """Whoever gives one knows what is made of it, whatever the other key is."""
+    pair = [z85.decode(key) for key in Pair.new()]
+    client = _zmtp.Zmtp(False, (pair[0], pair[1], bytes(32)), MAX_FRAME_BYTES)
+    assert client.take(greeting(b"CURVE")) == WRONG_KEY
+    assert len(client.reply()) == GREETING_BYTES
+    server = ours(Keys.new(), server=True)
+    hello = b"\5HELLO\1\0" + bytes(72 + 32) + bytes(7) + b"\1" + bytes(80)
+    assert server.take(greeting(b"CURVE") + command(hello)) == WRONG_KEY
+
+
+def test_no_changed_byte_passes_a_handshake_with_keys() -> None:
+    """Every byte of HELLO, WELCOME, INITIATE and READY, but the zeros that fill up a HELLO."""
+    keys = Keys.new()
+    sizes = {"server": (GREETING_BYTES, 2 + 200, 9 + 292), "client": (GREETING_BYTES, 170, 67)}
+    for victim, (before, first, second) in sizes.items():
+        for at in range(before, before + first + second):
+            if victim == "server" and before + 2 + 8 <= at < before + 2 + 80:
+                continue
+            client, server = ours(keys, server=False), ours(keys, server=True)
+            passed = 0
+
+            def change(data: bytes, at: int = at) -> list[bytes]:
+                nonlocal passed
+                begin, passed = passed, passed + len(data)
+                changed = bytearray(data)
+                if begin <= at < passed:
+                    changed[at - begin] ^= 0x10
+                return [bytes(changed)]
+
+            if victim == "server":
+                _, noticed = shake_hands(client, server, to_server=change)
+            else:
+                noticed, _ = shake_hands(client, server, to_client=change)
+            assert passed > at, (victim, at)
+            assert ("ready",) not in noticed, (victim, at)
+            # A size that was changed may leave it waiting for more.
+            faults = [event[1] for event in noticed if event[0] == "failed"]
+            assert set(faults) <= {"wrong-key", "malformed", "too-large"}, (victim, at)
+
+
+# -- frames ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "events"),
+    [
+        pytest.param(b"\x08", MALFORMED, id="reserved"),
+        pytest.param(b"\x80", MALFORMED, id="reserved-too"),
+        pytest.param(b"\5", MALFORMED, id="more-of-a-command"),
+        pytest.param(b"\4\0", MALFORMED, id="an-empty-command"),
+        pytest.param(b"\2\x80" + bytes(7), MALFORMED, id="2-to-the-63"),
+        pytest.param(b"\2" + b"\xff" * 8, MALFORMED, id="2-to-the-64-less-1"),
+        pytest.param(b"\2\x7f" + b"\xff" * 7, TOO_LARGE, id="2-to-the-63-less-1"),
+    ],
+)
+def test_headers_that_are_none(keys: Keys | None, said: bytes, events: list[Event]) -> None:
+    _, server = joined(keys)
+    assert server.take(said) == events
+
+
+def test_the_limit_of_frames_is_kept(keys: Keys | None) -> None:
+    most = 2000
+    client, server = ours(keys, server=False), ours(keys, server=True, max_frame_bytes=most)
+    shake_hands(client, server)
+    assert server.take(client.send([bytes(most)] * 2)) == [("message", [bytes(most)] * 2)]
+    assert server.take(client.send([bytes(most + 1)])[:9]) == TOO_LARGE, "by its header alone"
+
+
+def test_commands_pass_a_limit_that_is_smaller() -> None:
+    for keys in (None, Keys.new()):
+        client, server = ours(keys, server=False), ours(keys, server=True, max_frame_bytes=3)
+        shake_hands(client, server)
+        assert server.take(client.ping(1) + client.send([b"abc"])) == [("message", [b"abc"])]
+        assert server.take(client.send([b"abcd"])) == TOO_LARGE
+
+
+PONG_16 = b"\4PONG" + b"c" * 16
+COMMANDS = [
+    pytest.param(b"\4PING\0\1", [], b"\4PONG", id="ping"),
+    pytest.param(b"\4PING\0\1" + b"c" * 16, [], PONG_16, id="ping-16"),
+    pytest.param(b"\4PING\0\1" + b"c" * 17, MALFORMED, b"", id="ping-17"),
+    pytest.param(b"\4PING\0", MALFORMED, b"", id="ping-short"),
+    pytest.param(b"\4PONG" + b"c" * 16, [], b"", id="pong"),
+    pytest.param(b"\4PONG", [], b"", id="pong-empty"),
+    pytest.param(b"\5ERROR\x03400", [("failed", "refused", "400")], b"", id="error"),
+    pytest.param(b"\5ERROR\x04400", MALFORMED, b"", id="error-short"),
+    pytest.param(b"\x09SUBSCRIBEx", [], b"", id="another"),
+    pytest.param(b"\0", MALFORMED, b"", id="no-name"),
+    pytest.param(b"\5PING", MALFORMED, b"", id="half-a-name"),
+    pytest.param(b"\1x" + bytes(LONGEST - 2), [], b"", id="the-longest"),
+    pytest.param(b"\1x" + bytes(LONGEST - 1), TOO_LARGE, b"", id="too-long"),
+]
+
+
+@pytest.mark.parametrize(("body", "events", "answer"), COMMANDS)
+def test_commands(body: bytes, events: list[Event], answer: bytes) -> None:
+    _, server = joined(None)
+    assert server.take(command(body)) == events
+    assert server.reply() == (command(answer) if answer else b"")
+
+
+# -- sealed frames ---------------------------------------------------------------------------------
+
+
+class Sealer:
+    """A client's messages to a server of ours, sealed with the right key whatever they are."""
+
+    def __init__(self, seeded: Seeded) -> None:
+        _, self.server = joined(Keys.new(), 2000)
+        self._seeded = seeded
+        self._key = seeded.made[-2]
+        self.count = 10
+
+    def frame(self, inside: bytes, outer: int = 0) -> bytes:
+        self.count += 1
+        counter = self.count.to_bytes(8, "big")
+        box = self._seeded.seal(inside, b"CurveZMQMESSAGEC" + counter, self._key)
+        body = b"\7MESSAGE" + counter + box
+        return bytes([outer | 2]) + len(body).to_bytes(8, "big") + body
+
+
+@pytest.fixture
+def sealer() -> Iterator[Sealer]:
+    seeded = Seeded()
+    _zmtp.use(seeded.addresses)
+    try:
+        yield Sealer(seeded)
+    finally:
+        _zmtp.use(addresses())
+
+
+def test_flags_within_and_without(sealer: Sealer) -> None:
+    server = sealer.server
+    assert server.take(sealer.frame(b"\0one")) == [("message", [b"one"])]
+    assert server.take(sealer.frame(b"\0two", outer=4)) == [("message", [b"two"])]
+    assert server.take(sealer.frame(b"\1a") + sealer.frame(b"\0b")) == [("message", [b"a", b"b"])]
+    assert server.take(sealer.frame(b"\1a", outer=1)) == MALFORMED
+
+
+@pytest.mark.parametrize("flags", [3, 4, 8, 0x80, 0xFF])
+def test_wrong_flags_within(sealer: Sealer, flags: int) -> None:
+    assert sealer.server.take(sealer.frame(bytes([flags]))) == MALFORMED
+
+
+@pytest.mark.parametrize(("body", "events", "answer"), COMMANDS)
+def test_sealed_commands(sealer: Sealer, body: bytes, events: list[Event], answer: bytes) -> None:
+    assert sealer.server.take(sealer.frame(b"\2" + body)) == events
+    assert len(sealer.server.reply()) == (2 + 33 + len(answer) if answer else 0)
+
+
+def test_an_empty_command_within(sealer: Sealer) -> None:
+    assert sealer.server.take(sealer.frame(b"\2")) == MALFORMED
+
+
+def test_what_is_too_short_to_be_sealed() -> None:
+    for nbytes in (0, 1, 8, 32):
+        _, server = joined(Keys.new())
+        assert server.take(bytes([0, nbytes])) == MALFORMED
+
+
+def test_nonces_that_do_not_grow(sealer: Sealer) -> None:
+    sealer.count = (1 << 64) - 3
+    assert sealer.server.take(sealer.frame(b"\0x")) == [("message", [b"x"])]
+    sealer.count -= 1
+    assert sealer.server.take(sealer.frame(b"\0x")) == MALFORMED
+
+
+def test_what_was_heard_is_not_heard_again() -> None:
+    client, server = joined(Keys.new())
+    frame = client.send([b"once"])
+    assert server.take(frame) == [("message", [b"once"])]
+    assert server.take(frame) == MALFORMED
+    assert server.take(client.send([b"later"])) == [], "who has failed is deaf"
+
+
+def test_what_was_swapped_is_not_heard() -> None:
+    client, server = joined(Keys.new())
+    first, second = client.send([b"first"]), client.send([b"second"])
+    assert server.take(second + first) == [("message", [b"second"]), *MALFORMED]
+
+
+def test_what_is_said_to_one_is_not_heard_by_another() -> None:
+    keys = Keys.new()
+    client, server = joined(keys)
+    _, other = joined(keys)
+    assert other.take(client.send([b"x"])) == WRONG_KEY, "another connection with the same keys"
+    assert client.take(client.send([b"x"])) == WRONG_KEY, "its own, sent back"
+    assert server.ready
+
+
+def test_no_changed_byte_passes_a_sealed_message() -> None:
+    keys = Keys.new()
+    for nbytes in (7, 300):
+        header_bytes = 2 if nbytes == 7 else 9
+        client, server = joined(keys)
+        for at in range(header_bytes, header_bytes + 33 + nbytes, 1 if nbytes == 7 else 37):
+            client, server = joined(keys)
+            changed = bytearray(client.send([bytes(nbytes)]))
+            changed[at] ^= 0x80
+            named = at < header_bytes + 8
+            assert server.take(bytes(changed)) == (MALFORMED if named else WRONG_KEY), at
+
+
+# -- the class -------------------------------------------------------------------------------------
+
+
+def test_who_is_not_ready_sends_nothing() -> None:
+    side = ours(None, server=False)
+    for send in (lambda: side.send([b"x"]), lambda: side.ping(1)):
+        with pytest.raises(ValueError, match="follow the handshake"):
+            send()
+
+
+def test_keys_have_their_length() -> None:
+    for wrong in ((b"x" * 32, b"x" * 32), (b"x" * 32, b"x" * 31, b"x" * 32)):
+        with pytest.raises(ValueError, match="three of 32 bytes"):
+            _zmtp.Zmtp(True, wrong, 100)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="functions are"):
+        _zmtp.use(addresses()[:-1])
+
+
+def test_closing_is_for_ever(keys: Keys | None) -> None:
+    client, server = joined(keys)
+    sent = client.send([b"x"])
+    server.close()
+    server.close()
+    assert server.take(sent) == []
+    with pytest.raises(ValueError, match="follow the handshake"):
+        server.send([b"x"])
+
+
+def test_many_pings_at_once(keys: Keys | None) -> None:
+    client, server = joined(keys)
+    assert take(server, b"".join(client.ping(0) for _ in range(500))) == []
+    assert len(server.reply()) == 500 * (2 + 5 + (33 if keys else 0))
