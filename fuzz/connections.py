@@ -183,7 +183,7 @@ def _sides(source: Source, cuts: bytes) -> tuple[Side, Side, bool]:
 
 def _conversation(source: Source, cuts: bytes) -> Told:
     """Let two sides talk, and garble it on the way."""
-    client, server, _ = _sides(source, cuts)
+    client, server, curve = _sides(source, cuts)
     honest = True
     sent: list[list[list[bytes]]] = [[], []]
     for turn in range(12):
@@ -194,7 +194,11 @@ def _conversation(source: Source, cuts: bytes) -> Told:
                 if source.chance(4):
                     said += sender.zmtp.ping(source.byte())
                     continue
-                frames = [bytes(source.pick(_SIZES)) for _ in range(1 + source.below(3))]
+                frames = [
+                    (b"%d %d %d" % (turn, len(sent[turn % 2]), number)).ljust(size)[:size]
+                    for number in range(1 + source.below(3))
+                    for size in (source.pick(_SIZES),)
+                ]
                 sent[turn % 2].append(frames)
                 said += sender.zmtp.send(frames)
         heard = _garble(said, source) if source.chance(4) else said
@@ -205,6 +209,16 @@ def _conversation(source: Source, cuts: bytes) -> Told:
             heard_frames = [event[1] for event in side.events if event[0] == "message"]
             check(side.zmtp.ready, f"an honest conversation begins: {side.events}")
             check(heard_frames == frames_sent, "what was sent is heard")
+    if curve:
+        for side, messages in ((server, sent[0]), (client, sent[1])):
+            frames_sent_in_order = iter([frame for message in messages for frame in message])
+            frames_heard = (
+                frame for event in side.events if event[0] == "message" for frame in event[1]
+            )
+            check(
+                all(frame in frames_sent_in_order for frame in frames_heard),
+                "whatever is sealed is heard once, in its order, as it was sent",
+            )
     if honest:
         faults = {side.events[-1][1] for side in (client, server) if side.failed}
         check(faults <= {"unknown-key", "refused"}, f"honest sides understand: {faults}")
@@ -214,7 +228,7 @@ def _conversation(source: Source, cuts: bytes) -> Told:
 def _garble(said: bytes, source: Source) -> bytes:
     """Change a flight so that it differs whatever the keys are."""
     changed = bytearray(said)
-    at = int.from_bytes(source.take(2), "big") % (len(changed) + 1)
+    at = 0 if source.chance(4) else int.from_bytes(source.take(2), "big") % (len(changed) + 1)
     kind = source.below(6)
     if kind == 0 and at < len(changed):
         changed[at] ^= 1 + source.below(255)

@@ -83,6 +83,33 @@ MUTATIONS = {
             ),
         ),
     ),
+    "sealed-twice": Mutation(
+        "a sealed frame may come again",
+        "zmtp",
+        (
+            (
+                "reducer/zmtp/curve.c",
+                "    if (count <= curve->peer_nonce)\n        return CURVE_BAD;\n",
+                "",
+            ),
+        ),
+    ),
+    "no-limit-of-frames": Mutation(
+        "a frame may be as long as its sender likes",
+        "zmtp",
+        (
+            (
+                "reducer/zmtp/zmtp.c",
+                "frame->nbytes > most ? fail(zmtp, ZMTP_TOO_LARGE) : ZMTP_FRAME;",
+                "most > 0 ? ZMTP_FRAME : fail(zmtp, ZMTP_TOO_LARGE);",
+            ),
+        ),
+    ),
+    "no-limit-of-contexts": Mutation(
+        "a PING is answered beyond the end of the answer",
+        "zmtp",
+        (("reducer/zmtp/zmtp.c", " || nbytes - before > CONTEXT_BYTES)", ")"),),
+    ),
     "round-freed-under-its-view": Mutation(
         "a round is forgotten while the engine still holds a view of it",
         "engine",
