@@ -100,7 +100,8 @@ def environment(tree: Path) -> dict[str, str]:
         # They must be there before anything allocates, so before Python, which is not built so.
         "LD_PRELOAD": " ".join(libraries),
         # Python keeps objects to the end and libraries their tables: all would be called leaks.
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
+        # What is freed is kept for a while; not so much of it that the process seems to grow.
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99:quarantine_size_mb=32",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "PYTHONPATH": str(tree.resolve()),
         "PYTHONMALLOC": "malloc",  # each object is a block that is watched
