@@ -22,7 +22,8 @@ enum {
     MINOR = 11,
     MECHANISM = 12,
     MECHANISM_BYTES = 20,
-    AS_SERVER = 32
+    AS_SERVER = 32,
+    FIRST_PART = MINOR /* what is sent at once */
 };
 
 enum { CONTEXT_BYTES = 16 /* the most in a PING */, METADATA_BYTES = 64 /* more than we write */ };
@@ -152,14 +153,11 @@ bool zmtp_init(struct zmtp *zmtp, bool server, const struct curve_keys *keys,
     zmtp->max_frame_bytes = max_frame_bytes;
     if (keys != NULL && (zmtp->curve = curve_new(server, keys)) == NULL)
         return false;
-    uint8_t *greeting = reply_room(zmtp, ZMTP_GREETING_BYTES); /* zero, as all of it */
+    uint8_t *greeting = reply_room(zmtp, FIRST_PART); /* zero, as all of it */
     greeting[0] = 0xff;
     greeting[8] = 1; /* ZMTP 1.0 reads the length of an identity, and one of 1.0 goes on so */
     greeting[SIGNATURE_END] = 0x7f;
     greeting[MAJOR] = 3;
-    greeting[MINOR] = 1;
-    memcpy(greeting + MECHANISM, keys != NULL ? "CURVE" : "NULL", keys != NULL ? 5 : 4);
-    greeting[AS_SERVER] = keys != NULL && server;
     return true;
 }
 
@@ -195,12 +193,30 @@ static bool is_greeting(const uint8_t *bytes, size_t nbytes)
            (nbytes <= MAJOR || bytes[MAJOR] >= 3);
 }
 
+/* Says the rest of the greeting, once the peer has said its version, as libzmq does. Told all of it
+ * at once, a libzmq with another mechanism closes before it has said which. */
+static bool say_mechanism(struct zmtp *zmtp)
+{
+    uint8_t *rest = reply_room(zmtp, ZMTP_GREETING_BYTES - FIRST_PART);
+    if (rest == NULL)
+        return false;
+    const char *mechanism = zmtp->curve != NULL ? "CURVE" : "NULL";
+    memset(rest, 0, ZMTP_GREETING_BYTES - FIRST_PART);
+    rest[MINOR - FIRST_PART] = 1;
+    memcpy(rest + MECHANISM - FIRST_PART, mechanism, strlen(mechanism));
+    rest[AS_SERVER - FIRST_PART] = zmtp->curve != NULL && zmtp->server;
+    return true;
+}
+
 static enum zmtp_event take_greeting(struct zmtp *zmtp, const uint8_t **at, const uint8_t *end)
 {
+    bool begins = zmtp->kept < FIRST_PART;
     bool whole = collect(zmtp, ZMTP_GREETING_BYTES, at, end);
     const uint8_t *greeting = zmtp->keep;
     if (!is_greeting(greeting, zmtp->kept))
         return fail(zmtp, ZMTP_FOREIGN);
+    if (begins && zmtp->kept >= FIRST_PART && !say_mechanism(zmtp))
+        return fail(zmtp, ZMTP_MALFORMED);
     if (!whole)
         return ZMTP_MORE;
     zmtp->peer_minor = greeting[MINOR];

@@ -73,9 +73,9 @@ struct zmtp {
     uint8_t keep[ZMTP_COMMAND_BYTES + ZMTP_HEADER_BYTES];
 };
 
-/* Begins a connection; the greeting is in `reply`. With keys the mechanism is CURVE. A server gives
- * its pair, a client its own and the server's public key. False: out of memory, or curve_use was
- * not called. */
+/* Begins a connection; `reply` has the first part of the greeting, and the rest when the peer has
+ * said its own first part. With keys the mechanism is CURVE. A server gives its pair, a client its
+ * own and the server's public key. False: out of memory, or curve_use was not called. */
 bool zmtp_init(struct zmtp *zmtp, bool server, const struct curve_keys *keys,
                uint64_t max_frame_bytes);
 void zmtp_free(struct zmtp *zmtp);
