@@ -18,6 +18,9 @@ FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
 LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
+# What speaks ZMTP, sans I/O, and over sockets.
+ZMTP = [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]
+ENGINE = [*ZMTP, "reducer/zmtp/connection.c", "reducer/zmtp/pulse.c"]
 # By its extension: what each is built from, besides its own .pyx.
 SOURCES = {
     "reducer.kernels._kernels": [
@@ -27,9 +30,10 @@ SOURCES = {
     "reducer.runtime._loop": [
         "reducer/runtime/loop.c",
         "reducer/engine/slots.c",
+        *ENGINE,
         "reducer/failpoints/failpoints.c",
     ],
-    "reducer.zmtp._zmtp": ["reducer/zmtp/zmtp.c", "reducer/zmtp/curve.c"],
+    "reducer.zmtp._zmtp": ZMTP,
     "worker_client.protocol._flight": (
         FLIGHT := [
             f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")
@@ -38,8 +42,7 @@ SOURCES = {
     "worker_client.runtime._loop": [
         "worker_client/runtime/loop.c",
         *FLIGHT,
-        *(ZMTP := [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]),
-        "reducer/zmtp/connection.c",
+        *ENGINE,
         "reducer/failpoints/failpoints.c",
     ],
     "worker_client.fusion._tensor_queue": [],

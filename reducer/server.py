@@ -17,10 +17,10 @@ from reducer.engine.rounds import Counters
 from reducer.failpoints import parse
 from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
-from reducer.runtime.faults import FaultyEngine, FaultyTransport
+from reducer.runtime.faults import FaultyEngine, around
 from reducer.runtime.guard import LOOK_S, Guard
 from reducer.runtime.keyring import Reader
-from reducer.runtime.transport import Transport, make_context
+from reducer.runtime.plain_transport import make_context
 from reducer.runtime.zap import Gate, Refusals
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from reducer.runtime.implementation import MakeLoop
     from reducer.runtime.keyring import Keyring
     from reducer.runtime.loop import Loop
+    from reducer.runtime.transport import Transport
 
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
 
@@ -47,8 +48,11 @@ class Server:
     Attributes:
         address: ``host:port`` under which workers reach it (the port is known once it is built);
             they learn of its other threads' ports there.
-        context: libzmq's; workers of this process that use it must be closed before `stop`.
-        inproc: where they reach each thread without a socket in between, by its address.
+        context: libzmq's, of the plain loop; workers of this process that use it must be closed
+            before `stop`.
+        lanes: the addresses of its threads.
+        inproc: where they reach each thread without a socket in between, by its address; none with
+            the compiled loop.
         observer: reads its state, from any thread.
 
     Raises:
@@ -58,24 +62,26 @@ class Server:
     def __init__(self, config: ReducerConfig, keyring: Keyring | None = None) -> None:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
-        make_transport: Callable[..., Transport] = Transport
+        make_transport: Callable[..., Transport] = chosen.transport
         make_engine: Callable[..., Engine] = Engine
         failpoints = parse(config.failpoints)
         hit = chosen.arm(failpoints)
         if failpoints:
             log.warning("failpoints are set: %s", config.failpoints)
-            make_transport, make_engine = partial(FaultyTransport, hit), partial(FaultyEngine, hit)
-        self.context = make_context(config.io_threads * config.threads, config.cpus)
+            make_transport = around(chosen.transport, hit)
+            make_engine = partial(FaultyEngine, hit)
+        self.context, self._gate = None, None
+        if chosen is implementation.PLAIN:
+            self.context = make_context(config.io_threads * config.threads, config.cpus)
+            self._gate = None if keyring is None else Gate(self.context, keyring)
         self._keyring = keyring
-        self._gate = None if keyring is None else Gate(self.context, keyring)
         self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
-        pair = None if keyring is None else keyring.pair
         try:
             transports = [
                 make_transport(
                     _endpoint(config.bind, lane),
                     self.context,
-                    pair,
+                    keyring,
                     max_chunk_bytes=int(config.max_chunk_bytes),
                     handshake_s=config.handshake_timeout,
                 )
@@ -84,11 +90,17 @@ class Server:
         except BaseException:
             if self._gate is not None:
                 self._gate.stop()
-            self.context.destroy(linger=0)
+            if self.context is not None:
+                self.context.destroy(linger=0)
             raise
         first, *others = transports
         host = _reachable(first.host)
-        self.inproc = {f"{host}:{transport.port}": transport.inproc for transport in transports}
+        self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
+        self.inproc = {
+            lane: transport.inproc
+            for lane, transport in zip(self.lanes, transports, strict=True)
+            if transport.inproc
+        }
         self.address = f"{host}:{first.port}"
         self._stopping, self._hurry = threading.Event(), threading.Event()
         incarnation = secrets.token_hex(8)
@@ -168,7 +180,8 @@ class Server:
             self._gate.stop()
         if self._reader is not None:
             self._reader.stop()
-        self.context.destroy()
+        if self.context is not None:
+            self.context.destroy()
         failures = [lane.failure for lane in self._lanes]
         failures += [] if self._reader is None else [self._reader.failure]
         for failure in failures:
@@ -220,6 +233,7 @@ class _Lane(threading.Thread):
             if self._cpus is not None:
                 os.sched_setaffinity(0, self._cpus)  # of this thread
             loop = self._make_loop(self.engine, self._transport)
+            loop.send(self.engine.tick(loop.clock.now()))  # from here on it knows the time
             while not self._stopping.is_set():
                 self.inbox.answer()
                 loop.step(self._guard.wait_s)

@@ -17,9 +17,8 @@ PACKAGES = ("reducer", "worker_client")
 # are not named, the protocol alone.
 FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
-    "_slots": {"engine", "libzmq", "wire"},
-    "_loop": {"_libzmq", "engine", "failpoints", "kernels", "runtime", "wire"},
-    "_flight": {"libzmq", "wire"},
+    "_slots": {"engine", "wire"},
+    "_loop": {"engine", "failpoints", "kernels", "runtime", "wire"},
     "_zmtp": {"zmtp"},
 }
 # ... and what those of the worker's client may take from it.
@@ -185,8 +184,7 @@ def test_compiled_modules_keep_to_their_floor() -> None:
             assert top not in {"zmq", "torch", "os", "pickle", "marshal"}, at
             room = rest.partition(".")[0]
             assert top != "worker_client" or room in CLIENT_FLOORS.get(path.stem, {"protocol"}), at
-            floors = FLOORS.get(path.stem, {"libzmq", "wire", "errors"})
-            floors = floors | {"_libzmq"}
+            floors = FLOORS.get(path.stem, {"wire", "errors"})
             assert top != "reducer" or room in floors, at
         assert "getenv" not in text, path
 

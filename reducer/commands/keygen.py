@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from reducer import keyfiles
 from reducer.errors import ConfigError
 from reducer.keyfiles import ALLOWED, JOB_NAME, JOB_SECRET, JOBS, POOL, POOL_PUBLIC, POOL_SECRET
-from reducer.runtime.transport import make_pair
+from reducer.runtime.plain_transport import make_pair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner
 
 if TYPE_CHECKING:

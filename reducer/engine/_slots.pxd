@@ -2,7 +2,18 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from reducer._libzmq cimport libzmq, zmq_msg_t
+
+cdef extern from "reducer/zmtp/block.h" nogil:
+    struct block:
+        unsigned char *data
+        size_t nbytes
+
+    struct block_pool:
+        size_t most_spare_bytes
+
+    block *block_take(block_pool *pool, size_t nbytes) noexcept
+    void block_drop(block_pool *pool, block *dropped) noexcept
+    void block_pool_free(block_pool *pool) noexcept
 
 
 cdef extern from "reducer/engine/map.h" nogil:
@@ -52,7 +63,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
         CLAIMED
 
     struct payloads:
-        zmq_msg_t *messages
+        block **blocks
         uint8_t *present
 
     struct slot:
@@ -80,7 +91,8 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint64_t born
 
     struct rounds:
-        const libzmq *zmq
+        block_pool *pool
+        block_pool own
         uint32_t world_size
         map by_sequence
         heap order
@@ -97,7 +109,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint32_t generation
 
     round *rounds_open(rounds *self, uint64_t sequence, const header_t *first) noexcept
-    slot *round_place(rounds *self, round *at, const header_t *header, zmq_msg_t *payload) noexcept
+    slot *round_place(rounds *self, round *at, const header_t *header, block *payload) noexcept
     uint64_t rounds_taken(const rounds *self) noexcept
     void round_finish(rounds *self, round *at, slot *finished) noexcept
     void round_drop(rounds *self, round *at, slot *dropped) noexcept
@@ -106,10 +118,6 @@ cdef extern from "reducer/engine/slots.h" nogil:
     void rounds_discard_oldest(rounds *self) noexcept
     void rounds_free(rounds *self) noexcept
     uint64_t peer_key(const void *id, size_t nbytes) noexcept
-
-
-# The table of the one libzmq of this process.
-cdef const libzmq *functions() except NULL
 
 
 cdef class Member:
@@ -125,7 +133,7 @@ cdef class Rounds:
     cdef dict _left
     cdef dict _swept
 
-    cdef admit(self, list members, job)
+    cdef admit(self, list members, job, block_pool *pool)
     cdef dismiss(self)
     cdef rest(self)
     cdef _view(self, round *found)

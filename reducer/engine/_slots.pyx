@@ -7,13 +7,11 @@ classes: a `Round` is a view that is made when somebody asks for one.
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.memoryview cimport PyMemoryView_FromMemory
 
-from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from itertools import islice
 
-from reducer.libzmq import addresses
 from reducer.engine.slots import MAX_MISSING, check_agreement, check_size
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
@@ -23,29 +21,6 @@ from reducer.wire.states import LinkState
 
 cdef extern from "Python.h":
     const int PyBUF_READ
-
-cdef libzmq _functions
-cdef bint _loaded = False
-
-
-cdef const libzmq *functions() except NULL:
-    global _loaded
-    cdef void **places = <void **>&_functions
-    if not _loaded:
-        for index, address in enumerate(addresses()):
-            places[index] = <void *><uintptr_t>address
-        _loaded = True
-    return &_functions
-
-
-def check():
-    """Find out whether the libzmq that pyzmq loaded can be called.
-
-    Raises:
-        ConfigError: it cannot; the message says why.
-    """
-    functions()
-
 
 cdef class Member:
     """One rank of a job; see `reducer.engine.slots.Member`."""
@@ -125,17 +100,14 @@ cdef class Slot:
     @property
     def payloads(self):
         """Contributions by rank, None for those that are missing. Gone when the slot is."""
-        cdef const libzmq *zmq = self.within.zmq
-        cdef zmq_msg_t *message
+        cdef block *held
         found = []
         for rank in range(self.within.world_size):
             if self.its.payloads.present[rank] != PRESENT:
                 found.append(None)
                 continue
-            message = &self.its.payloads.messages[rank]
-            found.append(PyMemoryView_FromMemory(
-                <char *>zmq.msg_data(message), zmq.msg_size(message), PyBUF_READ
-            ))
+            held = self.its.payloads.blocks[rank]
+            found.append(PyMemoryView_FromMemory(<char *>held.data, held.nbytes, PyBUF_READ))
         return found
 
     @property
@@ -193,23 +165,24 @@ cdef class Round:
         cdef slot *at = <slot *>map_get(&self.it().slots, header.offset)
         if at != NULL:
             check_size(header, at.first_rank, at.nbytes)
-        cdef const libzmq *zmq = self._of.its.zmq
         cdef bytes frame = header.pack()
         cdef const header_t *contribution = <const header_t *>PyBytes_AS_STRING(frame)
         cdef const unsigned char[::1] source
-        cdef zmq_msg_t message
+        cdef block *message
         if payload is None:
             at = round_place(&self._of.its, self.it(), contribution, NULL)
             if at == NULL:
                 raise MemoryError
             return self._slot(at)
         source = payload
-        if zmq.msg_init_size(&message, header.nbytes) != 0:
+        message = block_take(self._of.its.pool, header.nbytes)
+        if message == NULL:
             raise MemoryError
         if header.nbytes:
-            memcpy(zmq.msg_data(&message), &source[0], header.nbytes)
-        at = round_place(&self._of.its, self.it(), contribution, &message)
-        zmq.msg_close(&message)
+            memcpy(message.data, &source[0], header.nbytes)
+        at = round_place(&self._of.its, self.it(), contribution, message)
+        if at == NULL:
+            block_drop(self._of.its.pool, message)
         if at == NULL:
             raise MemoryError
         return self._slot(at)
@@ -312,7 +285,7 @@ cdef class Rounds:
     """The rounds of one job, by sequence number; see `reducer.engine.slots.Rounds`."""
 
     def __cinit__(self, uint32_t world_size):
-        self.its.zmq = functions()
+        self.its.pool = &self.its.own
         self.its.world_size = world_size
         self.its.most = NO_SEQUENCE
         self._views = {}
@@ -450,8 +423,8 @@ cdef class Rounds:
                 self._release(sequence)
         self._latest.clear()
 
-    cdef admit(self, list members, job):
-        """Let the loop serve these members, one per rank."""
+    cdef admit(self, list members, job, block_pool *pool):
+        """Let the loop serve these members, one per rank, with payloads from its pool."""
         cdef Member member
         if self.its.members == NULL:
             self.its.members = <member_t **>calloc(self.its.world_size, sizeof(member_t *))
@@ -459,6 +432,7 @@ cdef class Rounds:
                 raise MemoryError
         for member in members:
             self.its.members[member.its.rank] = &member.its
+        self.its.pool = pool
         self.its.job = job.key
         self.its.generation = job.generation
         self.its.max_chunk_bytes = job.max_chunk_bytes
@@ -466,5 +440,6 @@ cdef class Rounds:
 
     cdef dismiss(self):
         """Leave every contribution to the engine."""
+        self.its.pool = &self.its.own
         free(self.its.members)
         self.its.members = NULL

@@ -3,7 +3,7 @@
 uint64_t peer_key(const void *id, size_t nbytes)
 {
     uint64_t key = 0;
-    if (nbytes == 0 || nbytes > 7) /* libzmq's own have five bytes */
+    if (nbytes == 0 || nbytes > 7) /* libzmq's have five, the loop's seven */
         return 0;
     memcpy(&key, id, nbytes);
     return key | (uint64_t)nbytes << 56;
@@ -19,11 +19,11 @@ static struct payloads *payloads_take(struct rounds *rounds)
         return taken;
     }
     size_t n = rounds->world_size;
-    /* One block: the record, then messages (their alignment divides the record's), then flags. */
-    taken = calloc(1, sizeof *taken + n * sizeof(zmq_msg_t) + n);
+    /* At once: the record, then the blocks (their alignment divides the record's), then flags. */
+    taken = calloc(1, sizeof *taken + n * sizeof *taken->blocks + n);
     if (taken != NULL) {
-        taken->messages = (zmq_msg_t *)(taken + 1);
-        taken->present = (uint8_t *)(taken->messages + n);
+        taken->blocks = (struct block **)(taken + 1);
+        taken->present = (uint8_t *)(taken->blocks + n);
     }
     return taken;
 }
@@ -32,7 +32,7 @@ static void payloads_release(struct rounds *rounds, struct payloads *payloads)
 {
     for (uint32_t rank = 0; rank < rounds->world_size; rank++)
         if (payloads->present[rank] == PRESENT)
-            rounds->zmq->msg_close(&payloads->messages[rank]);
+            block_drop(rounds->pool, payloads->blocks[rank]);
     memset(payloads->present, 0, rounds->world_size);
     payloads->next = rounds->spare;
     rounds->spare = payloads;
@@ -90,7 +90,7 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
 }
 
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
-                         zmq_msg_t *payload)
+                         struct block *payload)
 {
     struct slot *slot = map_get(&round->slots, header->offset);
     if (slot == NULL) {
@@ -123,9 +123,7 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
         slot->claims++;
         return slot;
     }
-    zmq_msg_t *place = &slot->payloads->messages[header->rank];
-    rounds->zmq->msg_init(place);
-    rounds->zmq->msg_move(place, payload);
+    slot->payloads->blocks[header->rank] = payload;
     slot->payloads->present[header->rank] = PRESENT;
     return slot;
 }
@@ -183,6 +181,7 @@ void rounds_free(struct rounds *rounds)
         rounds->spare = spare->next;
         free(spare);
     }
+    block_pool_free(&rounds->own);
     free(rounds->members);
     rounds->members = NULL;
 }
@@ -262,12 +261,12 @@ static bool may_end_question(const struct rounds *rounds, uint64_t sequence)
 }
 
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
-                          zmq_msg_t *payload, struct round **round, struct slot **slot)
+                          struct block *payload, struct round **round, struct slot **slot)
 {
     if (rounds->members == NULL || !member->regular || header->job != rounds->job ||
         header->generation != rounds->generation || header->rank != member->rank)
         return IRREGULAR;
-    if (!header_chunk_is_sound(header, rounds->zmq->msg_size(payload), rounds->max_chunk_bytes))
+    if (!header_chunk_is_sound(header, payload->nbytes, rounds->max_chunk_bytes))
         return IRREGULAR;
     uint64_t watermark =
         header->watermark > member->watermark ? header->watermark : member->watermark;

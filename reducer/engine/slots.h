@@ -8,9 +8,9 @@
 #define REDUCER_SLOTS_H
 
 #include "heap.h"
-#include "reducer/libzmq.h"
 #include "map.h"
 #include "reducer/wire/header.h"
+#include "reducer/zmtp/block.h"
 
 /* One rank of a job. */
 struct member {
@@ -45,7 +45,7 @@ struct slot {
 /* Contributions by rank. */
 struct payloads {
     struct payloads *next; /* in the list of spare ones */
-    zmq_msg_t *messages;
+    struct block **blocks;
     uint8_t *present; /* ABSENT and so on */
 };
 
@@ -67,7 +67,8 @@ struct round {
 
 /* The all-reduces in flight of one generation of a job. */
 struct rounds {
-    const struct libzmq *zmq;
+    struct block_pool *pool; /* of payloads: the loop's while it serves these, else `own` */
+    struct block_pool own;
     uint32_t world_size;
     struct map by_sequence;
     struct heap order;   /* sequence numbers of all rounds */
@@ -103,13 +104,13 @@ uint64_t rounds_taken(const struct rounds *rounds);
 
 /* Takes a healthy contribution, and with it the payload. Sets where it was put. */
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
-                          zmq_msg_t *payload, struct round **round, struct slot **slot);
+                          struct block *payload, struct round **round, struct slot **slot);
 
 /* For the engine, which has checked everything. NULL or false: out of memory. */
 struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct header *first);
-/* Without a payload the rank claims to hold the result. */
+/* Takes the payload. Without one the rank claims to hold the result. */
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
-                         zmq_msg_t *payload);
+                         struct block *payload);
 
 /* Frees a slot's payloads and remembers that its result is on its way. */
 void round_finish(struct rounds *rounds, struct round *round, struct slot *slot);

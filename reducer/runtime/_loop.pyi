@@ -1,15 +1,34 @@
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Send
 from reducer.failpoints import Failpoint, Place
 from reducer.runtime import loop
-from reducer.runtime.transport import Transport
+from reducer.runtime.compiled_transport import CompiledTransport
+from reducer.wire.header import Buffer
 
 class Core:
-    def __init__(self, engine: Engine, transport: Transport | None = None) -> None: ...
+    def __init__(self, engine: Engine, transport: CompiledTransport | None = None) -> None: ...
     def offer(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send] | None: ...
 
+class Sockets:
+    def __init__(
+        self,
+        listener: int | None = None,
+        every_s: float = 1.0,
+        handshake_s: float = 1.0,
+        max_frame_bytes: int = 0,
+        keys: Sequence[bytes] | None = None,
+        frame_extra: int = 0,
+    ) -> None: ...
+    def end(self, linger_ms: int) -> None: ...
+    def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool: ...
+    def changes(self) -> list[tuple[bool, int, int]]: ...
+    def unfinished(self) -> int: ...
+
+def use_sodium(functions: Sequence[int]) -> None: ...
 def arm(failpoints: Sequence[Failpoint]) -> Callable[[Place], bool]: ...
 def hit(place: Place) -> bool: ...
 

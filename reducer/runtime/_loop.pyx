@@ -1,8 +1,8 @@
 """The compiled loop of a reducer's thread; see `loop.py`, its plain twin, and `loop.h`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING
-from libc.stdint cimport uint64_t, uintptr_t
-from libc.stdlib cimport free
+from libc.errno cimport errno
+from libc.stdint cimport uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from reducer.failpoints._failpoints cimport arm_table, pass_place
@@ -10,23 +10,23 @@ from reducer.engine._slots cimport (
     HEADER_BYTES,
     Member,
     Rounds,
-    functions,
+    block,
+    block_drop,
+    block_pool,
+    block_pool_free,
+    block_take,
     header_t,
-    libzmq,
     map,
     map_free,
     map_put,
     member_t,
     peer_key,
     rounds,
-    zmq_msg_t,
 )
-from reducer._libzmq cimport ZMQ_SRCFD
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
 
 import time
 
-from reducer.engine.allow_list import LOCAL
 from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.runtime.loop import Loop as PlainLoop
 from reducer.engine.rounds import Send
@@ -41,47 +41,174 @@ cdef extern from "reducer/engine/slots.h" nogil:
         OUT_OF_MEMORY
 
 
-cdef extern from "reducer/runtime/malloc_tuning.h":
-    void keep_large_blocks() noexcept
+cdef extern from "reducer/zmtp/connection.h" nogil:
+    struct sodium:
+        pass
+
+    void curve_use(const sodium *functions) noexcept
+
+    struct curve_keys:
+        uint8_t public_key[32]
+        uint8_t secret_key[32]
+
+    enum zmtp_fault:
+        ZMTP_DIFFERS
+        ZMTP_WRONG_KEY
+        ZMTP_UNKNOWN_KEY
+        ZMTP_NO_FAULT
+
+    ctypedef struct zmtp_t "struct zmtp":
+        bint ready
+        bint sealed
+        int fault
+        uint8_t peer_key[32]
+
+    struct message:
+        bint foreign
+        unsigned frames
+        unsigned char *header
+        block *payload
+
+    struct connection:
+        zmtp_t zmtp
+        message message
 
 
 cdef extern from "reducer/runtime/loop.h" nogil:
-    const int LOOP_FRAMES
-
     enum loop_event:
         LOOP_TIMEOUT
         LOOP_MESSAGE
+        LOOP_ADMIT
+        LOOP_ENDED
         LOOP_UNREACHABLE
         LOOP_FAILED
         LOOP_OUT_OF_MEMORY
 
-    ctypedef struct loop_t "struct loop":
-        const libzmq *zmq
-        void *socket
+    struct peer:
+        uint64_t number
+        connection connection
+
+    struct change:
+        uint64_t number
         int fd
+        bint came
+
+    ctypedef struct loop_t "struct loop":
         const fold_table *kernels
         map members
         map rounds
-        zmq_msg_t frames[3]
-        int received
+        peer *peer
+        change *changes
+        size_t change_count
+        const curve_keys *keys
+        uint64_t max_frame_bytes, handshake_ns
         member_t **lost
         size_t lost_count
-        const void **inputs
         size_t frame_extra
-        uint64_t contributions, results, bytes_in, bytes_out
+        uint64_t contributions, results, bytes_in, bytes_out, unfinished
+        int error
+        block_pool pool
 
+    bint loop_listen(loop_t *self, int listener, uint64_t every_ns) noexcept
+    void loop_end(loop_t *self, long linger_ms) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
-    void loop_close_message(loop_t *self) noexcept
+    void loop_next(loop_t *self) noexcept
+    void loop_admit(loop_t *self, bint admitted) noexcept
+    void loop_trust(loop_t *self) noexcept
+    void loop_forget(loop_t *self) noexcept
+    bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
+                   size_t nbytes) noexcept
     verdict loop_offer(
-        loop_t *self, uint64_t peer, const void *frame, size_t frame_bytes, zmq_msg_t *payload,
-        header_t *header, zmq_msg_t *result, rounds **within
+        loop_t *self, uint64_t peer, const void *frame, size_t frame_bytes, block *payload,
+        header_t *header, block **result, rounds **within
     ) noexcept
+
+
+ID_BYTES = 7  # of a peer: the number of its connection, little-endian
+SPARE_BYTES = 32 << 20  # of memory that payloads have had, kept for the next ones
+
+cdef sodium _sodium
+
+
+def use_sodium(functions):
+    """Say where libsodium's functions are; see `reducer.zmtp.sodium.addresses`."""
+    for at, address in enumerate(functions):
+        (<void **>&_sodium)[at] = <void *><uintptr_t>address
+    curve_use(&_sodium)
+
+
+cdef class Sockets:
+    """The connections of one thread, and what is read from them and sent; one thread uses it.
+
+    Args:
+        listener: descriptor of a socket that listens, and does not block; None for tests without
+            a network.
+        every_s: time between two heartbeats.
+        handshake_s: time for a handshake.
+        max_frame_bytes: of a message's frames; who sends a longer one is disconnected.
+        keys: the reducer's public and secret key, 32 bytes each, if peers must have some.
+
+    Raises:
+        OSError: no files or threads are left.
+    """
+
+    cdef loop_t its
+    cdef curve_keys _keys
+
+    def __cinit__(self, listener=None, double every_s=1.0, double handshake_s=1.0,
+                  uint64_t max_frame_bytes=0, keys=None, size_t frame_extra=0):
+        cdef bytes packed
+        self.its.pool.most_spare_bytes = SPARE_BYTES
+        self.its.max_frame_bytes = max_frame_bytes
+        self.its.handshake_ns = <uint64_t>(handshake_s * 1e9)
+        self.its.frame_extra = frame_extra
+        if keys is not None:
+            packed = b"".join(keys)
+            if len(packed) != 2 * sizeof(self._keys.public_key):
+                raise ValueError("a key has 32 bytes")
+            memcpy(&self._keys, PyBytes_AS_STRING(packed), len(packed))
+            self.its.keys = &self._keys
+        if listener is not None and not loop_listen(&self.its, listener, <uint64_t>(every_s * 1e9)):
+            raise OSError(errno, "the loop cannot be set up")
+
+    def __dealloc__(self):
+        loop_end(&self.its, 0)
+
+    def end(self, long linger_ms):
+        """Give what has yet to be sent so much time, and close all connections."""
+        with nogil:
+            loop_end(&self.its, linger_ms)
+
+    def send(self, bytes peer, bytes header, payload):
+        """Send a message; False if that peer has no connection any more."""
+        cdef const unsigned char[::1] body
+        cdef uint64_t key = peer_key(PyBytes_AS_STRING(peer), len(peer))
+        if payload is None:
+            return loop_send(&self.its, key, PyBytes_AS_STRING(header), NULL, 0)
+        body = memoryview(payload).cast("B")
+        return loop_send(&self.its, key, PyBytes_AS_STRING(header),
+                         &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
+
+    def changes(self):
+        """Return which connections came or went, as ``(came, descriptor, number)``, once each."""
+        found = [
+            (self.its.changes[at].came, self.its.changes[at].fd, self.its.changes[at].number)
+            for at in range(self.its.change_count)
+        ]
+        self.its.change_count = 0
+        return found
+
+    def unfinished(self):
+        """Return how many handshakes took too long since the last call."""
+        found, self.its.unfinished = self.its.unfinished, 0
+        return found
 
 
 cdef class Core:
     """The struct and what its pointers point to, over one engine."""
 
-    cdef loop_t its
+    cdef Sockets _sockets
+    cdef loop_t *its
     cdef CompiledKernels _kernels
     cdef object _engine
     cdef list _served  # (rounds, members, job) of the jobs in which every rank is here
@@ -93,20 +220,19 @@ cdef class Core:
         self._transport = transport
         self._kernels = engine.kernels
         self._served = []
-        self.its.zmq = functions()
+        self._sockets = Sockets() if transport is None else transport.sockets
+        self.its = &self._sockets.its
         self.its.kernels = self._kernels.table
-        if transport is not None:
-            self.its.socket = <void *><uintptr_t>transport.underlying
-            self.its.fd = transport.fd
-            self.its.frame_extra = transport.frame_extra
         self.arrange()
 
     def __dealloc__(self):
-        loop_close_message(&self.its)
+        cdef Rounds within
+        if self._sockets is None:
+            return
+        for within, _, _ in self._served:
+            within.dismiss()
         map_free(&self.its.members)
         map_free(&self.its.rounds)
-        free(self.its.lost)
-        free(self.its.inputs)
 
     cdef arrange(self):
         """Find out whom to serve; to be called whenever the engine has done something."""
@@ -127,13 +253,15 @@ cdef class Core:
         ]
         for within, members, job in self._served:
             within.rest()
-            within.admit(members, job)
+            within.admit(members, job, &self.its.pool)
             for member in members:
                 if member.its.peer and not (
                     map_put(&self.its.members, member.its.peer, &member.its)
                     and map_put(&self.its.rounds, member.its.peer, &within.its)
                 ):
                     raise MemoryError
+        if not self._served:
+            block_pool_free(&self.its.pool)
         self._arranged = self._engine.changes
 
     def offer(self, bytes peer, bytes frame, bytes payload):
@@ -143,24 +271,27 @@ cdef class Core:
             What is to be sent, or None if the message is for the engine.
         """
         cdef header_t header
-        cdef zmq_msg_t message, result
+        cdef block *result
         cdef rounds *within
         self.arrange()
-        self.its.zmq.msg_init_size(&message, len(payload))
-        memcpy(self.its.zmq.msg_data(&message), PyBytes_AS_STRING(payload), len(payload))
+        cdef block *message = block_take(&self.its.pool, len(payload))
+        if message == NULL:
+            raise MemoryError
+        memcpy(message.data, PyBytes_AS_STRING(payload), len(payload))
         cdef verdict found = loop_offer(
-            &self.its, peer_key(PyBytes_AS_STRING(peer), len(peer)), PyBytes_AS_STRING(frame),
-            len(frame), &message, &header, &result, &within,
+            self.its, peer_key(PyBytes_AS_STRING(peer), len(peer)), PyBytes_AS_STRING(frame),
+            len(frame), message, &header, &result, &within,
         )
-        self.its.zmq.msg_close(&message)
         self.count()
         if found == IRREGULAR:
+            block_drop(&self.its.pool, message)
             return None
         if found == OUT_OF_MEMORY:
             raise MemoryError
         if found == PLACED:
             return []
-        reduction = self.take(&result)
+        reduction = (<char *>result.data)[:result.nbytes]
+        block_drop(&self.its.pool, result)
         header_frame = (<char *>&header)[:HEADER_BYTES]
         return [
             Send(member.peer, header_frame, reduction)
@@ -169,35 +300,45 @@ cdef class Core:
             if &(<Rounds>served).its is within
         ]
 
-    cdef bytes take(self, zmq_msg_t *message):
-        """Return what a message holds, and close it."""
-        cdef char *data = <char *>self.its.zmq.msg_data(message)
-        cdef bytes held = data[:self.its.zmq.msg_size(message)]
-        self.its.zmq.msg_close(message)
-        return held
-
     cdef message(self):
-        """Take the message that the loop has left: routing id, header, payload, sender's key."""
-        cdef int received = self.its.received
-        cdef int source = self.its.zmq.msg_get(&self.its.frames[received > 1], ZMQ_SRCFD)
-        cdef str key = self.key() if received > 1 else ""
-        cdef bytes peer = self.take(&self.its.frames[0])
-        cdef bytes header = self.take(&self.its.frames[1]) if received > 1 else b""
-        cdef bytes payload = self.take(&self.its.frames[2]) if received > 2 else b""
-        self.its.received = 0
-        self._transport.note(peer, source, *(len(header), len(payload))[:received - 1])
-        if received > LOOP_FRAMES:
-            header = b""  # no message of ours has so many frames
+        """Take the message that the loop has left: peer, header, payload, sender's key."""
+        cdef peer *sender = self.its.peer
+        cdef message *found = &sender.connection.message
+        cdef bytes name = sender.number.to_bytes(ID_BYTES, "little")
+        header = payload = b""
+        if not found.foreign:
+            header = (<char *>found.header)[:HEADER_BYTES]
+        sizes = [HEADER_BYTES]
+        if not found.foreign and found.payload != NULL:
+            payload = (<char *>found.payload.data)[:found.payload.nbytes]
+            sizes.append(len(payload))
+        loop_next(self.its)
+        self._transport.note(name, *sizes)
         hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
-        return peer, header, payload, key if hello else ""
+        if hello:
+            loop_trust(self.its)
+        return name, header, payload, self.key(sender) if hello else ""
 
-    cdef str key(self):
-        """Return what the sender of the message has shown; see `transport._key`."""
-        cdef const char *found = self.its.zmq.msg_gets(&self.its.frames[1], b"User-Id")
-        if found != NULL:
-            return found.decode("ascii", "replace")
-        found = self.its.zmq.msg_gets(&self.its.frames[1], b"Peer-Address")
-        return LOCAL if found == NULL else ""
+    cdef str key(self, peer *sender):
+        """Return the public key that a peer has shown; nothing if none is demanded."""
+        if not sender.connection.zmtp.sealed:
+            return ""
+        return self._transport.text((<char *>sender.connection.zmtp.peer_key)[:32])
+
+    cdef end(self):
+        """Forget the peer whose connection has ended; return its name."""
+        cdef zmtp_t *zmtp = &self.its.peer.connection.zmtp
+        cdef bytes name = self.its.peer.number.to_bytes(ID_BYTES, "little")
+        if not zmtp.ready:
+            self._transport.refuse(
+                "with a key that is not on the allow-list" if zmtp.fault == ZMTP_UNKNOWN_KEY
+                else "without a key" if zmtp.fault == ZMTP_DIFFERS
+                else "with another pool's public key" if zmtp.fault == ZMTP_WRONG_KEY
+                else "that hung up during the handshake" if zmtp.fault == ZMTP_NO_FAULT
+                else "that do not speak this protocol"
+            )
+        loop_forget(self.its)
+        return name
 
     cdef list unreachable(self):
         """Take the peers that could not be sent to."""
@@ -219,19 +360,24 @@ cdef class Core:
         while timeout_ms >= 0:
             self.arrange()
             with nogil:
-                event = loop_run(&self.its, timeout_ms)
+                event = loop_run(self.its, timeout_ms)
             self.count()
             if event == LOOP_TIMEOUT:
                 return
             if event == LOOP_MESSAGE:
                 yield self._engine.receive(*self.message())
+            elif event == LOOP_ADMIT:
+                shown = (<char *>self.its.peer.connection.zmtp.peer_key)[:32]
+                loop_admit(self.its, self._transport.admits(shown))
+            elif event == LOOP_ENDED:
+                yield self._engine.unreachable(self.end())
             elif event == LOOP_UNREACHABLE:
                 for peer in self.unreachable():
                     yield self._engine.unreachable(peer)
             elif event == LOOP_OUT_OF_MEMORY:
                 raise MemoryError
             else:
-                raise OSError(self.its.zmq.last_errno(), "libzmq failed")
+                raise OSError(self.its.error, "the sockets cannot be polled")
             timeout_ms = <long>((until - time.monotonic()) * 1000)
 
     cdef count(self):
@@ -259,7 +405,6 @@ class Loop(PlainLoop):
 
     def __init__(self, engine, transport):
         super().__init__(engine, transport)
-        keep_large_blocks()
         self._core = Core(engine, transport)
 
     def step(self, timeout_s):

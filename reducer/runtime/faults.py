@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.engine.engine import Engine
 from reducer.failpoints import Place, message_type
-from reducer.runtime.transport import Transport
 from reducer.wire.constants import MessageType
 
 if TYPE_CHECKING:
@@ -21,20 +20,23 @@ if TYPE_CHECKING:
     from reducer.engine.rounds import Send
     from reducer.kernels import Kernels
     from reducer.kernels.plain import BytesLike
+    from reducer.runtime.plain_transport import PlainTransport as _AnyTransport
+    from reducer.runtime.transport import Transport
     from reducer.wire.constants import DType, ReduceOp
     from reducer.wire.header import Buffer
+else:
+    _AnyTransport = object  # the real one comes after this among the bases
 
 
-class FaultyTransport(Transport):
-    """A transport whose WELCOMEs, and contributions that Python receives, pass failpoints.
+def around(transport: type[Transport], hit: Callable[[Place], bool]) -> type[Transport]:
+    """Return a class of transports that pass failpoints; `hit` is what `arm` has returned."""
+    return type("FaultyTransport", (_FaultyTransport, transport), {"_hit": staticmethod(hit)})
 
-    Args:
-        hit: what `arm` of the chosen implementation returned; the rest is `Transport`'s.
-    """
 
-    def __init__(self, hit: Callable[[Place], bool], *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self._hit = hit
+class _FaultyTransport(_AnyTransport):
+    """A transport whose WELCOMEs, and contributions that Python receives, pass failpoints."""
+
+    _hit: Callable[[Place], bool]
 
     def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:
         """Yield messages that are not dropped."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reducer import failpoints
 from reducer.engine import slots
 from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
 from reducer.runtime import loop
+from reducer.runtime.plain_transport import PlainTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 class MakeLoop(Protocol):
     """The constructor of `loop.Loop` and of its compiled twin."""
 
-    def __call__(self, engine: Engine, transport: Transport) -> loop.Loop:
+    def __call__(self, engine: Engine, transport: Any) -> loop.Loop:
         """Join an engine and a transport."""
 
 
@@ -40,16 +41,18 @@ class Implementation(NamedTuple):
         name: ``compiled`` or ``plain``.
         slots: what the engine keeps its rounds in.
         loop: what serves.
+        transport: what that receives from, and sends to.
         arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
     """
 
     name: str
     slots: SlotsModule
     loop: MakeLoop
+    transport: type[Transport]
     arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
 
 
-PLAIN = Implementation("plain", slots, loop.Loop, failpoints.arm)
+PLAIN = Implementation("plain", slots, loop.Loop, PlainTransport, failpoints.arm)
 
 
 def select(name: str | None, kernels: Kernels) -> Implementation:
@@ -77,10 +80,11 @@ def _compiled(kernels: Kernels) -> Implementation:
     if isinstance(kernels, PlainKernels):
         raise ConfigError("the compiled loop cannot call the numpy kernels")
     try:
-        compiled = import_module("reducer.engine._slots"), import_module("reducer.runtime._loop")
+        rounds = import_module("reducer.engine._slots")
+        serves = import_module("reducer.runtime._loop")
+        transport = import_module("reducer.runtime.compiled_transport")
     except ImportError as error:
         raise ConfigError(
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
-    compiled[0].check()
-    return Implementation("compiled", compiled[0], compiled[1].Loop, compiled[1].arm)
+    return Implementation("compiled", rounds, serves.Loop, transport.CompiledTransport, serves.arm)

@@ -1,19 +1,31 @@
-#define _POSIX_C_SOURCE 200809L /* clock_gettime */
+#define _GNU_SOURCE /* accept4, clock_gettime */
 #include "loop.h"
 
 #include <errno.h>
-#include <poll.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "reducer/failpoints/failpoints.h"
 
-enum { MESSAGES_PER_LOOK = 64 }; /* at the clock, so that a flood cannot stop it */
+enum {
+    EVENTS = 256,           /* that one look at the sockets brings */
+    ACCEPTED_PER_TURN = 64, /* so that a flood of connections leaves time for the others */
+    MESSAGES_PER_TURN = 16, /* so that no peer starves the others */
+    MESSAGES_PER_LOOK = 64  /* at the clock, so that a flood cannot stop it */
+};
 
-static uint64_t now_ms(void)
+static const uint64_t LOOK_NS = 1000 * 1000; /* at the sockets, while messages pour in */
+static const uint64_t REST_NS = 100 * 1000 * 1000; /* from what need not be done all the time */
+
+static uint64_t now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
 /* What a header and a payload take on the wire (transport.py, `wire_bytes`). */
@@ -26,25 +38,10 @@ static uint64_t wire_bytes(const struct loop *loop, uint64_t payload)
 
 /* -- sum ------------------------------------------------------------------------------------- */
 
-/* Chooses where the result goes: over the latest contribution, which the cache still holds, unless
- * its memory is also somebody else's. */
-static bool take_result_buffer(struct loop *loop, struct slot *slot, uint32_t latest,
-                               uint32_t world_size, zmq_msg_t *result)
-{
-    zmq_msg_t *messages = slot->payloads->messages;
-    for (uint32_t step = 0; step < world_size; step++) {
-        uint32_t rank = (latest + step) % world_size;
-        if (!loop->zmq->msg_get(&messages[rank], ZMQ_SHARED)) {
-            loop->zmq->msg_init(result);
-            return loop->zmq->msg_copy(result, &messages[rank]) == 0;
-        }
-    }
-    return loop->zmq->msg_init_size(result, slot->nbytes) == 0;
-}
-
-/* Folds a complete slot and frees it. */
+/* Folds a complete slot and frees it. The result goes over the latest contribution, which the cache
+ * still holds. */
 static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round, struct slot *slot,
-                   const struct header *header, zmq_msg_t *result)
+                   const struct header *header, struct block **result)
 {
     failpoint(REDUCER_BEFORE_SUM);
     uint32_t n = rounds->world_size;
@@ -56,12 +53,10 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
         loop->inputs_room = n;
     }
     for (uint32_t rank = 0; rank < n; rank++)
-        loop->inputs[rank] = loop->zmq->msg_data(&slot->payloads->messages[rank]);
-    if (!take_result_buffer(loop, slot, header->rank, n, result))
-        return false;
+        loop->inputs[rank] = slot->payloads->blocks[rank]->data;
+    *result = block_share(slot->payloads->blocks[header->rank]);
     fold_fn fold = loop->kernels->fold[header->dtype][header->op];
-    fold_run(fold, loop->zmq->msg_data(result), loop->inputs, n,
-             slot->nbytes / dtype_itemsize(header->dtype));
+    fold_run(fold, (*result)->data, loop->inputs, n, slot->nbytes / dtype_itemsize(header->dtype));
     for (uint32_t rank = 0; rank < n; rank++)
         rounds->members[rank]->held -= window_charge(slot->nbytes);
     loop->results += n;
@@ -71,7 +66,7 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
 }
 
 enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, size_t frame_bytes,
-                        zmq_msg_t *payload, struct header *header, zmq_msg_t *result,
+                        struct block *payload, struct header *header, struct block **result,
                         struct rounds **rounds)
 {
     struct member *member = map_get(&loop->members, peer);
@@ -109,45 +104,42 @@ static void note_lost(struct loop *loop, struct member *member)
         size_t room = 2 * loop->lost_room + 16;
         struct member **lost = realloc(loop->lost, room * sizeof *lost);
         if (lost == NULL)
-            return; /* a later send, or a PING, will notice as well */
+            return; /* the end of its connection, or a PING, will tell as well */
         loop->lost = lost;
         loop->lost_room = room;
     }
     loop->lost[loop->lost_count++] = member;
 }
 
-static bool send_frame(struct loop *loop, zmq_msg_t *message, int flags)
+static bool send_block(struct loop *loop, uint64_t key, const void *header, struct block *payload)
 {
-    if (loop->zmq->msg_send(message, loop->socket, flags | ZMQ_DONTWAIT) >= 0)
-        return true;
-    loop->zmq->msg_close(message);
-    return false;
+    struct peer *peer = map_get(&loop->peers, key);
+    if (peer == NULL || peer->ended ||
+        !connection_send(&peer->connection, header, payload == NULL ? NULL : payload->data,
+                         payload == NULL ? 0 : payload->nbytes, payload, NO_SEQUENCE))
+        return false;
+    connection_flush(&peer->connection);
+    return true;
 }
 
-static bool send_shared(struct loop *loop, zmq_msg_t *shared, int flags)
+bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void *payload,
+               size_t nbytes)
 {
-    zmq_msg_t message;
-    loop->zmq->msg_init(&message);
-    loop->zmq->msg_copy(&message, shared);
-    return send_frame(loop, &message, flags);
-}
-
-static bool send_result(struct loop *loop, uint64_t peer, zmq_msg_t *header, zmq_msg_t *result)
-{
-    zmq_msg_t id;
-    loop->zmq->msg_init_size(&id, peer >> 56);
-    memcpy(loop->zmq->msg_data(&id), &peer, peer >> 56);
-    /* Only the first frame can fail, for want of that peer. */
-    return send_frame(loop, &id, ZMQ_SNDMORE) && send_shared(loop, header, ZMQ_SNDMORE) &&
-           send_shared(loop, result, 0);
+    pulse_hold(&loop->pulse);
+    struct block *copy = payload == NULL ? NULL : block_take(&loop->pool, nbytes);
+    bool sent = payload == NULL || copy != NULL;
+    if (copy != NULL)
+        memcpy(copy->data, payload, nbytes);
+    sent = sent && send_block(loop, peer, header, copy);
+    if (copy != NULL)
+        block_drop(&loop->pool, copy);
+    pulse_release(&loop->pulse);
+    return sent;
 }
 
 static void send_results(struct loop *loop, struct rounds *rounds, const struct header *header,
-                         zmq_msg_t *result)
+                         struct block *result)
 {
-    zmq_msg_t frame;
-    loop->zmq->msg_init_size(&frame, HEADER_BYTES);
-    memcpy(loop->zmq->msg_data(&frame), header, HEADER_BYTES);
     /* Each rank's machine gets a fair share of first places. */
     uint32_t n = failpoint(REDUCER_AFTER_SUM) ? 0 : rounds->world_size;
     uint64_t turn = header->nbytes == 0 ? 0 : header->offset / header->nbytes;
@@ -155,101 +147,391 @@ static void send_results(struct loop *loop, struct rounds *rounds, const struct 
         struct member *member = rounds->members[(turn + step) % n];
         if (step == 1 && failpoint(REDUCER_BETWEEN_RESULTS))
             continue;
-        if (send_result(loop, member->peer, &frame, result))
+        if (send_block(loop, member->peer, header, result))
             member->written += wire_bytes(loop, header->nbytes);
         else
             note_lost(loop, member);
     }
     if (n > 0)
         failpoint(REDUCER_AFTER_RESULTS);
-    loop->zmq->msg_close(&frame);
-    loop->zmq->msg_close(result);
+    block_drop(&loop->pool, result);
+}
+
+/* -- connections ----------------------------------------------------------------------------- */
+
+static bool note_change(struct loop *loop, const struct peer *peer, bool came)
+{
+    if (loop->change_count == loop->change_room) {
+        size_t room = 2 * loop->change_room + 16;
+        struct change *changes = realloc(loop->changes, room * sizeof *changes);
+        if (changes == NULL)
+            return false;
+        loop->changes = changes;
+        loop->change_room = room;
+    }
+    loop->changes[loop->change_count++] =
+        (struct change){.number = peer->number, .fd = peer->connection.fd, .came = came};
+    return true;
+}
+
+/* Puts a peer into the list of those to receive from. */
+static void enqueue(struct loop *loop, struct peer *peer)
+{
+    if (peer->waits || peer->ended)
+        return;
+    peer->waits = true;
+    peer->next = NULL;
+    if (loop->last == NULL)
+        loop->first = peer;
+    else
+        loop->last->next = peer;
+    loop->last = peer;
+}
+
+static struct peer *dequeue(struct loop *loop)
+{
+    struct peer *peer = loop->first;
+    loop->first = peer->next;
+    if (loop->first == NULL)
+        loop->last = NULL;
+    peer->waits = false;
+    return peer;
+}
+
+/* Makes a peer of a socket, which it then owns. False: out of memory or files. */
+static bool welcome(struct loop *loop, int fd, uint64_t now)
+{
+    struct peer *peer = calloc(1, sizeof *peer);
+    if (peer == NULL)
+        return false;
+    if (!connection_init(&peer->connection, fd, true, loop->keys, loop->max_frame_bytes,
+                         &loop->pool)) {
+        free(peer);
+        return false;
+    }
+    peer->connection.most_bytes = STRANGER_BYTES;
+    peer->number = ++loop->accepted;
+    peer->key = peer_key(&peer->number, 7); /* the wire is little-endian, and so is this CPU */
+    peer->since_ns = now;
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                                .data.ptr = peer};
+    bool known = map_put(&loop->peers, peer->key, peer);
+    if (!known || !note_change(loop, peer, true) ||
+        epoll_ctl(loop->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
+        if (known)
+            map_remove(&loop->peers, peer->key);
+        connection_free(&peer->connection);
+        free(peer);
+        return false;
+    }
+    peer->before = loop->latest;
+    if (loop->latest == NULL)
+        loop->oldest = peer;
+    else
+        loop->latest->after = peer;
+    loop->latest = peer;
+    return true;
+}
+
+static void accept_some(struct loop *loop)
+{
+    uint64_t now = now_ns();
+    for (int accepted = 0; accepted < ACCEPTED_PER_TURN && now >= loop->accept_again_ns;) {
+        int fd = accept4(loop->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd < 0 && errno == EAGAIN)
+            return;
+        if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS))
+            loop->accept_again_ns = now + REST_NS;
+        if (fd < 0)
+            continue; /* that one has gone again */
+        int at_once = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof at_once);
+        accepted++;
+        if (!welcome(loop, fd, now)) {
+            close(fd);
+            loop->accept_again_ns = now + REST_NS;
+        }
+    }
+}
+
+static void leave(struct loop *loop, struct peer *peer)
+{
+    map_remove(&loop->peers, peer->key);
+    if (peer->before == NULL)
+        loop->oldest = peer->after;
+    else
+        peer->before->after = peer->after;
+    if (peer->after == NULL)
+        loop->latest = peer->before;
+    else
+        peer->after->before = peer->before;
+    note_change(loop, peer, false); /* else the guard finds that the descriptor is gone */
+    close(peer->connection.fd);
+    connection_free(&peer->connection);
+    peer->next = loop->forgotten;
+    loop->forgotten = peer;
+}
+
+void loop_forget(struct loop *loop)
+{
+    pulse_hold(&loop->pulse);
+    leave(loop, loop->peer);
+    loop->peer = NULL;
+    pulse_release(&loop->pulse);
+}
+
+/* Frees peers that events of the latest look may have spoken of. */
+static void free_forgotten(struct loop *loop)
+{
+    while (loop->forgotten != NULL) {
+        struct peer *peer = loop->forgotten;
+        loop->forgotten = peer->next;
+        free(peer);
+    }
+}
+
+/* Ends handshakes that take too long; the oldest peers are first. */
+static void expire(struct loop *loop, uint64_t now)
+{
+    if (now - loop->expired_ns < REST_NS)
+        return;
+    loop->expired_ns = now;
+    for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after) {
+        if (now - peer->since_ns < loop->handshake_ns)
+            return;
+        if (peer->connection.zmtp.ready || peer->connection.broken)
+            continue;
+        loop->unfinished++;
+        connection_break(&peer->connection, ETIMEDOUT);
+        enqueue(loop, peer);
+    }
+}
+
+static void beat_all(void *argument)
+{
+    struct loop *loop = argument;
+    for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after)
+        if (!peer->ended)
+            connection_beat(&peer->connection);
+}
+
+bool loop_listen(struct loop *loop, int listener, uint64_t every_ns)
+{
+    loop->epoll = epoll_create1(EPOLL_CLOEXEC);
+    loop->listener = listener;
+    if (loop->epoll < 0)
+        return false;
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
+    if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
+        pulse_start(&loop->pulse, every_ns, beat_all, loop))
+        return true;
+    int error = errno;
+    close(loop->epoll);
+    loop->epoll = -1;
+    errno = error;
+    return false;
+}
+
+/* Waits until everything is with the kernel, and reads what has come meanwhile: a socket that is
+ * closed with something unread drops what it has to send. */
+static void linger(struct loop *loop, long timeout_ms)
+{
+    uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
+    for (bool unsent = true; unsent;) {
+        unsent = false;
+        for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after) {
+            char unread[4096];
+            connection_flush(&peer->connection);
+            while (recv(peer->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0)
+                ;
+            unsent |= peer->connection.zmtp.ready && peer->connection.count > 0;
+        }
+        uint64_t now = now_ns();
+        if (!unsent || now >= until)
+            return;
+        struct epoll_event events[EVENTS];
+        int found =
+            epoll_wait(loop->epoll, events, EVENTS, (int)((until - now) / 1000000) + 1);
+        for (int at = 0; at < found; at++)
+            if (events[at].data.ptr != NULL)
+                ((struct peer *)events[at].data.ptr)->connection.writable = true;
+    }
+}
+
+void loop_end(struct loop *loop, long linger_ms)
+{
+    if (pulse_stop(&loop->pulse)) {
+        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, loop->listener, NULL);
+        linger(loop, linger_ms);
+        while (loop->oldest != NULL)
+            leave(loop, loop->oldest);
+        free_forgotten(loop);
+        close(loop->epoll);
+        loop->first = loop->last = loop->peer = NULL;
+    }
+    if (loop->pulse.runs)
+        return; /* this is a child of a fork, and all of it the parent's */
+    map_free(&loop->peers);
+    map_free(&loop->members);
+    map_free(&loop->rounds);
+    free(loop->changes);
+    free(loop->lost);
+    free(loop->inputs);
+    loop->changes = NULL;
+    loop->lost = NULL;
+    loop->inputs = NULL;
+    loop->change_count = loop->change_room = loop->lost_count = loop->lost_room = 0;
+    loop->inputs_room = 0;
+    block_pool_free(&loop->pool);
 }
 
 /* -- receive --------------------------------------------------------------------------------- */
 
-void loop_close_message(struct loop *loop)
+void loop_next(struct loop *loop)
 {
-    for (int frame = 0; frame < loop->received && frame < LOOP_FRAMES; frame++)
-        loop->zmq->msg_close(&loop->frames[frame]);
-    loop->received = 0;
+    pulse_hold(&loop->pulse);
+    connection_next(&loop->peer->connection);
+    pulse_release(&loop->pulse);
 }
 
-/* Receives one whole message; its frames arrive together. False if there is none. */
-static bool receive(struct loop *loop)
+void loop_admit(struct loop *loop, bool admitted)
 {
-    bool more = true;
-    while (more) {
-        zmq_msg_t surplus, *frame = &surplus;
-        if (loop->received < LOOP_FRAMES)
-            frame = &loop->frames[loop->received];
-        loop->zmq->msg_init(frame);
-        if (loop->zmq->msg_recv(frame, loop->socket, ZMQ_DONTWAIT) < 0) {
-            loop->zmq->msg_close(frame);
-            return false;
-        }
-        more = loop->zmq->msg_more(frame);
-        if (frame == &surplus)
-            loop->zmq->msg_close(frame);
-        else
-            loop->received++;
-        if (frame == &surplus)
-            loop->received = LOOP_FRAMES + 1;
-    }
-    return true;
+    pulse_hold(&loop->pulse);
+    struct connection *connection = &loop->peer->connection;
+    if (zmtp_admit(&connection->zmtp, admitted) == ZMTP_FAILED)
+        connection->refused = true;
+    connection_flush(connection);
+    pulse_release(&loop->pulse);
+}
+
+void loop_trust(struct loop *loop)
+{
+    loop->peer->connection.most_bytes = loop->max_frame_bytes;
 }
 
 /* Takes the message at hand, if it is a healthy contribution. */
-static enum verdict take(struct loop *loop)
+static enum verdict take(struct loop *loop, struct peer *peer)
 {
-    if (loop->received != LOOP_FRAMES)
+    struct message *message = &peer->connection.message;
+    if (message->foreign || message->frames != 2)
         return IRREGULAR;
-    const struct libzmq *zmq = loop->zmq;
-    if (failpoint_message(REDUCER_RECEIVED, zmq->msg_data(&loop->frames[1]),
-                          zmq->msg_size(&loop->frames[1]), TYPE_CONTRIBUTION)) {
-        loop_close_message(loop);
+    if (failpoint_message(REDUCER_RECEIVED, message->header, HEADER_BYTES, TYPE_CONTRIBUTION)) {
+        connection_next(&peer->connection);
         return PLACED;
     }
-    uint64_t peer = peer_key(zmq->msg_data(&loop->frames[0]), zmq->msg_size(&loop->frames[0]));
     struct header header;
-    zmq_msg_t result;
+    struct block *result;
     struct rounds *rounds;
-    enum verdict verdict =
-        loop_offer(loop, peer, zmq->msg_data(&loop->frames[1]), zmq->msg_size(&loop->frames[1]),
-                   &loop->frames[2], &header, &result, &rounds);
-    if (verdict != IRREGULAR)
-        loop_close_message(loop);
+    enum verdict verdict = loop_offer(loop, peer->key, message->header, HEADER_BYTES,
+                                      message->payload, &header, &result, &rounds);
+    if (verdict == IRREGULAR)
+        return IRREGULAR;
+    message->payload = NULL; /* the slot has it, or had */
+    connection_next(&peer->connection);
     if (verdict == COMPLETE)
-        send_results(loop, rounds, &header, &result);
+        send_results(loop, rounds, &header, result);
     return verdict;
+}
+
+/* Receives from one peer until it has nothing more, or others have waited long enough. */
+static enum loop_event serve(struct loop *loop, struct peer *peer)
+{
+    struct connection *connection = &peer->connection;
+    for (int messages = 0; messages < MESSAGES_PER_TURN; messages++) {
+        enum connection_event event = connection_read(connection);
+        if (connection->zmtp.reply_bytes > 0)
+            connection_flush(connection);
+        if (event == CONNECTION_IDLE)
+            return LOOP_TIMEOUT;
+        loop->peer = peer;
+        if (event == CONNECTION_ENDED) {
+            peer->ended = true;
+            return LOOP_ENDED;
+        }
+        if (event == CONNECTION_READY)
+            continue;
+        enum verdict verdict = event == CONNECTION_MESSAGE ? take(loop, peer) : IRREGULAR;
+        if (verdict == PLACED || verdict == COMPLETE)
+            continue;
+        enqueue(loop, peer);
+        if (verdict == OUT_OF_MEMORY)
+            return LOOP_OUT_OF_MEMORY;
+        return event == CONNECTION_ADMIT ? LOOP_ADMIT : LOOP_MESSAGE;
+    }
+    enqueue(loop, peer);
+    return LOOP_TIMEOUT;
+}
+
+/* Waits until a socket has news. */
+static enum loop_event wait(struct loop *loop, int timeout_ms)
+{
+    struct epoll_event events[EVENTS];
+    free_forgotten(loop);
+    if (timeout_ms > 0)
+        pulse_release(&loop->pulse);
+    int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);
+    int error = errno;
+    if (timeout_ms > 0)
+        pulse_hold(&loop->pulse);
+    if (found < 0 && error != EINTR) {
+        loop->error = error;
+        return LOOP_FAILED;
+    }
+    bool knocks = false;
+    for (int at = 0; at < found; at++) {
+        struct peer *peer = events[at].data.ptr;
+        if (peer == NULL) {
+            knocks = true;
+            continue;
+        }
+        connection_note(&peer->connection, events[at].events);
+        if (peer->connection.readable)
+            enqueue(loop, peer);
+    }
+    if (knocks)
+        accept_some(loop);
+    return LOOP_TIMEOUT;
+}
+
+static enum loop_event run(struct loop *loop, long timeout_ms)
+{
+    uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000, polled = 0;
+    for (;;) {
+        if (loop->lost_count > 0)
+            return LOOP_UNREACHABLE;
+        uint64_t now = now_ns();
+        expire(loop, now);
+        bool rests = loop->first == NULL;
+        if (rests || now - polled >= LOOK_NS) {
+            long left_ms = rests && until > now ? (long)((until - now + 999999) / 1000000) : 0;
+            bool full = loop->accept_again_ns > now; /* the listener would wake it at once */
+            if (full && left_ms > 1)
+                left_ms = 1;
+            enum loop_event event = wait(loop, (int)left_ms);
+            if (event != LOOP_TIMEOUT)
+                return event;
+            polled = now_ns();
+            if (polled >= until && loop->first == NULL)
+                return LOOP_TIMEOUT;
+        }
+        if (polled >= until && now >= until)
+            return LOOP_TIMEOUT;
+        for (int turns = 0; loop->first != NULL && turns < MESSAGES_PER_LOOK; turns++) {
+            enum loop_event event = serve(loop, dequeue(loop));
+            if (event != LOOP_TIMEOUT)
+                return event;
+            if (loop->lost_count > 0)
+                return LOOP_UNREACHABLE;
+            if (now_ns() - polled >= LOOK_NS)
+                break;
+        }
+    }
 }
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
-    uint64_t until = now_ms() + (uint64_t)timeout_ms;
-    for (unsigned messages = 1;; messages++) {
-        if (loop->lost_count > 0)
-            return LOOP_UNREACHABLE;
-        if (receive(loop)) {
-            enum verdict verdict = take(loop);
-            if (verdict == IRREGULAR)
-                return LOOP_MESSAGE;
-            if (verdict == OUT_OF_MEMORY)
-                return LOOP_OUT_OF_MEMORY;
-            if (messages % MESSAGES_PER_LOOK == 0 && now_ms() >= until)
-                return LOOP_TIMEOUT;
-            continue;
-        }
-        int reason = loop->zmq->last_errno();
-        if (reason != EAGAIN && reason != EINTR)
-            return LOOP_FAILED;
-        uint64_t now = now_ms();
-        if (now >= until)
-            return LOOP_TIMEOUT;
-        /* The descriptor tells of what comes after a receive that found nothing; libzmq's own poll
-         * would take several system calls more. */
-        struct pollfd item = {.fd = loop->fd, .events = POLLIN};
-        if (poll(&item, 1, (int)(until - now)) < 0 && errno != EINTR)
-            return LOOP_FAILED;
-    }
+    pulse_hold(&loop->pulse);
+    enum loop_event event = run(loop, timeout_ms);
+    pulse_release(&loop->pulse);
+    return event;
 }

@@ -1,50 +1,100 @@
-/* The compiled loop of a reducer thread: receive, place, sum, send, without the GIL.
+/* The compiled loop of a reducer thread: accept, receive, place, sum, send, without the GIL.
  *
- * The twin of loop.py for what is healthy; the rest comes out as events for the engine.
+ * The twin of loop.py for what is healthy; the rest comes out as events for the engine. One thread
+ * uses it. A thread of its own sends heartbeats, so that workers hear of this reducer whatever holds
+ * the GIL.
  */
 #ifndef REDUCER_LOOP_H
 #define REDUCER_LOOP_H
 
-#include "reducer/kernels/fold.h"
 #include "reducer/engine/slots.h"
+#include "reducer/kernels/fold.h"
+#include "reducer/zmtp/connection.h"
+#include "reducer/zmtp/pulse.h"
 
-enum { LOOP_FRAMES = 3 }; /* of a whole message: routing id, header, payload */
+enum { STRANGER_BYTES = 16 << 10 }; /* the largest payload of a peer that has not said HELLO */
 
 enum loop_event {
     LOOP_TIMEOUT,
-    LOOP_MESSAGE,     /* `frames` hold a message for the engine */
+    LOOP_MESSAGE,     /* `peer` has a message for the engine: see loop_next */
+    LOOP_ADMIT,       /* `peer` has shown its key: see loop_admit */
+    LOOP_ENDED,       /* the connection of `peer` has ended: see loop_forget */
     LOOP_UNREACHABLE, /* `lost` holds a member that could not be sent to */
-    LOOP_FAILED,      /* libzmq refused; last_errno says why */
+    LOOP_FAILED,      /* the kernel refused to poll; `error` says why */
     LOOP_OUT_OF_MEMORY
 };
 
+/* One connection. */
+struct peer {
+    uint64_t key;               /* as of peer_key */
+    uint64_t number;            /* from 1, in the order in which they came */
+    uint64_t since_ns;          /* when it was accepted */
+    struct peer *before, *after; /* of all, the oldest first */
+    struct peer *next;          /* in the list of those to receive from, or to free */
+    bool waits;                 /* it is in that list */
+    bool ended;                 /* the engine is to hear that it has */
+    struct connection connection;
+};
+
+/* A connection that has come or gone. */
+struct change {
+    uint64_t number;
+    int fd;
+    bool came;
+};
+
 struct loop {
-    const struct libzmq *zmq;
-    void *socket; /* ROUTER, with ROUTER_MANDATORY */
-    int fd;       /* its descriptor, ZMQ_FD */
+    int epoll, listener;
     const struct fold_table *kernels;
     struct map members; /* by peer key: those of jobs where every rank is here */
     struct map rounds;  /* of the same members */
-    zmq_msg_t frames[LOOP_FRAMES];
-    int received; /* frames of the message at hand; one more than LOOP_FRAMES if there were more */
+    struct map peers;   /* all connections, by peer key */
+    struct peer *oldest, *latest;
+    struct peer *first, *last; /* that may have something to receive, in turn */
+    struct peer *forgotten;    /* to be freed when nothing speaks of them any more */
+    struct peer *peer;         /* of the event at hand */
+    uint64_t accepted;
+    uint64_t accept_again_ns;  /* for want of files, none is accepted before */
+    struct change *changes;    /* that nobody has been told of */
+    size_t change_count, change_room;
+    const struct curve_keys *keys; /* the reducer's, if peers must have some */
+    uint64_t max_frame_bytes, handshake_ns;
+    uint64_t expired_ns; /* when handshakes that take too long were looked for */
     struct member **lost;
     size_t lost_count, lost_room;
     const void **inputs; /* scratch, world_size places */
     uint32_t inputs_room;
     size_t frame_extra; /* what encryption adds to each frame */
     uint64_t contributions, results, bytes_in, bytes_out;
+    uint64_t unfinished; /* handshakes that took too long, and were ended */
+    int error;
+    struct block_pool pool; /* of payloads */
+    struct pulse pulse; /* held while connections are used, but not while the loop waits */
 };
+
+/* Begins to accept connections. False, with errno: out of files or threads. */
+bool loop_listen(struct loop *loop, int listener, uint64_t every_ns);
+/* Gives what has yet to be sent so much time, then ends all connections. May be called again. */
+void loop_end(struct loop *loop, long linger_ms);
 
 /* Serves for `timeout_ms` or until something is for the engine. */
 enum loop_event loop_run(struct loop *loop, long timeout_ms);
+/* Lets go of the message that LOOP_MESSAGE has told of. */
+void loop_next(struct loop *loop);
+/* The answer to LOOP_ADMIT. */
+void loop_admit(struct loop *loop, bool admitted);
+/* Lets the peer at hand send payloads of any size that the reducer takes: it has said who it is. */
+void loop_trust(struct loop *loop);
+/* Drops the connection that LOOP_ENDED has told of. */
+void loop_forget(struct loop *loop);
+/* Sends a message; the payload is copied. False: that peer has no connection. */
+bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void *payload,
+               size_t nbytes);
 
-/* Closes the frames of the message at hand. */
-void loop_close_message(struct loop *loop);
-
-/* One contribution, as loop_run takes it. On COMPLETE, `result` is the reduction, `header` its
- * header, and the caller sends them to every member of the returned rounds. */
+/* One contribution, as loop_run takes it, with the payload. On COMPLETE, `result` is the reduction,
+ * `header` its header, and the caller sends them to every member of the returned rounds. */
 enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, size_t frame_bytes,
-                        zmq_msg_t *payload, struct header *header, zmq_msg_t *result,
+                        struct block *payload, struct header *header, struct block **result,
                         struct rounds **rounds);
 
 #endif

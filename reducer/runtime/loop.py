@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from reducer.engine.engine import Engine
     from reducer.engine.rounds import Send
-    from reducer.runtime.transport import Transport
+    from reducer.runtime.plain_transport import PlainTransport
 
 
 class Loop:
@@ -26,7 +26,7 @@ class Loop:
         clock: by which peers are late.
     """
 
-    def __init__(self, engine: Engine, transport: Transport) -> None:
+    def __init__(self, engine: Engine, transport: PlainTransport) -> None:
         self._engine = engine
         self._transport = transport
         self.clock = ServingTime(time.monotonic)

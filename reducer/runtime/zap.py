@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zmq.auth import Authenticator
 
-from reducer.runtime.transport import ZAP_DOMAIN
+from reducer.runtime.plain_transport import ZAP_DOMAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -88,6 +88,10 @@ static inline void block_drop(struct block_pool *pool, struct block *block)
 {
     if (atomic_fetch_sub_explicit(&block->refs, 1, memory_order_acq_rel) != 1)
         return;
+    if (block->room > pool->most_spare_bytes) {
+        free(block);
+        return;
+    }
     if (pool->spare_bytes + block->room > pool->most_spare_bytes)
         block_pool_free(pool); /* sizes that are used no more; the others come again */
     block->next = pool->spare[block->class];

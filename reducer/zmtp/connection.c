@@ -2,6 +2,7 @@
 #include "connection.h"
 
 #include <errno.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -19,6 +20,7 @@ bool connection_init(struct connection *connection, int fd, bool server,
     memset(connection, 0, sizeof *connection);
     connection->fd = fd;
     connection->pool = pool;
+    connection->most_bytes = max_frame_bytes;
     connection->connected = server;
     connection->mask = 15;
     connection->queue = calloc(connection->mask + 1, sizeof *connection->queue);
@@ -178,14 +180,6 @@ static bool send_reply(struct connection *connection)
     return send_bytes(connection, zmtp->reply, nbytes);
 }
 
-bool connection_ping(struct connection *connection)
-{
-    uint8_t bytes[64];
-    if (!connection->zmtp.ready || connection->broken)
-        return false;
-    return send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
-}
-
 static void gather(struct iovec *places, int *count, const unsigned char *from, size_t nbytes,
                    size_t *skip)
 {
@@ -246,6 +240,16 @@ void connection_flush(struct connection *connection)
     }
 }
 
+void connection_beat(struct connection *connection)
+{
+    uint8_t bytes[64];
+    if (!connection->zmtp.ready || connection->broken)
+        return;
+    if (connection->count == 0)
+        send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
+    connection_flush(connection);
+}
+
 bool connection_detach(struct connection *connection, uint64_t sequence)
 {
     for (size_t at = 0; at < connection->count; at++) {
@@ -278,10 +282,12 @@ static bool begin_frame(struct connection *connection)
     connection->left = frame->wire_bytes;
     connection->into = connection->small;
     if (frame->wire_bytes <= sizeof connection->small &&
-        (frame->command || connection->message.frames == 0 || connection->message.foreign))
+        (frame->command || connection->message.frames != 1 || connection->message.foreign))
         return true;
-    if (frame->command || connection->message.frames == 0 || connection->message.foreign)
+    if (frame->command || connection->message.frames != 1 || connection->message.foreign)
         return fail(connection, ZMTP_TOO_LARGE); /* only a payload is large */
+    if (frame->nbytes > connection->most_bytes)
+        return fail(connection, ZMTP_TOO_LARGE);
     connection->body = block_take(connection->pool, frame->wire_bytes);
     if (connection->body == NULL) {
         connection->error = ENOMEM;
@@ -377,8 +383,22 @@ static size_t ahead(const struct connection *connection)
     return CONNECTION_HEAD_BYTES + (connection->zmtp.sealed ? 2 * SEALED_BYTES : 0);
 }
 
+void connection_note(struct connection *connection, uint32_t events)
+{
+    if (events & EPOLLOUT) {
+        connection->connected = connection->writable = true;
+        connection_flush(connection);
+    }
+    if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))
+        connection->hung_up = true;
+    if (events & ~(uint32_t)EPOLLOUT)
+        connection->readable = true;
+}
+
 enum connection_event connection_read(struct connection *connection)
 {
+    if (connection->refused)
+        connection->ended = connection->broken = true;
     if (connection->ended)
         return CONNECTION_ENDED;
     for (;;) {
@@ -413,7 +433,7 @@ enum connection_event connection_read(struct connection *connection)
             return CONNECTION_ENDED;
         }
         connection->bytes_read += (uint64_t)got;
-        if ((size_t)got < asked)
+        if ((size_t)got < asked && !connection->hung_up)
             connection->readable = false; /* that was all; the poll tells of more */
         size_t part = (size_t)got < connection->left ? (size_t)got : connection->left;
         connection->into += part;

@@ -48,11 +48,14 @@ struct connection {
     int error;              /* errno of a call that has failed, 0 if none has */
     bool connected;         /* TCP's handshake is done */
     bool readable;          /* there may be something to read: cleared when there is no more */
+    bool hung_up;           /* the peer sends no more: there is an end to be read */
     bool writable;
     bool broken;            /* nothing can be sent any more; what has come may still be read */
+    bool refused;           /* what the peer has shown was not admitted: it ends at the next read */
     bool ended;
     struct zmtp zmtp;
     struct block_pool *pool; /* of payloads */
+    uint64_t most_bytes;     /* that a payload's frame may have; less than the codec's limit, perhaps */
     struct message message;
 
     /* Input: what was read ahead, and the frame at hand. */
@@ -81,6 +84,8 @@ bool connection_init(struct connection *connection, int fd, bool server,
                      struct block_pool *pool);
 void connection_free(struct connection *connection);
 
+/* Takes note of what epoll says of the socket, as an edge. */
+void connection_note(struct connection *connection, uint32_t events);
 /* Reads on to the next event. */
 enum connection_event connection_read(struct connection *connection);
 /* Lets go of the message at hand. */
@@ -91,7 +96,8 @@ void connection_next(struct connection *connection);
  * memory, or nothing can be sent any more. */
 bool connection_send(struct connection *connection, const void *header, const void *payload,
                      size_t nbytes, struct block *block, uint64_t sequence);
-bool connection_ping(struct connection *connection);
+/* Sends a heartbeat, unless something else waits that will be heard as well. */
+void connection_beat(struct connection *connection);
 /* Sends what the kernel takes now. That it cannot any more is told when all that came is read. */
 void connection_flush(struct connection *connection);
 /* Has it end, for the reason that errno would give, when all that came is read. */

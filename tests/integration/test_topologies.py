@@ -66,7 +66,7 @@ def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.Mo
 def test_threads_listen_one_port_after_the_other() -> None:
     port = free_ports(3)
     with reducer_here(bind=f"tcp://127.0.0.1:{port}", threads=3) as started:
-        assert list(started.inproc) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
+        assert list(started.lanes) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
 
 
 def free_ports(count: int) -> int:

@@ -19,7 +19,7 @@ from reducer.engine.allow_list import ANY, LOCAL
 from reducer.errors import AuthError, ConfigError
 from reducer.keyfiles import KeyPair, is_key
 from reducer.runtime.keyring import LOOK_S, Keyring
-from reducer.runtime.transport import make_pair
+from reducer.runtime.plain_transport import make_pair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner, owner
 from tests.commands import REDUCER, run_command, serving
 from tests.waits import eventually

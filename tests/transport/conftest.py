@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import zmq
 
-from reducer.runtime import transport
+from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client.client import Client
@@ -68,6 +68,6 @@ def post(
     impl: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Post]:
     # Else libzmq closes connections that answer no heartbeats, and the guard need not.
-    monkeypatch.setattr(transport, "heartbeats", lambda _: None)
+    monkeypatch.setattr(plain_transport, "heartbeats", lambda _: None)
     with ExitStack() as stack:
         yield Post(impl, getattr(request, "param", PATIENCE), stack)

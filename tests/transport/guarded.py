@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.intruder import Worker
 from bench.zmtp import GREETING, HANDSHAKE, dial
@@ -13,12 +14,14 @@ from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime import implementation
 from reducer.runtime.guard import Guard
-from reducer.runtime.transport import Transport, make_context
+from reducer.runtime.plain_transport import make_context
 from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
+
+T = TypeVar("T")
 
 WAIT_S = 60.0
 PATIENCE = Patience(max_connections=1000, hello_s=10.0)
@@ -40,7 +43,8 @@ class Post:
         chosen = implementation.select(impl, table)
         context = make_context(1)
         stack.callback(context.destroy, linger=0)
-        self.transport = Transport("tcp://127.0.0.1:0", context)
+        make: Any = chosen.transport
+        self.transport = make("tcp://127.0.0.1:0", context)
         stack.callback(self.transport.close)
         self.engine = Engine(
             table, chosen.slots, memory_limit=256 * MIB, incarnation="1", address="here:1"
@@ -62,15 +66,26 @@ class Post:
             assert time.monotonic() < deadline, "it never came to that"
             self.step()
 
+    def meanwhile(self, act: Callable[[], T]) -> T:
+        """Serve while something is done that waits for that."""
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(act)
+            self.until(done.done)
+            return done.result()
+
     def stranger(self, *, greets: bool = True) -> socket.socket:
         """Connect, shake hands, and be known to the guard."""
         here = self.guard.connections
         peer = self._stack.enter_context(dial(self.address))
-        if greets:
+
+        def greet() -> None:
             peer.sendall(HANDSHAKE)
             received = b""
             while len(received) <= len(GREETING):  # and the READY after it
                 received += peer.recv(1000)
+
+        if greets:
+            self.meanwhile(greet)
         self.until(lambda: self.guard.connections == here + 1)
         return peer
 
@@ -78,7 +93,8 @@ class Post:
         """Join a job."""
         here = self.members.get(job, 0)
         settings.setdefault("patience_ms", LONGEST_PATIENCE_MS)  # it says nothing by itself
-        worker = self._stack.enter_context(closing(Worker(self.address, job, **settings)))
+        worker = self.meanwhile(lambda: Worker(self.address, job, **settings))
+        self._stack.enter_context(closing(worker))
         self.until(lambda: self.members.get(job, 0) > here)
         answer(worker, M.WELCOME)
         return worker

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from reducer import tcp_connections
-from reducer.runtime.transport import Transport, make_context
+from reducer.runtime.plain_transport import PlainTransport, make_context
 from reducer.wire.constants import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
 
 def test_libzmq_is_told_the_limits() -> None:
     context = make_context(1)
-    transport = Transport("tcp://127.0.0.1:0", context, max_chunk_bytes=1 << 20, handshake_s=0.25)
+    transport = PlainTransport(
+        "tcp://127.0.0.1:0", context, max_chunk_bytes=1 << 20, handshake_s=0.25
+    )
     socket_ = transport._router
     assert socket_.getsockopt(zmq.MAXMSGSIZE) == (1 << 20) + HEADER_BYTES
     assert socket_.getsockopt(zmq.HANDSHAKE_IVL) == 250
@@ -128,7 +130,7 @@ def test_the_numbers_of_peers_do_not_begin_alike() -> None:
     for _ in range(4):
         ctypes.CDLL(None).srand(1)  # as in a new process
         context = make_context(1)
-        transport = Transport("tcp://127.0.0.1:0", context)
+        transport = PlainTransport("tcp://127.0.0.1:0", context)
         with context.socket(zmq.DEALER) as dealer:
             dealer.connect(f"tcp://127.0.0.1:{transport.port}")
             dealer.send(b"x")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
 import pytest
 
 from bench.intruder import Worker
-from bench.zmtp import dial, frame
+from bench.zmtp import MORE, dial, frame
 from reducer.engine.limits import Patience
 from reducer.runtime import guard as guards
-from reducer.runtime import transport
 from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
+from reducer.runtime.plain_transport import LATE_LOOKS
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, Post, answer, ended, rounds
 
@@ -61,7 +62,7 @@ def test_who_was_a_member_is_a_stranger(post: Post) -> None:
 
 def test_who_says_more_than_a_hello_is_shown_out(post: Post) -> None:
     modest, peer = post.stranger(), post.stranger()
-    modest.sendall(frame(bytes(1 << 20))[: guards.STRANGER_BYTES // 2])
+    modest.sendall(frame(bytes(96), MORE) + frame(bytes(12 << 10))[: guards.STRANGER_BYTES // 2])
     peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
     post.until(lambda: ended(peer))
     rounds(post)
@@ -97,7 +98,11 @@ def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
         post.now += 1
         workers.append(post.member(name))
     post.now += 1
-    with closing(Worker(post.address, "c")) as latest:
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(Worker, post.address, "c")
+        while not joining.done():
+            post._loop.step(0.005)
+    with closing(joining.result()) as latest:
         deadline = time.monotonic() + WAIT_S
         while "c" not in post.members:  # it joins before the guard looks
             assert time.monotonic() < deadline
@@ -152,7 +157,6 @@ def test_nothing_is_remembered_of_who_has_gone(post: Post) -> None:
     worker.close()
     post.until(lambda: post.guard.connections == 0)
     post.until(lambda: post.members == {})
-    rounds(post, transport.LATE_LOOKS + 1)
-    assert not post.transport._peers
-    assert not post.transport._owners
-    assert not post.transport._open
+    rounds(post, LATE_LOOKS + 1)
+    names = {"_peers", "_owners", "_open", "_taken", "_given"} & vars(post.transport).keys()
+    assert not any(vars(post.transport)[name] for name in names)

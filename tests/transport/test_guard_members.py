@@ -75,6 +75,19 @@ def test_what_waits_of_honest_members_is_no_offence(post: Post) -> None:
     assert post.engine.counters.results == 60
 
 
+@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
+@pytest.mark.parametrize("begins", [[], [96], [96, 10]], ids=["at once", "payload", "third frame"])
+def test_a_frame_where_none_may_be_ends_the_connection(post: Post, begins: list[int]) -> None:
+    worker = post.member("job", window=64 * MIB)
+    for nbytes in begins:
+        worker.line.connection.sendall(frame(bytes(nbytes), MORE))
+    size = 8 * MIB if begins == [96] else 1 << 16
+    worker.line.connection.sendall(frame(bytes(size), MORE)[:100])
+    post.until(lambda: ended(worker.line.connection))
+    assert post.guard.connections == 0
+
+
+@pytest.mark.parametrize("impl", ["plain"], indirect=True)
 def test_a_message_without_an_end_is_found_out(post: Post) -> None:
     worker = post.member("job", window=64 * MIB)
     worker.line.connection.sendall(frame(bytes(1 << 16), MORE) * 32)
@@ -123,6 +136,7 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: 
     post.until(lambda: ended(peer))
 
 
+@pytest.mark.parametrize("impl", ["plain"], indirect=True)
 def test_what_a_broken_connection_had_said_is_not_the_next_ones(post: Post) -> None:
     post.member("first").close()
     post.until(lambda: post.guard.connections == 0)

@@ -15,10 +15,10 @@ MESSAGES = frame(b"x") * 2500
 REDUCER = """
 import sys, time
 from reducer import tcp_connections
-from reducer.runtime.transport import Transport, make_context
+from reducer.runtime.plain_transport import PlainTransport, make_context
 from reducer.wire.constants import REDUCER_HEARTBEAT_MS
 context = make_context(1)
-transport = Transport("tcp://127.0.0.1:0", context)
+transport = PlainTransport("tcp://127.0.0.1:0", context)
 print(transport.port, flush=True)
 changes = []
 while not changes:

@@ -57,10 +57,10 @@ def start(group: Rendezvous) -> Hosted:
     pair = make_pair() if exposed else None
     server = Server(settings, None if pair is None else _keyring(pair, others))
     server.start()
-    for address in server.inproc:
+    for address in server.lanes:
         leave_in_child("", int(address.rpartition(":")[2]))
     try:
-        told = json.dumps([server.address, list(server.inproc), pair and pair.public])
+        told = json.dumps([server.address, list(server.lanes), pair and pair.public])
         offers = [json.loads(offer) for offer in group.gather("reducer", told)]
     except BaseException:
         server.stop()

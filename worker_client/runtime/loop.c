@@ -1,9 +1,8 @@
-#define _GNU_SOURCE /* pthread_setname_np, clocks */
+#define _GNU_SOURCE /* clock_gettime */
 
 #include "loop.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -31,49 +30,12 @@ static uint64_t now_ns(void)
 
 /* -- heartbeats ------------------------------------------------------------------------------ */
 
-static void ping_all(struct loop *loop)
-{
-    for (uint32_t link = 0; link < loop->links; link++) {
-        struct connection *connection = loop->link[link].connection;
-        if (connection == NULL || !connection->zmtp.ready)
-            continue;
-        /* What waits to be sent will be heard as well. */
-        if (connection->count == 0)
-            connection_ping(connection);
-        connection_flush(connection);
-    }
-}
-
-static void *pulse(void *argument)
+static void ping_all(void *argument)
 {
     struct loop *loop = argument;
-    pthread_mutex_lock(&loop->lock);
-    while (!loop->stopping) {
-        uint64_t until = now_ns() + loop->every_ns;
-        struct timespec at = {.tv_sec = (time_t)(until / UINT64_C(1000000000)),
-                              .tv_nsec = (long)(until % UINT64_C(1000000000))};
-        if (pthread_cond_timedwait(&loop->stop, &loop->lock, &at) == ETIMEDOUT)
-            ping_all(loop);
-    }
-    pthread_mutex_unlock(&loop->lock);
-    return NULL;
-}
-
-static bool start_pulse(struct loop *loop)
-{
-    pthread_condattr_t clock;
-    pthread_condattr_init(&clock);
-    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_cond_init(&loop->stop, &clock);
-    pthread_condattr_destroy(&clock);
-    pthread_mutex_init(&loop->lock, NULL);
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for threads that run Python */
-    errno = pthread_create(&loop->pulse, NULL, pulse, loop);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    loop->pulses = errno == 0;
-    return loop->pulses;
+    for (uint32_t link = 0; link < loop->links; link++)
+        if (loop->link[link].connection != NULL)
+            connection_beat(loop->link[link].connection);
 }
 
 /* -- set-up ---------------------------------------------------------------------------------- */
@@ -86,12 +48,11 @@ static bool watch(struct loop *loop, int fd, uint32_t number, uint32_t events)
 
 bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
 {
-    *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1, .every_ns = every_ns};
-    loop->process = getpid();
+    *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1};
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->waker = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     return loop->epoll >= 0 && loop->waker >= 0 && watch(loop, loop->waker, WAKER, EPOLLIN) &&
-           start_pulse(loop);
+           pulse_start(&loop->pulse, every_ns, ping_all, loop);
 }
 
 /* Waits until everything is with the kernel, and reads what has come meanwhile: a socket that is
@@ -125,21 +86,13 @@ static void linger(struct loop *loop, long timeout_ms)
 
 void loop_end(struct loop *loop, long linger_ms)
 {
-    if (loop->process != getpid())
-        return;
-    if (loop->pulses) {
-        pthread_mutex_lock(&loop->lock);
-        loop->stopping = true;
-        pthread_cond_signal(&loop->stop);
-        pthread_mutex_unlock(&loop->lock);
-        pthread_join(loop->pulse, NULL);
-        loop->pulses = false;
+    if (pulse_stop(&loop->pulse)) {
         linger(loop, linger_ms);
         for (uint32_t link = 0; link < loop->links; link++)
             loop_close(loop, link);
-        pthread_cond_destroy(&loop->stop);
-        pthread_mutex_destroy(&loop->lock);
     }
+    if (loop->pulse.runs)
+        return; /* this is a child of a fork, and all of it the parent's */
     if (loop->epoll >= 0)
         close(loop->epoll);
     if (loop->waker >= 0)
@@ -152,13 +105,13 @@ void loop_end(struct loop *loop, long linger_ms)
 
 bool loop_add(struct loop *loop)
 {
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     struct loop_link *link = realloc(loop->link, (loop->links + 1) * sizeof *link);
     if (link != NULL) {
         loop->link = link;
         link[loop->links++] = (struct loop_link){0};
     }
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
     return link != NULL;
 }
 
@@ -172,11 +125,11 @@ bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys
         errno = ENOMEM;
         return false;
     }
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     bool watched = watch(loop, fd, link, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     if (watched)
         loop->link[link].connection = opened;
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
     if (!watched) {
         int error = errno;
         connection_free(opened);
@@ -188,7 +141,7 @@ bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys
 
 void loop_close(struct loop *loop, uint32_t link)
 {
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     struct connection *connection = loop->link[link].connection;
     loop->link[link] = (struct loop_link){0};
     if (connection != NULL) {
@@ -196,7 +149,7 @@ void loop_close(struct loop *loop, uint32_t link)
         connection_free(connection);
         free(connection);
     }
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
 }
 
 void loop_wake(struct loop *loop)
@@ -269,15 +222,15 @@ static void refill_all(struct loop *loop)
 
 void loop_refill(struct loop *loop)
 {
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     refill_all(loop);
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
 }
 
 bool loop_send(struct loop *loop, uint32_t link, const void *header, const void *payload,
                size_t nbytes)
 {
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     struct connection *connection = loop->link[link].connection;
     struct block *copy = NULL;
     bool sent = connection != NULL && connection->zmtp.ready;
@@ -293,18 +246,18 @@ bool loop_send(struct loop *loop, uint32_t link, const void *header, const void 
         block_drop(&loop->flight->pool, copy);
     if (sent)
         flush(loop, link);
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
     return sent;
 }
 
 bool loop_detach(struct loop *loop, uint64_t sequence)
 {
     bool detached = true;
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     for (uint32_t link = 0; link < loop->links; link++)
         if (loop->link[link].connection != NULL)
             detached &= connection_detach(loop->link[link].connection, sequence);
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
     return detached;
 }
 
@@ -312,11 +265,11 @@ bool loop_detach(struct loop *loop, uint64_t sequence)
 
 void loop_next(struct loop *loop)
 {
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     struct connection *connection = loop->link[loop->from].connection;
     if (connection != NULL)
         connection_next(connection);
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
 }
 
 /* Takes the message at hand, if it is a healthy result, and refills that link. */
@@ -383,30 +336,16 @@ static bool may_receive(const struct loop *loop, uint32_t link)
            (connection->readable || connection->broken || connection->at < connection->end);
 }
 
-/* Takes note of what the kernel says of a socket. */
-static void note(struct loop *loop, uint32_t link, uint32_t events)
-{
-    struct connection *connection = loop->link[link].connection;
-    if (connection == NULL)
-        return;
-    if (events & EPOLLOUT) {
-        connection->connected = connection->writable = true;
-        flush(loop, link);
-    }
-    if (events & ~(uint32_t)EPOLLOUT) /* an end is seen when it is read */
-        connection->readable = true;
-}
-
 /* Waits until a socket has news, or it is woken. */
 static enum loop_event wait(struct loop *loop, int timeout_ms)
 {
     struct epoll_event events[EVENTS];
     if (timeout_ms > 0)
-        pthread_mutex_unlock(&loop->lock);
+        pulse_release(&loop->pulse);
     int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);
     int error = errno;
     if (timeout_ms > 0)
-        pthread_mutex_lock(&loop->lock);
+        pulse_hold(&loop->pulse);
     loop->polled_ns = now_ns();
     if (found < 0 && error == EINTR)
         atomic_store(&loop->woken, true); /* so that Python handles the signal at once */
@@ -417,8 +356,8 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
     for (int at = 0; at < found; at++) {
         if (events[at].data.u32 == WAKER)
             atomic_store(&loop->woken, true);
-        else if (events[at].data.u32 < loop->links)
-            note(loop, events[at].data.u32, events[at].events);
+        else if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
+            connection_note(loop->link[events[at].data.u32].connection, events[at].events);
     }
     return LOOP_QUIET;
 }
@@ -461,8 +400,8 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
-    pthread_mutex_lock(&loop->lock);
+    pulse_hold(&loop->pulse);
     enum loop_event event = run(loop, timeout_ms);
-    pthread_mutex_unlock(&loop->lock);
+    pulse_release(&loop->pulse);
     return event;
 }

@@ -7,10 +7,8 @@
 #ifndef WORKER_LOOP_H
 #define WORKER_LOOP_H
 
-#include <pthread.h>
-#include <sys/types.h>
-
 #include "reducer/zmtp/connection.h"
+#include "reducer/zmtp/pulse.h"
 #include "worker_client/protocol/flight.h"
 
 enum loop_event {
@@ -37,13 +35,7 @@ struct loop {
     bool changes;     /* some link has changed */
     int error;
     uint64_t polled_ns; /* when the sockets were last looked at */
-    /* Held while connections are used, but not while the loop waits. */
-    pthread_mutex_t lock;
-    pthread_t pulse;
-    pthread_cond_t stop;
-    bool pulses, stopping;
-    uint64_t every_ns; /* between two heartbeats */
-    pid_t process;     /* that made it: a forked child has no such thread, and leaves the rest */
+    struct pulse pulse; /* held while connections are used, but not while the loop waits */
 };
 
 /* False, with errno: out of files, memory or threads. */

@@ -1,0 +1,180 @@
+"""The transport of the compiled loop: sockets of its own, over which `loop.c` speaks ZMTP."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import TYPE_CHECKING
+
+from zmq.utils import z85
+
+from reducer.errors import ConfigError
+from reducer.runtime import _loop
+from reducer.runtime.transport import HUNG_UP, LINGER_MS, Transport, explain_bind
+from reducer.tcp_connections import CURVE_FRAME_BYTES, wire_bytes
+from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, REDUCER_HEARTBEAT_MS
+from reducer.zmtp import sodium
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    import numpy as np
+
+    from reducer.engine.slots import Member
+    from reducer.runtime.keyring import Keyring
+    from reducer.wire.header import Buffer
+
+BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+
+
+class CompiledTransport(Transport):
+    """Connections that `_loop.Sockets` accepts; see `Transport`.
+
+    A peer's name is the number of its connection.
+
+    Args:
+        endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
+        keyring: the reducer's keys, and whom it admits, if peers must have some.
+        max_chunk_bytes: the largest payload; who sends a larger one is disconnected.
+        handshake_s: time for ZMTP's handshake.
+
+    Attributes:
+        sockets: what accepts, receives and sends.
+
+    Raises:
+        ConfigError: the endpoint cannot be bound, or there is no libsodium for the keys; the
+            message says what to change.
+    """
+
+    inproc = ""
+
+    def __init__(
+        self,
+        endpoint: str,
+        context: object = None,
+        keyring: Keyring | None = None,
+        *,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+        handshake_s: float = 5.0,
+    ) -> None:
+        del context
+        self._keyring = keyring
+        keys = None
+        if keyring is not None:
+            _loop.use_sodium(sodium.addresses())
+            keys = tuple(z85.decode(key) for key in (keyring.pair.public, keyring.pair.secret))
+        self._listener = _listen(endpoint)
+        self.host, self.port = self._listener.getsockname()[:2]
+        if self._listener.family == socket.AF_INET6:
+            self.host = f"[{self.host}]"
+        self.frame_extra = 0 if keyring is None else CURVE_FRAME_BYTES
+        try:
+            self.sockets = _loop.Sockets(
+                self._listener.fileno(),
+                REDUCER_HEARTBEAT_MS / 1000,
+                handshake_s,
+                max_chunk_bytes + HEADER_BYTES,
+                keys,
+                self.frame_extra,
+            )
+        except BaseException:
+            self._listener.close()
+            raise
+        self._open: set[int] = set()  # connections
+        self._taken: dict[int, int] = {}  # bytes on the wire from each, and to it, but for those
+        self._given: dict[int, int] = {}  # that the loop counts
+        self._refused: list[str] = []
+
+    def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
+        if not self.sockets.send(peer, header, payload):
+            return False
+        sizes = [len(header)] if payload is None else [len(header), len(payload)]
+        number = _number(peer)
+        given = self._given.get(number, 0)
+        self._given[number] = given + wire_bytes(sizes, self.frame_extra)
+        return True
+
+    def note(self, peer: bytes, *sizes: int) -> None:
+        """Take note of the sizes of a message's frames."""
+        number = _number(peer)
+        self._taken[number] = self._taken.get(number, 0) + wire_bytes(sizes, self.frame_extra)
+
+    def connection(self, peer: bytes) -> int:
+        number = _number(peer)
+        return number if number in self._open else 0
+
+    def moved(self, member: Member) -> tuple[int, int]:
+        number = _number(member.peer)
+        taken, given = self._taken.get(number, 0), self._given.get(number, 0)
+        return taken + member.read, given + member.written
+
+    def changes(self) -> list[tuple[bool, int, int]]:
+        changes = self.sockets.changes()
+        for came, _, number in changes:
+            if came:
+                self._open.add(number)
+            else:
+                self._open.discard(number)
+                self._taken.pop(number, None)
+                self._given.pop(number, None)
+        return changes
+
+    def refuse(self, why: str) -> None:
+        """Take note of a connection that has ended in its handshake."""
+        if self._keyring is not None:
+            self._refused.append(why)
+
+    def refusals(self) -> list[str]:
+        self._refused += [HUNG_UP] * (self.sockets.unfinished() if self._keyring else 0)
+        refused, self._refused = self._refused, []
+        return refused
+
+    def admits(self, key: bytes) -> bool:
+        """Whether a public key may connect; what it may do then is the engine's business."""
+        return self._keyring is not None and self._keyring.allowed.knows(self.text(key))
+
+    @staticmethod
+    def text(key: bytes) -> str:
+        """Return a key of 32 bytes as it is written in files."""
+        return str(z85.encode(key).decode("ascii"))
+
+    def forget(self, members: Container[bytes]) -> None:
+        """Do nothing: a connection that ends is forgotten at once."""
+
+    def close(self) -> None:
+        self.sockets.end(LINGER_MS)
+        self._listener.close()
+
+
+def _number(peer: bytes) -> int:
+    return int.from_bytes(peer, "little")
+
+
+def _listen(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        number = int(port)
+        if not 0 <= number < 1 << 16:
+            raise ValueError(f"there is no port {number}")
+        found = socket.getaddrinfo(
+            host.strip("[]"), number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, _, _, _, place = found[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind(place)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except socket.gaierror:
+        raise ConfigError(explain_bind(endpoint, errno.ENODEV, "no such host")) from None
+    except ValueError as error:
+        raise ConfigError(explain_bind(endpoint, errno.EINVAL, str(error))) from None
+    except OSError as error:
+        raise ConfigError(explain_bind(endpoint, error.errno or 0, str(error))) from None
+    return listener

@@ -1,0 +1,39 @@
+/* A thread that does a small thing at equal intervals, whatever holds Python's GIL: heartbeats. */
+#ifndef REDUCER_PULSE_H
+#define REDUCER_PULSE_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+struct pulse {
+    pthread_mutex_t lock; /* held during a beat, and by whoever uses what it uses */
+    pthread_cond_t stop;
+    pthread_t thread;
+    bool runs, stopping;
+    uint64_t every_ns;
+    void (*beat)(void *of);
+    void *of;
+    pid_t process; /* that started it: a forked child has no such thread */
+};
+
+/* False, with errno: there are too many threads. */
+bool pulse_start(struct pulse *pulse, uint64_t every_ns, void (*beat)(void *of), void *of);
+/* Ends it; the lock is gone then. May be called again, and in a forked child, where it does nothing.
+ * Returns whether it ran. */
+bool pulse_stop(struct pulse *pulse);
+
+static inline void pulse_hold(struct pulse *pulse)
+{
+    if (pulse->runs)
+        pthread_mutex_lock(&pulse->lock);
+}
+
+static inline void pulse_release(struct pulse *pulse)
+{
+    if (pulse->runs)
+        pthread_mutex_unlock(&pulse->lock);
+}
+
+#endif
