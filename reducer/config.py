@@ -116,7 +116,7 @@ class ReducerConfig(BaseSettings):
     so on, or free ones if the port is 0. One moves about 15 Gbit/s."""
 
     io_threads: int = Field(default=1, ge=1, le=64)
-    """Threads of libzmq that move bytes, for each thread that serves."""
+    """Threads of libzmq for each thread that serves, in the plain implementation."""
 
     cpus: Annotated[tuple[int, ...] | None, NoDecode] = None
     """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; by default all."""

@@ -190,7 +190,7 @@ class WorkerConfig(BaseSettings):
     one where it was built; both give the same results, and the plain one is slower."""
 
     io_threads: int = Field(default=1, ge=1, le=64)
-    """Threads of libzmq that move bytes; one carries about 15 Gbit/s."""
+    """Threads of libzmq that move bytes, in the plain implementation; the compiled one has none."""
 
     failpoints: str = ""
     """For tests of failures: the places where this process is to die, stop or be slow, such as
