@@ -90,3 +90,23 @@ def interrupted_in() -> float:
 def test_ctrl_c_in_the_middle_ends_every_rank() -> None:
     # Most of it is the interpreter with torch in it; a busy machine can slow one try, not all.
     assert any(interrupted_in() < 2 for _ in range(4))
+
+
+def test_a_rank_that_uses_a_pool_beside_ranks_that_host_reducers() -> None:
+    code = """
+import torch.distributed as dist, worker_client
+from reducer.errors import MismatchError
+from tests.ranks import write_result
+dist.init_process_group("gloo")
+try:
+    worker_client.init()
+except MismatchError as error:
+    write_result([error.field, str(error)])
+dist.barrier()
+"""
+    hosts, uses = environments(2)
+    with ranks([hosts, {**uses, "REDUCTION_SERVERS": "127.0.0.1:1"}], "-c", code) as job:
+        for field, message in job.results(30):  # less than they would wait for each other
+            assert field == "REDUCTION_SERVERS"
+            assert "rank 0 says one in every rank" in message
+            assert "rank 1 says the pool 127.0.0.1:1" in message

@@ -1,14 +1,26 @@
-"""What the jobs of several groups are called."""
+"""Where ranks meet: what their jobs are called, and what they hear if they cannot meet."""
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
 import pytest
 
+from reducer.errors import MembershipError, MismatchError, ReductionError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import MAX_OWNER_BYTES, owner
 from worker_client.client import bootstrap
+from worker_client.client.bootstrap import Topology
 from worker_client.client.rendezvous import Rendezvous
 from worker_client.config import NAMED
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from pathlib import Path
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -50,3 +62,89 @@ def test_ranks_of_a_run_share_what_others_have_not() -> None:
         said += runs
     assert len(set(said)) == 2
     assert all(said)
+
+
+@pytest.mark.parametrize("kept", ["memory", "file"])
+def test_a_rank_that_does_not_come_is_named(kept: str, tmp_path: Path) -> None:
+    dist = torch.distributed
+    store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)
+    waiting = Rendezvous(0, [4, 7], store, timeout_s=0.2)
+    with pytest.raises(ReductionTimeout, match=r"rank 7 did not join the job within 0\.2 s") as one:
+        waiting.read("run", 1)
+    assert one.value.missing == (7,)
+
+
+def keep_a_store(told: Connection) -> None:
+    """Keep a store until this process is killed."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told.send(store.port)
+    threading.Event().wait()
+
+
+def test_a_store_that_is_gone_is_no_rank_that_is_late() -> None:
+    mine, its = multiprocessing.Pipe()
+    # Forked, as all ranks of these tests are: it has torch, and no threads but its own.
+    keeper = multiprocessing.get_context("fork").Process(target=keep_a_store, args=[its])
+    keeper.start()
+    try:
+        assert mine.poll(20)
+        store = torch.distributed.TCPStore("127.0.0.1", mine.recv(), timeout=timedelta(seconds=20))
+        waiting = Rendezvous(1, [0, 1], store, timeout_s=60.0)
+        waiting.share("run", "here")
+        assert waiting.read("run", 1) == "here"
+        threading.Timer(0.2, keeper.kill).start()
+
+        def share() -> None:
+            for _ in range(100):  # the first is written before the system knows
+                waiting.share("run", "still here")
+                time.sleep(0.01)
+
+        for ask in (lambda: waiting.read("run", 0), share):
+            with pytest.raises(MembershipError, match=r"torch's store, .*, is gone") as gone:
+                ask()
+            assert "look at the output of the other ranks" in str(gone.value)
+            assert "\n" not in str(gone.value)  # torch's own trace of C++ is left out
+    finally:
+        keeper.kill()
+        keeper.join()
+
+
+POOL = ("10.0.0.5:5555", "10.0.0.6:5555")
+
+
+@pytest.mark.parametrize(
+    ("topologies", "field", "ill"),
+    [
+        ((Topology(False, POOL), Topology(False, POOL[:1])), "", ()),
+        ((Topology(True, ()), Topology(True, ())), "", ()),
+        # Rank 0 of a pool asks nobody: it would wait for ranks that may come later.
+        ((Topology(False, POOL), Topology(True, ())), "REDUCTION_SERVERS", (1,)),
+        ((Topology(True, ()), Topology(False, POOL)), "REDUCTION_SERVERS", (0, 1)),
+        ((Topology(True, POOL), Topology(False, POOL)), "REDUCTION_EMBEDDED", (0, 1)),
+    ],
+)
+def test_ranks_that_look_for_reducers_elsewhere_say_so(
+    topologies: tuple[Topology, Topology], field: str, ill: tuple[int, ...]
+) -> None:
+    store = torch.distributed.HashStore()
+    found: dict[int, ReductionError] = {}
+
+    def start(rank: int) -> None:
+        try:
+            group = Rendezvous(rank, [0, 1], store, timeout_s=20.0)
+            bootstrap._agree_on_topology(group, topologies[rank])
+        except ReductionError as error:
+            found[rank] = error
+
+    ranks = [threading.Thread(target=start, args=[rank]) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert tuple(sorted(found)) == ill
+    for error in found.values():
+        assert isinstance(error, MismatchError)
+        assert error.field == field
+        assert {error.rank, error.other_rank} == {0, 1}
+        for rank, topology in enumerate(topologies):
+            assert f"rank {rank} says {topology}" in str(error)

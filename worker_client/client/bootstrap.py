@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import secrets
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, MismatchError
 from reducer.failpoints import parse
 from reducer.units import is_loopback
 from reducer.wire.header import fingerprint
@@ -258,7 +259,10 @@ def enlist(
     hosts: dict[int, int] = {}
     hosted: Server | None = None
     keys = load_keys(settings.keys)
-    if _hosts_reducer(settings, world_size):
+    hosts_reducer = _hosts_reducer(settings, world_size)
+    if group is not None:
+        _agree_on_topology(group, Topology(hosts_reducer, settings.servers))
+    if hosts_reducer:
         hosted, own, curves = _embed(settings, group)
         keys = replace(keys, hosts=curves)
         hosts = {len(addresses) + at: at for at in range(world_size)}
@@ -425,6 +429,49 @@ def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
     if settings.embedded is None:
         return not settings.servers
     return settings.embedded and len(settings.servers) < world_size
+
+
+class Topology(NamedTuple):
+    """Where a rank will look for the reducers.
+
+    Attributes:
+        hosts: whether it hosts one, and expects that of the others.
+        servers: addresses of the pool's.
+    """
+
+    hosts: bool
+    servers: Sequence[str]
+
+    def __str__(self) -> str:
+        pool = [f"the pool {','.join(self.servers)}"] if self.servers else []
+        return " and ".join([*pool, *["one in every rank"] * self.hosts])
+
+    def meets(self, other: Topology) -> bool:
+        """Whether ranks with these two do not wait for each other at different places."""
+        return (self.hosts, bool(self.servers)) == (other.hosts, bool(other.servers))
+
+
+def _agree_on_topology(group: Rendezvous, mine: Topology) -> None:
+    """Find out whether ranks would wait for each other at different places.
+
+    Ranks that use a pool ask rank 0 alone: they are to wait for nobody else. Ranks that host
+    reducers wait for each other anyway, and ask all of them.
+
+    Raises:
+        MismatchError: another rank uses a pool and this one does not, or the like.
+    """
+    group.share("topology", json.dumps(mine))
+    for rank in range(group.world_size if mine.hosts else 1):
+        theirs = Topology(*json.loads(group.read("topology", rank)))
+        if not mine.meets(theirs):
+            same_pool = set(theirs.servers) == set(mine.servers)
+            raise MismatchError.between(
+                "start of the job",
+                "REDUCTION_EMBEDDED" if same_pool else "REDUCTION_SERVERS",
+                (group.ranks[rank], str(theirs)),
+                (group.ranks[group.rank], str(mine)),
+                called="the reducers to use (REDUCTION_SERVERS, REDUCTION_EMBEDDED)",
+            )
 
 
 def _fallback(

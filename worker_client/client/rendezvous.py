@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from reducer.errors import ReductionTimeout
+from reducer.errors import MembershipError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import is_owner, owner
 from worker_client import config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
@@ -81,30 +82,61 @@ class Rendezvous:
         return Rendezvous(rank, ranks, store, name=name, timeout_s=self._timeout_s)
 
     def share(self, topic: str, value: str) -> None:
-        """Publish this rank's value."""
-        self._store.set(f"{topic}/{self.rank}", value)
+        """Publish this rank's value.
+
+        Raises:
+            MembershipError: the store is gone.
+        """
+        with self._store_there():
+            self._store.set(f"{topic}/{self.rank}", value)
 
     def read(self, topic: str, rank: int) -> str:
         """Wait for a rank's value and return it.
 
         Raises:
             ReductionTimeout: it did not come in time.
+            MembershipError: the store is gone.
         """
         key = f"{topic}/{rank}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-        except RuntimeError:
-            raise ReductionTimeout(
-                f"rank {self.ranks[rank]} did not join the job within {self._timeout_s:g} s: call "
-                "worker_client.init(), or attach(), on every rank",
-                missing=(self.ranks[rank],),
-            ) from None
-        return bytes(self._store.get(key)).decode()
+        with self._store_there():
+            try:
+                self._store.wait([key], timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:  # of a file's store, torch has no type for a timeout
+                if _is_of_network(error):
+                    raise
+                raise ReductionTimeout(
+                    f"rank {self.ranks[rank]} did not join the job within {self._timeout_s:g} s: "
+                    "call worker_client.init(), or attach(), on every rank",
+                    missing=(self.ranks[rank],),
+                ) from None
+            return bytes(self._store.get(key)).decode()
 
     def gather(self, topic: str, value: str) -> list[str]:
         """Publish this rank's value and return those of all ranks, in rank order."""
         self.share(topic, value)
         return [self.read(topic, rank) for rank in range(self.world_size)]
+
+    @contextmanager
+    def _store_there(self) -> Iterator[None]:
+        """Say what it means that the connection to the store has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_network(error):
+                raise
+            why = str(error).partition("\n")[0].rstrip(".")
+            raise MembershipError(
+                f"torch's store, in which the ranks meet, is gone ({why}): rank 0 or the launcher "
+                "that keeps it has ended, perhaps because of another rank: look at the output of "
+                "the other ranks for the first error"
+            ) from None
+
+
+def _is_of_network(error: RuntimeError) -> bool:
+    """Whether an error of a store says that it cannot be reached, and not that time is over."""
+    import torch.distributed as dist  # noqa: PLC0415 (as below)
+
+    return isinstance(error, dist.DistNetworkError)
 
 
 def _private_group(timeout_s: float) -> dist.ProcessGroup:
