@@ -110,6 +110,23 @@ def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(
     assert caplog.text.count("going on without it") == 1
 
 
+@pytest.mark.parametrize("answers", ["never", "once", "with a refusal"])
+def test_a_lost_reducer_that_never_answered_may_have_a_wrong_address(
+    implementation: str, answers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192)
+    join(session, 0)
+    if answers == "once":
+        join(session, 1)
+    elif answers == "with a refusal":
+        session.connected(1)
+        error(session, 1, MembershipError("no"))
+    hear_of(session, 0, 1, 0)
+    advised = "reducer b:2 has never answered this worker (check its address" in caplog.text
+    assert advised == (answers == "never")
+    assert ("reducer b:2 died, or a rank cannot reach it: going on" in caplog.text) != advised
+
+
 def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) -> None:
     three.disconnected(1, "died")
     three.released(1)

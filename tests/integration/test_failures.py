@@ -260,7 +260,8 @@ def test_a_job_begins_with_the_reducers_that_answer(
     ) as client:
         assert client.in_use == [True, False]
         all_reduce([client])
-    assert f"{address} died, or a rank cannot reach it: going on without it" in caplog.text
+    said = "has never answered this worker (check its address in REDUCTION_SERVERS)"
+    assert f"reducer {address} {said}: going on without it" in caplog.text
 
 
 def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(

@@ -306,9 +306,11 @@ class Losses:
 
     def _missed(self, reducer: int) -> ReducerLostError:
         address = self._spec.reducers[reducer]
-        return ReducerLostError(
-            f"reducer {address} died, or a rank cannot reach it", reducer=address
-        )
+        links = [link for link in self._links if link.reducer == reducer]
+        why = "died, or a rank cannot reach it"
+        if not any(link.incarnation or link.refusal for link in links):
+            why = "has never answered this worker (check its address in REDUCTION_SERVERS)"
+        return ReducerLostError(f"reducer {address} {why}", reducer=address)
 
     def _lost(self, link: Link, why: str) -> ReducerLostError:
         return ReducerLostError(f"reducer {link.address} {why}", reducer=link.address)
