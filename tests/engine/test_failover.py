@@ -184,6 +184,16 @@ def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three: Driven) -> N
     assert links == {0, 2}
 
 
+def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation: str) -> None:
+    session = joined(implementation, 0, 2, ("a:1",), 8192, wait_s=7.5)
+    session.submit(operation(), 0.0)
+    session.disconnected(0, "died")
+    assert errors(wait_for_any(session, 0.0)) == []
+    (failure,) = errors(wait_for_any(session, 7.5))
+    said = "reducer a:1 died, and no reducer is left after 7.5 s: set REDUCTION_WAIT_FOR_REDUCERS"
+    assert str(failure).startswith(f"{said} to wait longer, or REDUCTION_FALLBACK")
+
+
 def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) -> None:
     session.submit(operation(), 0.0)
     session.disconnected(0, "died")
@@ -191,11 +201,13 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) 
     assert errors(wait_for_any(session, 0.0)) == [], "another one may answer"
     (failure,) = errors(wait_for_any(session, ADOPT_S))
     assert isinstance(failure, ReducerLostError)
-    assert "b:2 died as well" in str(failure)
+    assert "b:2 died as well, and no reducer is left: set REDUCTION_WAIT" in str(failure)
+    assert str(failure).count("no reducer is left") == 1
     assert session.session._map.epoch == 3
     assert errors(session.submit(operation(), 10.0)) == []
     (failure,) = errors(wait_for_any(session, 10.0))
     assert isinstance(failure, ReducerLostError), "at once"
+    assert str(failure).count("set REDUCTION_WAIT_FOR_REDUCERS to wait until one is back") == 1
     for link in range(2):
         session.released(link)
     told = join(session, 0)

@@ -136,6 +136,11 @@ def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
     for _ in range(3):
         (failure,) = errors(lone.submit(operation(), 0.0))
         assert isinstance(failure, ReducerLostError)
+        failures.append(failure)
+    for failure in failures:
+        assert str(failure).startswith("reducer a:1 died, and no reducer is left: set REDUCTION_")
+        for remedy in ("REDUCTION_WAIT_FOR_REDUCERS", "REDUCTION_FALLBACK=process-group"):
+            assert str(failure).count(remedy) == 1
     told = join(lone, 0)  # it is back, and learns what failed meanwhile
     assert [header.type for _, header in sent(told)] == [M.SHARD_MAP, *[M.ABORT] * 4]
     aborts = [(abort.sequence, abort.nbytes) for _, abort in sent(told, M.ABORT)]

@@ -205,7 +205,7 @@ class Losses:
         if link.member or adopted is not None:
             return []  # that one is waited for
         if self._irreplaceable(link) and not (self._map.adopts and link.refusal is None):
-            return self._calls.fail(operation, self._unreachable(link))
+            return self._calls.fail(operation, self._none_left(self._unreachable(link)))
         return self.lose(link, self._unreachable(link))
 
     def rehome(self, link: Link, sequence: int | None = None) -> list[Action]:
@@ -261,7 +261,7 @@ class Losses:
         if self._spec.fallback:
             self.final = True
             return list(self._failover.give_up())
-        error, self._why = self._why or error, None
+        error, self._why = self._none_left(self._why or error), None
         question = self._calls.question  # it fails here as well, and that is no other reason
         failed = NEVER if question is None else question.sequence
         actions = [*self.renew(self._map.fresh(), failed), *self._calls.fail_all(error)]
@@ -303,6 +303,18 @@ class Losses:
     def _host_lost(self, link: Link, why: str) -> RankLostError:
         rank = self._spec.hosts[link.reducer]
         return RankLostError(f"rank {rank}, whose reducer is {link.address}, {why}", rank=rank)
+
+    def _none_left(self, error: ReductionError) -> ReductionError:
+        """Add to the loss of a reducer what to do, as no other one is left."""
+        if not isinstance(error, ReducerLostError):
+            return error
+        waited = f" after {self._spec.wait_s:g} s" if self._spec.wait_s else ""
+        how = "longer" if self._spec.wait_s else "until one is back"
+        return ReducerLostError(
+            f"{error}, and no reducer is left{waited}: set REDUCTION_WAIT_FOR_REDUCERS to wait "
+            f"{how}, or REDUCTION_FALLBACK=process-group to go on without one",
+            reducer=error.reducer,
+        )
 
     def _missed(self, reducer: int) -> ReducerLostError:
         address = self._spec.reducers[reducer]
