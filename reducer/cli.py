@@ -92,7 +92,8 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         str | None, typer.Option(help="After SIGTERM, for jobs that have no other reducer, 8s.")
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(help="Directory of the pool's keys, as `keygen` makes it.")
+        str | None,  # of an empty one, a Path would be the current directory
+        typer.Option(metavar="DIR", help="Directory of the pool's keys, as `keygen` makes it."),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond this machine without authentication.")

@@ -98,7 +98,7 @@ class ReducerConfig(BaseSettings):
     another one is back (rolling restart). Keep it below the time after which it is killed, such as
     Docker's 10 s."""
 
-    keys: Path | None = None
+    keys: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory of the pool's keys and allow-list, from ``reducer keygen`` (docs/security.md).
     Connections without a key on the list are refused, and everything is encrypted. The list is read
     again when it changes."""

@@ -24,6 +24,7 @@ ALLOWED = "allowed"
 JOB_SECRET = "job.secret"  # noqa: S105
 JOB_NAME = "job.name"
 POOL, JOBS = "pool", "jobs"  # directories that `reducer keygen` makes
+_NAMED_BY = "REDUCTION_KEYS, or --keys of `reducer serve`, names the directory of keys"
 _MOST_BYTES = 1 << 20  # far more than any of them has
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
 
@@ -61,7 +62,9 @@ def read(directory: Path, name: str) -> str:
                 )
             return file.read(_MOST_BYTES).strip()
     except FileNotFoundError:
-        raise ConfigError(f"there is no {path}: {_advice(directory)}") from None
+        place = directory.absolute()
+        missing = f"{name} in {place}" if directory.is_dir() else f"directory {place}"
+        raise ConfigError(f"there is no {missing} ({_NAMED_BY}): {_advice(directory)}") from None
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(

@@ -64,6 +64,11 @@ def is_loopback(text: str) -> bool:
         return host == "localhost"
 
 
+def unless_empty(value: object) -> object:
+    """Return the value of a setting, or None of empty text: scripts clear variables like that."""
+    return None if isinstance(value, str) and not value.strip() else value
+
+
 def unknown_setting(environment: Mapping[str, str], known: Iterable[str]) -> str | None:
     """Say what is wrong with a ``REDUCTION_`` variable that is no setting, if there is one.
 

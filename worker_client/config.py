@@ -181,7 +181,7 @@ class WorkerConfig(BaseSettings):
     once. Tensors on a GPU are cast only in calls with names or with REDUCTION_HIERARCHY=auto
     (docs/frameworks.md#pytorch-ddp)."""
 
-    keys: Path | None = None
+    keys: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``, for a pool that demands
     keys (docs/security.md)."""
 

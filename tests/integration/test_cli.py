@@ -37,6 +37,7 @@ def fails(*arguments: str) -> str:
         (("--bind", "tcp://127.0.0.1:99999"), "write it as HOST:PORT"),
         (("--bind", "tcp://192.0.2.1:5555", "--insecure"), "no such address"),
         (("--bind", "tcp://0.0.0.0:0"), "--insecure"),
+        (("--bind", "tcp://0.0.0.0:0", "--keys", ""), "nothing would check who connects"),
         (("--memory-limit", "plenty"), "memory_limit"),
         (("--kernel", "mmx"), "avx2"),
         (("--no-such-flag",), "No such option"),

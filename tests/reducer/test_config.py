@@ -93,6 +93,15 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def test_empty_keys_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_KEYS", "")
+    assert reducer_config.load().keys is None
+    with pytest.raises(ConfigError, match="nothing would check who connects"):
+        reducer_config.load(bind="tcp://10.0.0.1:5555")
+    monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
+    assert reducer_config.load(keys="").keys is None
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("64MB", 64_000_000), ("67108864", 64 * MIB), (4096, 4096), ("1GiB", 1 << 30)],

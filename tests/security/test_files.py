@@ -166,7 +166,8 @@ def test_nothing_of_a_key_shows_by_accident(home: Path) -> None:
 @pytest.mark.parametrize("name", ["pool.secret", "pool.public", "allowed"])
 def test_what_a_pool_lacks_is_named(home: Path, name: str) -> None:
     (home / "pool" / name).unlink()
-    with pytest.raises(ConfigError, match=f"there is no .*/{name}: run `reducer keygen DIR`"):
+    said = rf"there is no {name} in {home}/pool \(REDUCTION_KEYS, or --keys .*run `reducer keygen"
+    with pytest.raises(ConfigError, match=said):
         Keyring.load(home / "pool")
 
 
@@ -176,8 +177,21 @@ def test_what_a_worker_lacks_is_named(home: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"/{name} (holds no key|must hold)"):
         worker_keys.load(home / "jobs" / "one")
     (home / "jobs" / "one" / name).unlink()
-    with pytest.raises(ConfigError, match=f"there is no .*/{name}: run `reducer keygen DIR`"):
-        worker_keys.load(home / "jobs" / "one")
+    one = home / "jobs" / "one"
+    said = rf"there is no {name} in {one} \(REDUCTION_KEYS, or --keys .*run `reducer keygen"
+    with pytest.raises(ConfigError, match=said):
+        worker_keys.load(one)
+
+
+def test_a_directory_that_is_not_there_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    for load in (worker_keys.load, Keyring.load):
+        with pytest.raises(ConfigError, match=rf"there is no directory {home}/nosuch \(REDUCTION"):
+            load(Path("nosuch"))
+        with pytest.raises(ConfigError, match=rf"there is no \w+\.\w+ in {home} \(REDUCTION_KEYS"):
+            load(Path())
 
 
 def test_the_directory_above_is_a_common_mistake(home: Path) -> None:

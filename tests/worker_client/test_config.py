@@ -109,6 +109,17 @@ def test_defaults() -> None:
     assert config.load(**dict.fromkeys(DEFAULTS)).model_dump() == DEFAULTS  # None: not given
 
 
+@pytest.mark.parametrize("text", ["", " "])
+def test_empty_names_of_servers_and_keys_are_none(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setenv("REDUCTION_SERVERS", text)
+    monkeypatch.setenv("REDUCTION_KEYS", text)
+    assert config.load().model_dump() == DEFAULTS
+    monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
+    assert config.load(keys=text).keys is None
+
+
 @pytest.mark.parametrize(("name", "text", "value"), WAYS)
 def test_from_an_argument_and_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: Any
