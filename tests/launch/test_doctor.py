@@ -214,6 +214,18 @@ def test_settings_that_are_wrong_are_said() -> None:
     assert problem["message"].startswith("TF_CONFIG cluster.worker: write host:port (got 'a')")
 
 
+def test_a_directory_without_keys_is_said_once(tmp_path: Path) -> None:
+    settings = {"REDUCTION_SERVERS": "10.0.0.5:5555,10.0.0.6:5555", "REDUCTION_KEYS": str(tmp_path)}
+    code, said = ask(**settings)
+    assert (code, said.count(f"there is no job.name in {tmp_path} (REDUCTION_KEYS")) == (1, 1)
+    assert said.startswith("settings: ")
+    assert "refused" not in said
+    code, said = ask("--json", **settings)
+    [problem] = json.loads(said)["problems"]
+    assert (code, problem["kind"], problem["address"]) == (1, "settings", None)
+    assert "REDUCTION_KEYS" in problem["message"]
+
+
 def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away() -> None:
     with reducer() as (_, there, _):
         found = facts(

@@ -14,6 +14,7 @@ from worker_client.client import bootstrap
 from worker_client.commands.doctor.examine import examine
 from worker_client.commands.doctor.findings import Health, compare, mbit
 from worker_client.commands.launch import report
+from worker_client.runtime.credentials import load as load_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +35,8 @@ def doctor(*, as_json: bool) -> int:
     """
     try:
         resolved = config.launch()
-        servers = config.load().servers
+        settings = config.load()
+        load_keys(settings.keys)  # what is wrong with them is wrong at every reducer
     except ConfigError as error:
         _print_mistake(str(error), as_json=as_json)
         return 1
@@ -43,7 +45,7 @@ def doctor(*, as_json: bool) -> int:
             typer.echo(line)
         typer.echo("")
     connect = partial(bootstrap.connect_alone, connect_timeout=PATIENCE_S)
-    found = compare([examine(address, connect, servers) for address in servers])
+    found = compare([examine(address, connect, settings.servers) for address in settings.servers])
     if as_json:
         typer.echo(json.dumps(_facts(resolved, found), indent=2))
     else:
