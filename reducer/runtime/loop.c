@@ -233,15 +233,23 @@ static bool welcome(struct loop *loop, int fd, uint64_t now)
     return true;
 }
 
+/* Has the poll tell of connections that may be accepted, or not. */
+static void heed_listener(struct loop *loop, bool heeds)
+{
+    struct epoll_event event = {.events = heeds ? EPOLLIN : 0, .data.ptr = NULL};
+    epoll_ctl(loop->epoll, EPOLL_CTL_MOD, loop->listener, &event);
+    loop->accept_again_ns = heeds ? 0 : now_ns() + REST_NS;
+}
+
 static void accept_some(struct loop *loop)
 {
     uint64_t now = now_ns();
-    for (int accepted = 0; accepted < ACCEPTED_PER_TURN && now >= loop->accept_again_ns;) {
+    for (int accepted = 0; accepted < ACCEPTED_PER_TURN && loop->accept_again_ns == 0;) {
         int fd = accept4(loop->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0 && errno == EAGAIN)
             return;
         if (fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS))
-            loop->accept_again_ns = now + REST_NS;
+            heed_listener(loop, false);
         if (fd < 0)
             continue; /* that one has gone again */
         int at_once = 1;
@@ -249,7 +257,7 @@ static void accept_some(struct loop *loop)
         accepted++;
         if (!welcome(loop, fd, now)) {
             close(fd);
-            loop->accept_again_ns = now + REST_NS;
+            heed_listener(loop, false);
         }
     }
 }
@@ -266,6 +274,8 @@ static void leave(struct loop *loop, struct peer *peer)
     else
         peer->after->before = peer->before;
     note_change(loop, peer, false); /* else the guard finds that the descriptor is gone */
+    /* A forked child may have the socket open still, and then closing it would not do that. */
+    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, peer->connection.fd, NULL);
     close(peer->connection.fd);
     connection_free(&peer->connection);
     peer->next = loop->forgotten;
@@ -504,9 +514,8 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
         bool rests = loop->first == NULL;
         if (rests || now - polled >= LOOK_NS) {
             long left_ms = rests && until > now ? (long)((until - now + 999999) / 1000000) : 0;
-            bool full = loop->accept_again_ns > now; /* the listener would wake it at once */
-            if (full && left_ms > 1)
-                left_ms = 1;
+            if (loop->accept_again_ns != 0 && now >= loop->accept_again_ns)
+                heed_listener(loop, true);
             enum loop_event event = wait(loop, (int)left_ms);
             if (event != LOOP_TIMEOUT)
                 return event;

@@ -54,7 +54,7 @@ struct loop {
     struct peer *forgotten;    /* to be freed when nothing speaks of them any more */
     struct peer *peer;         /* of the event at hand */
     uint64_t accepted;
-    uint64_t accept_again_ns;  /* for want of files, none is accepted before */
+    uint64_t accept_again_ns;  /* for want of files none is accepted before; 0: there is no want */
     struct change *changes;    /* that nobody has been told of */
     size_t change_count, change_room;
     const struct curve_keys *keys; /* the reducer's, if peers must have some */

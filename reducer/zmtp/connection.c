@@ -201,42 +201,62 @@ void connection_break(struct connection *connection, int error)
         drop_first(connection);
 }
 
+static void drop_sent(struct connection *connection)
+{
+    while (connection->count > 0 && connection->sent >= whole_bytes(first(connection))) {
+        size_t over = connection->sent - whole_bytes(first(connection));
+        drop_first(connection);
+        connection->sent = over;
+    }
+}
+
+/* Gives the kernel what it takes of the first messages. Returns whether it may take more; sets errno
+ * to 0 unless it refused. */
+static bool push(struct connection *connection)
+{
+    struct iovec places[2 * GATHERED];
+    int count = 0;
+    size_t skip = connection->sent, asked = 0;
+    for (size_t at = 0; at < connection->count && at < GATHERED; at++) {
+        struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
+        gather(places, &count, next->head, next->head_bytes, &skip);
+        gather(places, &count, next->body, next->body_bytes, &skip);
+    }
+    for (int at = 0; at < count; at++)
+        asked += places[at].iov_len;
+    struct msghdr message = {.msg_iov = places, .msg_iovlen = (size_t)count};
+    ssize_t sent = 0;
+    do {
+        errno = 0;
+        if (count > 0)
+            sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    } while (sent < 0 && errno == EINTR);
+    if (sent < 0 && errno != EAGAIN)
+        return false;
+    errno = 0;
+    if (sent < 0 || (size_t)sent < asked)
+        connection->writable = false; /* until the poll tells */
+    if (sent > 0) {
+        connection->bytes_written += (uint64_t)sent;
+        connection->sent += (size_t)sent;
+    }
+    return connection->writable;
+}
+
 void connection_flush(struct connection *connection)
 {
     if (connection->broken || !connection->connected)
         return;
     if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
         connection_break(connection, ENOMEM);
+    drop_sent(connection); /* what a beat has sent */
     while (connection->writable && connection->count > 0) {
-        struct iovec places[2 * GATHERED];
-        int count = 0;
-        size_t skip = connection->sent, asked = 0;
-        for (size_t at = 0; at < connection->count && at < GATHERED; at++) {
-            struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
-            gather(places, &count, next->head, next->head_bytes, &skip);
-            gather(places, &count, next->body, next->body_bytes, &skip);
-        }
-        for (int at = 0; at < count; at++)
-            asked += places[at].iov_len;
-        struct msghdr message = {.msg_iov = places, .msg_iovlen = (size_t)count};
-        ssize_t sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0 && errno == EINTR)
-            continue;
-        if (sent < 0 && errno != EAGAIN) {
+        push(connection);
+        if (errno != 0) {
             connection_break(connection, errno);
             return;
         }
-        if (sent < 0 || (size_t)sent < asked)
-            connection->writable = false; /* until the poll tells */
-        if (sent < 0)
-            return;
-        connection->bytes_written += (uint64_t)sent;
-        connection->sent += (size_t)sent;
-        while (connection->count > 0 && connection->sent >= whole_bytes(first(connection))) {
-            size_t over = connection->sent - whole_bytes(first(connection));
-            drop_first(connection);
-            connection->sent = over;
-        }
+        drop_sent(connection);
     }
 }
 
@@ -247,7 +267,13 @@ void connection_beat(struct connection *connection)
         return;
     if (connection->count == 0)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
-    connection_flush(connection);
+    if (!connection->writable)
+        return;
+    push(connection);
+    if (errno != 0) {
+        connection->error = errno;
+        connection->broken = connection->readable = true;
+    }
 }
 
 bool connection_detach(struct connection *connection, uint64_t sequence)

@@ -96,7 +96,8 @@ void connection_next(struct connection *connection);
  * memory, or nothing can be sent any more. */
 bool connection_send(struct connection *connection, const void *header, const void *payload,
                      size_t nbytes, struct block *block, uint64_t sequence);
-/* Sends a heartbeat, unless something else waits that will be heard as well. */
+/* Sends a heartbeat, or some of what waits, which is heard as well. Another thread than that of the
+ * connection may call this, under one lock with it: blocks, and their pool, are left alone. */
 void connection_beat(struct connection *connection);
 /* Sends what the kernel takes now. That it cannot any more is told when all that came is read. */
 void connection_flush(struct connection *connection);

@@ -36,6 +36,7 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         char *reason
 
     struct message:
+        unsigned frames
         bint foreign
         unsigned char *header
         block *payload
@@ -270,8 +271,11 @@ cdef class Loop:
         """Make `run` return at once; any thread may call it."""
         loop_wake(&self.its)
 
-    cdef tuple message(self):
-        cdef message *found = &self.its.link[self.its.from_].connection.message
+    cdef message(self):
+        cdef connection *sender = self.its.link[self.its.from_].connection
+        if sender == NULL or sender.message.frames == 0:
+            return None  # the connection was closed meanwhile
+        cdef message *found = &sender.message
         header = payload = b""
         if not found.foreign:
             header = PyBytes_FromStringAndSize(<char *>found.header, HEADER_BYTES)

@@ -5,8 +5,11 @@ What is rare is here: making connections, and noticing that a reducer is silent.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import math
+import os
 import random
 import socket
 import threading
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import Heartbeats
     from worker_client.runtime.credentials import Curve
+
+log = logging.getLogger(__name__)
 
 _DENIED = "400"  # what a server of ZMTP says to a client whose key it does not admit
 
@@ -185,7 +190,8 @@ class CompiledTransport(Transport):
                 way.heard = now
             elif now - way.heard > self._patience_s and way.socket is not None:
                 way.silent_s = now - way.heard
-                way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees the end, after what has come
+                with contextlib.suppress(OSError):  # it has just ended by itself
+                    way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees that, after what has come
 
     def wake(self) -> None:
         self._loop.wake()
@@ -261,14 +267,15 @@ class CompiledTransport(Transport):
             return
         family, place = way.places.pop(0)
         way.since, way.retry_at = now, math.inf
-        made = socket.socket(family, socket.SOCK_STREAM)
-        way.socket = made
-        made.setblocking(False)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        found = made.connect_ex(place)
-        if found in {0, errno.EINPROGRESS}:
+        try:
+            way.socket = made = socket.socket(family, socket.SOCK_STREAM)
+            made.setblocking(False)
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if (found := made.connect_ex(place)) not in {0, errno.EINPROGRESS}:
+                raise OSError(found, os.strerror(found))
             self._loop.open(link, made.fileno(), _raw(self._keys.at(way.address)))
-        else:
+        except OSError as error:  # nobody listens there, or there are no files left
+            log.debug("no connection to %s: %s", way.address, error)
             self._hang_up(link)
             self._try_later(way)
 
