@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
 
 from tests.conftest import local_pool
+from tests.integration.calls import ones, process_of
 from tests.ranks import environments, ranks
+from tests.waits import eventually
+from worker_client.client import summary
+from worker_client.client.bootstrap import connect
 
 SCRIPT = """
 import logging, sys
@@ -43,7 +48,7 @@ def test_one_line_at_the_start_and_one_at_the_end() -> None:
         begins, ends = said.splitlines()
         who = f"reduction: rank {rank} of 2, job vision"
         assert re.fullmatch(rf"{who}: 1 reducer \(SERVER\), \w+ implementation", begins)
-        ended = r"6 all-reduces, 2.1 MB, waited \d+\.\d s, 0 reducers lost"
+        ended = r"6 all-reduces, 2.1 MB, waited \d+\.\d s, no reducer lost"
         assert re.fullmatch(f"{who}, ends: {ended}", ends)
 
 
@@ -59,3 +64,25 @@ def test_that_torchrun_ends_the_others_is_said_once() -> None:
     for said in run("WARNING", LOCAL_WORLD_SIZE="2", **elastic):
         assert "torchrun ends the others of its node" in said
         assert said.count("\n") == 1
+
+
+def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, summary.__name__)
+    with local_pool(3) as servers:
+        client = connect(rank=0, world_size=1, servers=servers)
+        client.all_reduce(ones(1)).wait(5)
+        client.all_reduce(ones(1), name="one").wait(5)  # these have a job of their own
+        for lost, said in enumerate(("no reducer lost", "1 reducer lost", "reducers lost 2 times")):
+            if lost:
+                process_of(servers[lost]).kill()
+                # Both jobs notice.
+                eventually(lambda lost=lost: client.counters.losses == 2 * lost)
+            assert client.losses == lost
+            summary.end(client)
+            ended = rf"ends: 2 all-reduces, 8 bytes, .* s, {said}$"
+            assert re.search(ended, caplog.messages[-1])
+        client.shutdown()
+    with local_pool(1) as servers:
+        with connect(rank=0, world_size=1, servers=servers) as client:
+            client.all_reduce(ones(1)).wait(5)
+        assert "ends: 1 all-reduce, 4 bytes" in caplog.messages[-1]

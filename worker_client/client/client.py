@@ -201,15 +201,25 @@ class Client:
     @property
     def counters(self) -> Counters:
         """What has happened to this client's reducers so far."""
+        mine = self._counters_without_names
+        if (named := self._named) is None:
+            return mine
+        return Counters(*map(sum, zip(mine, named.counters, strict=True)))
+
+    @property
+    def losses(self) -> int:
+        """How often a reducer in use was lost; `counters` has those of calls with names besides."""
+        named = self._named
+        return max(self._counters_without_names.losses, named.losses if named is not None else 0)
+
+    @property
+    def _counters_without_names(self) -> Counters:
         past = Past() if self._returning is None else self._returning.past
-        mine = Counters(
+        return Counters(
             *past.plus(self._communicator),
             fallbacks=0 if self._fallback is None else self._fallback.count,
             returns=0 if self._returning is None else self._returning.returns,
         )
-        if (named := self._named) is None:
-            return mine
-        return Counters(*map(sum, zip(mine, named.counters, strict=True)))
 
     @property
     def bytes_reduced(self) -> int:

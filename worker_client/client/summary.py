@@ -28,12 +28,12 @@ def end(client: Client) -> None:
     """Say what a client has gone through."""
     counters = client.counters
     said = [
-        f"{client.calls} all-reduces, {_size(client.bytes_reduced)}",
+        f"{_count(client.calls, 'all-reduce')}, {_size(client.bytes_reduced)}",
         f"waited {client.waited_s:.1f} s",
-        f"{counters.losses} reducers lost",
+        _lost(client.losses),
     ]
     if counters.fallbacks:
-        said.append(f"{counters.fallbacks} all-reduces by the process group")
+        said.append(f"{_count(counters.fallbacks, 'all-reduce')} by the process group")
     if lost := sorted({*range(client.world_size)} - {*client.present}):
         said.append(f"went on without rank {', '.join(map(str, lost))}")
     _say(f"rank {client.rank} of {client.world_size}, {_job(client)}, ends: {', '.join(said)}")
@@ -51,10 +51,19 @@ def _reducers(client: Client) -> str:
     said = []
     if pool:
         listed = f" ({', '.join(pool)})" if len(pool) <= _NAMED else ""
-        said.append(f"{len(pool)} reducer{'s' * (len(pool) > 1)}{listed}")
+        said.append(f"{_count(len(pool), 'reducer')}{listed}")
     if spec.hosts:
         said.append("a reducer in every rank")
     return f"{' and '.join(said)}, {client.impl} implementation"
+
+
+def _lost(times: int) -> str:
+    """Say how often a reducer was lost, which may have been the same one."""
+    return f"reducers lost {times} times" if times > 1 else f"{times or 'no'} reducer lost"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _size(count: float) -> str:
