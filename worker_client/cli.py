@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from reducer import __version__
 from reducer.errors import ReductionError
 
 app = typer.Typer(
@@ -18,9 +19,23 @@ app = typer.Typer(
 )
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"worker-client {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Gradient all-reduce through reducers, for PyTorch DDP."""
+    del version  # said before any command is looked for
 
 
 @app.command()

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+import reducer
 from reducer import local_pool
 from reducer.errors import ConfigError, ReducerLostError, ReductionError
 from tests.commands import run_command, serving
@@ -45,6 +46,12 @@ def fails(*arguments: str) -> str:
 )
 def test_what_is_wrong_is_said(arguments: tuple[str, ...], says: str) -> None:
     assert says in fails(*arguments)
+
+
+@pytest.mark.parametrize("command", ["reducer", "worker-client"])
+def test_both_commands_say_their_version(command: str) -> None:
+    done = run_command(str(Path(COMMAND).with_name(command)), "--version")
+    assert (done.returncode, done.stdout) == (0, f"{command} {reducer.__version__}\n")
 
 
 def test_a_taken_port() -> None:
