@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import queue
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ReductionTimeout
@@ -38,6 +40,7 @@ class Work:
     _result: Any
     _error: BaseException | None
     _future: concurrent.futures.Future[Any] | None  # made if somebody asks
+    _waiters: tuple[queue.SimpleQueue[None], ...] | None  # who is to be woken at its end
     # Its end and the making of a future exclude each other. One for each: a child may be forked
     # while it is taken.
     _lock: threading.Lock
@@ -64,12 +67,25 @@ class Work:
             left_s = max(0.0, until - time.monotonic())
             # More than `TIMEOUT_MAX`, which is centuries, locks refuse.
             bound_s = left_s if left_s < threading.TIMEOUT_MAX else None
-            concurrent.futures.wait([self.future()], bound_s)
+            self._wait(bound_s)
         if not self._ended:
             raise ReductionTimeout(f"{self} is still in progress after {patience_s:g} s")
         if self._error is not None:
             raise self._error
         return self._result
+
+    def _wait(self, bound_s: float | None) -> None:
+        """Wait for the end, which nobody here brings.
+
+        Ctrl-C may come at any instant. Within a future's condition it can leave that locked, and
+        then whoever ends the all-reduce waits for ever: so there is none between the two.
+        """
+        waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with self._lock:
+            self._waiters = (*(self._waiters or ()), waiter)  # first: it may end without the lock
+        if not self._ended:
+            with suppress(queue.Empty):
+                waiter.get(timeout=bound_s)
 
     def done(self) -> bool:
         """Whether the all-reduce has ended, well or badly."""
@@ -119,6 +135,9 @@ class Work:
                 self._result, self._error = result, error
                 self._ended = True
             future = self._future
+            waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
+            waiter.put(None)
         if future is not None and not future.done():
             self._settle(future)
 
@@ -138,7 +157,17 @@ class PlainWork(Work):
         missing: says which ranks it waits for, as far as is known.
     """
 
-    __slots__ = ("_ended", "_error", "_future", "_lead", "_lock", "_missing", "_result", "_what")
+    __slots__ = (
+        "_ended",
+        "_error",
+        "_future",
+        "_lead",
+        "_lock",
+        "_missing",
+        "_result",
+        "_waiters",
+        "_what",
+    )
 
     def __init__(
         self,
@@ -153,6 +182,7 @@ class PlainWork(Work):
         self._result = None
         self._error = None
         self._future = None
+        self._waiters = None
         self._lock = threading.Lock()
 
     @property

@@ -124,11 +124,16 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: 
         worker.contribute(0, bytes(MIB), chunk * MIB)
         post.until(lambda number=chunk + 1: post.engine.counters.results == number)
         answer(worker, M.RESULT)
-    descriptors = {c.descriptor for c in post.guard._connections.values()}
+    before = {c.descriptor for c in post.guard._connections.values()}
     worker.close()
     post.until(lambda: post.guard.connections == 1)
-    peer = post.stranger()
-    assert {c.descriptor for c in post.guard._connections.values()} == descriptors, "used again"
+    (free,) = before - {c.descriptor for c in post.guard._connections.values()}
+    for _ in range(20):  # lower ones may be free as well
+        peer = post.stranger()
+        if free in {c.descriptor for c in post.guard._connections.values()}:
+            break
+    else:
+        pytest.fail("it was not used again")
     rounds(post)
     assert post.members == {"job": 1, "job 2": 1}, "it may come back"
     assert not post.engine.counters.dropped

@@ -53,7 +53,7 @@ cdef class RequestState:
     cdef public Py_ssize_t call
     cdef public int warnings
     cdef public double begun, deadline
-    cdef public object _lead, _result, _error, _future, _lock
+    cdef public object _lead, _result, _error, _future, _waiters, _lock
     cdef public bint _ended
     # No lent buffer is kept: a memoryview that has lent one cannot be collected with its borrower.
     cdef object _owner
@@ -156,7 +156,10 @@ cdef class CompiledSubmissions:
         move(requests, packed, packing=False)
         for made in requests:
             request = <RequestState>made
-            if request._future is None and request.write_back is None:
+            if (
+                request._future is None and request._waiters is None
+                and request.write_back is None
+            ):
                 # As `Work.finish`: the GIL stands for its lock, as nothing here gives it away. One
                 # that has failed before keeps its error.
                 request._result = request.data

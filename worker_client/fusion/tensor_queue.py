@@ -253,6 +253,7 @@ class PlainRequest(Request):
         "_lock",
         "_result",
         "_view",
+        "_waiters",
         "begun",
         "call",
         "data",
@@ -287,6 +288,7 @@ class PlainRequest(Request):
         self._result = None
         self._error = None
         self._future = None
+        self._waiters = None
         self._lock = threading.Lock()
 
     @property
