@@ -453,6 +453,8 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
             connection_flush(connection);
         if (event == CONNECTION_IDLE)
             return LOOP_TIMEOUT;
+        if (event == CONNECTION_BUSY)
+            break;
         loop->peer = peer;
         if (event == CONNECTION_ENDED) {
             peer->ended = true;

@@ -10,7 +10,8 @@ enum {
     GATHERED = 16,               /* messages that one system call sends */
     LARGE = CONNECTION_IN_BYTES, /* after such a payload only the next header is read ahead */
     SEALED_BYTES = 33,           /* that CURVE adds to a frame */
-    PENDING_REPLIES = 16         /* a peer that asks on without reading is answered no more */
+    PENDING_REPLIES = 16,        /* a peer that asks on without reading is answered no more */
+    READS = 16                   /* without an event: a flood of PINGs has none, nor has an end */
 };
 
 bool connection_init(struct connection *connection, int fd, bool server,
@@ -173,9 +174,8 @@ static bool send_reply(struct connection *connection)
     struct zmtp *zmtp = &connection->zmtp;
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
-    /* PONGs, which a peer that does not read them may ask for without end. */
-    if (zmtp->ready && nbytes > 0 && connection->count > PENDING_REPLIES &&
-        connection->bytes_queued < 64 * connection->count)
+    /* PONGs, which a peer that does not read may ask for without end; what waits is heard as well. */
+    if (zmtp->ready && connection->count > PENDING_REPLIES)
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
 }
@@ -427,7 +427,7 @@ enum connection_event connection_read(struct connection *connection)
         connection->ended = connection->broken = true;
     if (connection->ended)
         return CONNECTION_ENDED;
-    for (;;) {
+    for (int reads = 0;; reads++) {
         enum connection_event event = consume(connection);
         if (event == CONNECTION_ENDED) {
             connection_flush(connection); /* it may say why */
@@ -440,6 +440,8 @@ enum connection_event connection_read(struct connection *connection)
             connection->ended = connection->broken;
             return connection->ended ? CONNECTION_ENDED : CONNECTION_IDLE;
         }
+        if (reads >= READS)
+            return CONNECTION_BUSY;
         struct iovec places[2] = {
             {connection->into, connection->left},
             {connection->in, ahead(connection)},

@@ -19,6 +19,7 @@ enum {
 
 enum connection_event {
     CONNECTION_IDLE,    /* there is nothing more for now */
+    CONNECTION_BUSY,    /* much has come that is no event; there may be more: others first */
     CONNECTION_ADMIT,   /* a peer shows its key: zmtp_admit, then read on */
     CONNECTION_READY,   /* the handshake is done */
     CONNECTION_MESSAGE, /* `message` holds one, until connection_next */

@@ -307,7 +307,7 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
             flush(loop, link);
         if (event == CONNECTION_READY)
             return LOOP_CHANGE;
-        if (event == CONNECTION_IDLE)
+        if (event == CONNECTION_IDLE || event == CONNECTION_BUSY)
             break;
         uint64_t now = now_ns();
         if (!take(loop, link, now)) {
