@@ -217,7 +217,7 @@ static bool push(struct connection *connection)
     struct iovec places[2 * GATHERED];
     int count = 0;
     size_t skip = connection->sent, asked = 0;
-    for (size_t at = 0; at < connection->count && at < GATHERED; at++) {
+    for (size_t at = 0; at < connection->count && count < 2 * GATHERED - 1; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         gather(places, &count, next->head, next->head_bytes, &skip);
         gather(places, &count, next->body, next->body_bytes, &skip);
@@ -247,9 +247,9 @@ void connection_flush(struct connection *connection)
 {
     if (connection->broken || !connection->connected)
         return;
+    drop_sent(connection); /* what a beat has sent */
     if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
         connection_break(connection, ENOMEM);
-    drop_sent(connection); /* what a beat has sent */
     while (connection->writable && connection->count > 0) {
         push(connection);
         if (errno != 0) {
@@ -265,11 +265,10 @@ void connection_beat(struct connection *connection)
     uint8_t bytes[64];
     if (!connection->zmtp.ready || connection->broken)
         return;
-    if (connection->count == 0)
+    /* What beats have sent is in the queue until the next flush, which may be long after. */
+    if (connection->sent == connection->bytes_queued)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
-    if (!connection->writable)
-        return;
-    push(connection);
+    push(connection); /* whatever `writable` says: perhaps nobody has polled for as long */
     if (errno != 0) {
         connection->error = errno;
         connection->broken = connection->readable = true;

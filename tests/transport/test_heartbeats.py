@@ -1,0 +1,120 @@
+"""Heartbeats are sent by a thread of their own, and no peer's keeps the others waiting."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.zmtp import COMMAND, GREETING, frame
+from reducer.wire.header import Header
+from tests.transport.guarded import M
+from tests.waits import eventually
+from worker_client.protocol.spec import Heartbeats
+from worker_client.runtime import implementation
+from worker_client.runtime.transport import Connected
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.transport.guarded import Post
+    from worker_client.runtime.transport import Transport
+
+BUSY_S = 1.1  # of a program that holds the GIL, say; longer than the patience of most peers
+ROUTER = b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0"
+PING = b"\4PING\0\0"
+
+
+@pytest.fixture(params=["compiled"])
+def impl(request: pytest.FixtureRequest) -> str:
+    """libzmq's threads do it for the plain one."""
+    return request.param
+
+
+def unread(peer: socket.socket) -> bytes:
+    """What has come by now."""
+    peer.setblocking(False)
+    found = bytearray()
+    with suppress(BlockingIOError):
+        while received := peer.recv(1 << 20):
+            found += received
+    return bytes(found)
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[Transport, socket.socket]]:
+    """A worker's transport, and the reducer's end of its connection."""
+    chosen: Any = implementation.select("compiled")
+    flight = chosen.flight(Header(M.HELLO))
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        transport = chosen.transport(flight, 1, heartbeats=Heartbeats(0.1, 60.0))
+        stack.callback(transport.close)
+        flight.add_link(1 << 30, keep=False)
+        transport.connect(f"127.0.0.1:{listener.getsockname()[1]}")
+        peer = stack.enter_context(listener.accept()[0])
+        peer.sendall(GREETING + frame(ROUTER, COMMAND))
+
+        def reached() -> bool:
+            transport.wait(0.1)
+            return Connected(0) in transport.events()
+
+        eventually(reached)
+        transport.wait(0)
+        yield transport, peer
+
+
+def test_a_worker_is_heard_while_nobody_runs_its_loop(
+    connected: tuple[Transport, socket.socket],
+) -> None:
+    _, peer = connected
+    unread(peer)
+    time.sleep(BUSY_S)
+    assert unread(peer).count(PING) >= 5
+
+
+def test_a_worker_with_much_to_send_is_heard_while_nobody_runs_its_loop(
+    connected: tuple[Transport, socket.socket],
+) -> None:
+    transport, peer = connected
+    for _ in range(64):
+        transport.send(0, Header(M.PING).pack(), bytes(1 << 20))
+    for _ in range(5):
+        assert unread(peer), "the kernel has room, and nobody has given it more"
+        time.sleep(BUSY_S / 5)
+
+
+def test_a_reducer_is_heard_while_nobody_runs_its_loop(post: Post) -> None:
+    peer = post.stranger()
+    unread(peer)
+    time.sleep(BUSY_S)
+    assert unread(peer).count(PING) >= 3
+
+
+def test_pings_without_end_keep_nobody_waiting(post: Post) -> None:
+    worker = post.member("job")
+    flood = frame(PING, COMMAND) * 100_000
+    stop = threading.Event()
+
+    def ping() -> None:
+        with suppress(OSError):  # it was told to go
+            while not stop.is_set():
+                worker.line.connection.sendall(flood)
+
+    threads = [threading.Thread(target=ping) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            begun = time.monotonic()
+            post.step()
+            assert time.monotonic() - begun < 1.0, "no other peer is served"
+    finally:
+        stop.set()
+        worker.line.connection.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
