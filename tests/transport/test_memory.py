@@ -75,6 +75,23 @@ def test_a_failed_buffer_is_given_back_at_once(stalled: tuple) -> None:
         work.wait(0)
 
 
+def test_a_buffer_whose_results_come_early_is_given_back_whole(stalled: tuple) -> None:
+    """As where another rank has told the reducer what came out."""
+    _, reducer, (data, work, ended) = stalled
+    first = reducer.hear(M.CONTRIBUTION)
+    results = data + np.uint8(1)
+    for at in range(0, len(data), CHUNK):
+        reducer.answer(first, offset=at, payload=results[at : at + CHUNK])
+    assert ended.wait(20)
+    assert work.wait(0) is not None
+    seen = CHUNK
+    while seen < len(data):
+        _, *frames = reducer.socket.recv_multipart(copy=False)
+        payload = np.frombuffer(frames[1].buffer, np.uint8)
+        assert payload.max() < 255, "what the caller wrote later has left"
+        seen += len(payload)
+
+
 def test_a_broken_connection_reads_no_buffer(stalled: tuple) -> None:
     _, reducer, (_, work, ended) = stalled
     reducer.socket.close()

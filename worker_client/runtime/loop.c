@@ -274,6 +274,17 @@ void loop_next(struct loop *loop)
 
 /* Takes the message at hand, if it is a healthy result, and refills that link. */
 static bool take(struct loop *loop, uint32_t link, uint64_t now)
+/* Reads the buffer of an all-reduce no more, though a reducer has had its results before all of its
+ * contributions: the caller has it again. */
+static void give_back(struct loop *loop, uint64_t sequence)
+{
+    for (uint32_t link = 0; link < loop->links; link++) {
+        struct connection *connection = loop->link[link].connection;
+        if (connection != NULL && !connection_detach(connection, sequence))
+            connection_break(connection, ENOMEM);
+    }
+}
+
 {
     struct connection *connection = loop->link[link].connection;
     struct message *message = &connection->message;
@@ -285,10 +296,13 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
     }
     if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload, now))
         return false;
+    const struct operation *completed = loop->flight->completed;
     failpoint(WORKER_COPIED);
     connection_next(connection);
     struct contribution next;
     while (flight_next(loop->flight, link, now, &next))
+    if (loop->flight->completed != completed)
+        give_back(loop, loop->flight->completed->header.sequence);
         queue_contribution(loop, &next);
     return true;
 }
