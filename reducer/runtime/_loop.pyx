@@ -114,7 +114,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept
     void loop_admit(loop_t *self, bint admitted) noexcept
-    void loop_trust(loop_t *self) noexcept
+    void loop_trust(loop_t *self, uint64_t peer) noexcept
     void loop_forget(loop_t *self) noexcept
     bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
                    size_t nbytes) noexcept
@@ -183,6 +183,8 @@ cdef class Sockets:
         """Send a message; False if that peer has no connection any more."""
         cdef const unsigned char[::1] body
         cdef uint64_t key = peer_key(PyBytes_AS_STRING(peer), len(peer))
+        if header[TYPE_AT] == MessageType.WELCOME:
+            loop_trust(&self.its, key)
         if payload is None:
             return loop_send(&self.its, key, PyBytes_AS_STRING(header), NULL, 0)
         body = memoryview(payload).cast("B")
@@ -315,8 +317,6 @@ cdef class Core:
         loop_next(self.its)
         self._transport.note(name, *sizes)
         hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
-        if hello:
-            loop_trust(self.its)
         return name, header, payload, self.key(sender) if hello else ""
 
     cdef str key(self, peer *sender):

@@ -414,9 +414,11 @@ void loop_admit(struct loop *loop, bool admitted)
     pulse_release(&loop->pulse);
 }
 
-void loop_trust(struct loop *loop)
+void loop_trust(struct loop *loop, uint64_t key)
 {
-    loop->peer->connection.most_bytes = loop->max_frame_bytes;
+    struct peer *peer = map_get(&loop->peers, key);
+    if (peer != NULL)
+        peer->connection.most_bytes = loop->max_frame_bytes;
 }
 
 /* Takes the message at hand, if it is a healthy contribution. */

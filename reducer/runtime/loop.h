@@ -12,7 +12,7 @@
 #include "reducer/zmtp/connection.h"
 #include "reducer/zmtp/pulse.h"
 
-enum { STRANGER_BYTES = 16 << 10 }; /* the largest payload of a peer that has not said HELLO */
+enum { STRANGER_BYTES = 16 << 10 }; /* the largest payload of a peer that has not been welcomed */
 
 enum loop_event {
     LOOP_TIMEOUT,
@@ -83,8 +83,8 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms);
 void loop_next(struct loop *loop);
 /* The answer to LOOP_ADMIT. */
 void loop_admit(struct loop *loop, bool admitted);
-/* Lets the peer at hand send payloads of any size that the reducer takes: it has said who it is. */
-void loop_trust(struct loop *loop);
+/* Lets a peer send payloads of any size that the reducer takes: it is welcome. */
+void loop_trust(struct loop *loop, uint64_t peer);
 /* Drops the connection that LOOP_ENDED has told of. */
 void loop_forget(struct loop *loop);
 /* Sends a message; the payload is copied. False: that peer has no connection. */

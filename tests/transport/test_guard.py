@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -9,11 +10,12 @@ from contextlib import closing, suppress
 import pytest
 
 from bench.intruder import Worker
-from bench.zmtp import MORE, dial, frame
+from bench.zmtp import LONG, MORE, dial, frame
 from reducer.engine.limits import Patience
 from reducer.runtime import guard as guards
 from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
 from reducer.runtime.plain_transport import LATE_LOOKS
+from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, Post, answer, ended, rounds
 
@@ -30,6 +32,19 @@ def test_who_joins_no_job_in_time_is_shown_out(post: Post, *, greets: bool) -> N
     post.now = PATIENCE.hello_s + 0.1
     post.until(lambda: ended(peer))
     assert (post.closed, post.guard.connections) == (1, 0)
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+@pytest.mark.parametrize("says_hello", [False, True])
+def test_who_is_not_welcome_is_given_no_room(post: Post, *, says_hello: bool) -> None:
+    """For a payload it is given at once; libzmq reads, and the guard ends that."""
+    peer = post.stranger()
+    if says_hello:
+        peer.sendall(frame(Header(M.HELLO).pack(), MORE) + frame(b"no body"))
+        post.until(lambda: post.engine.counters.refused == 1)
+    peer.sendall(frame(Header(M.HELLO).pack(), MORE) + struct.pack(">BQ", LONG, MIB))
+    post.until(lambda: ended(peer))
+    assert post.closed == 0
 
 
 def test_members_may_stay(post: Post) -> None:
