@@ -15,7 +15,8 @@ enum {
     EVENTS = 256,           /* that one look at the sockets brings */
     ACCEPTED_PER_TURN = 64, /* so that a flood of connections leaves time for the others */
     MESSAGES_PER_TURN = 16, /* so that no peer starves the others */
-    MESSAGES_PER_LOOK = 64  /* at the clock, so that a flood cannot stop it */
+    MESSAGES_PER_LOOK = 64, /* at the clock, so that a flood cannot stop it */
+    UNREAD = 256            /* reads at the end, so that no peer goes on for ever */
 };
 
 static const uint64_t LOOK_NS = 1000 * 1000; /* at the sockets, while messages pour in */
@@ -216,8 +217,10 @@ static bool welcome(struct loop *loop, int fd, uint64_t now)
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                                 .data.ptr = peer};
     bool known = map_put(&loop->peers, peer->key, peer);
-    if (!known || !note_change(loop, peer, true) ||
-        epoll_ctl(loop->epoll, EPOLL_CTL_ADD, fd, &event) != 0) {
+    bool watched = known && epoll_ctl(loop->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+    if (!watched || !note_change(loop, peer, true)) {
+        if (watched)
+            epoll_ctl(loop->epoll, EPOLL_CTL_DEL, fd, NULL);
         if (known)
             map_remove(&loop->peers, peer->key);
         connection_free(&peer->connection);
@@ -244,7 +247,7 @@ static void heed_listener(struct loop *loop, bool heeds)
 static void accept_some(struct loop *loop)
 {
     uint64_t now = now_ns();
-    for (int accepted = 0; accepted < ACCEPTED_PER_TURN && loop->accept_again_ns == 0;) {
+    for (int tried = 0; tried < ACCEPTED_PER_TURN && loop->accept_again_ns == 0; tried++) {
         int fd = accept4(loop->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0 && errno == EAGAIN)
             return;
@@ -254,7 +257,6 @@ static void accept_some(struct loop *loop)
             continue; /* that one has gone again */
         int at_once = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof at_once);
-        accepted++;
         if (!welcome(loop, fd, now)) {
             close(fd);
             heed_listener(loop, false);
@@ -352,9 +354,11 @@ static void linger(struct loop *loop, long timeout_ms)
         for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after) {
             char unread[4096];
             connection_flush(&peer->connection);
-            while (recv(peer->connection.fd, unread, sizeof unread, MSG_DONTWAIT) > 0)
-                ;
-            unsent |= peer->connection.zmtp.ready && peer->connection.count > 0;
+            for (int reads = 0; reads < UNREAD; reads++)
+                if (recv(peer->connection.fd, unread, sizeof unread, MSG_DONTWAIT) <= 0)
+                    break;
+            unsent |= peer->connection.zmtp.ready && !peer->connection.broken &&
+                      peer->connection.count > 0;
         }
         uint64_t now = now_ns();
         if (!unsent || now >= until)

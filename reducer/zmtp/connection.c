@@ -347,7 +347,8 @@ static bool finish_frame(struct connection *connection, bool *whole)
             block_drop(connection->pool, body);
         return event != ZMTP_FAILED;
     }
-    message->frames++;
+    if (message->frames <= 2)
+        message->frames++; /* more is foreign, however many come */
     if (message->frames == 1) {
         message->foreign = zmtp->frame.nbytes != HEADER_BYTES;
         if (!message->foreign)

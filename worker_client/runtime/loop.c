@@ -15,6 +15,7 @@ enum {
     EVENTS = 64,            /* that one look at the sockets brings */
     FLUSH_BYTES = 32 << 10, /* so much is sent at once; less may gather while results come in */
     MESSAGES_PER_TURN = 64, /* so that no link starves the others */
+    UNREAD = 256,           /* reads at the end, so that no link goes on for ever */
     LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
     PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
@@ -69,9 +70,10 @@ static void linger(struct loop *loop, long timeout_ms)
                 continue;
             connection_flush(connection);
             char unread[4096];
-            while (recv(connection->fd, unread, sizeof unread, MSG_DONTWAIT) > 0)
-                ;
-            unsent |= connection->zmtp.ready && connection->count > 0;
+            for (int reads = 0; reads < UNREAD; reads++)
+                if (recv(connection->fd, unread, sizeof unread, MSG_DONTWAIT) <= 0)
+                    break;
+            unsent |= connection->zmtp.ready && !connection->broken && connection->count > 0;
         }
         uint64_t now = now_ns();
         struct epoll_event events[EVENTS];
@@ -272,8 +274,6 @@ void loop_next(struct loop *loop)
     pulse_release(&loop->pulse);
 }
 
-/* Takes the message at hand, if it is a healthy result, and refills that link. */
-static bool take(struct loop *loop, uint32_t link, uint64_t now)
 /* Reads the buffer of an all-reduce no more, though a reducer has had its results before all of its
  * contributions: the caller has it again. */
 static void give_back(struct loop *loop, uint64_t sequence)
@@ -285,6 +285,8 @@ static void give_back(struct loop *loop, uint64_t sequence)
     }
 }
 
+/* Takes the message at hand, if it is a healthy result, and refills that link. */
+static bool take(struct loop *loop, uint32_t link, uint64_t now)
 {
     struct connection *connection = loop->link[link].connection;
     struct message *message = &connection->message;
@@ -294,15 +296,15 @@ static void give_back(struct loop *loop, uint64_t sequence)
         connection_next(connection);
         return true;
     }
+    const struct operation *completed = loop->flight->completed;
     if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload, now))
         return false;
-    const struct operation *completed = loop->flight->completed;
     failpoint(WORKER_COPIED);
     connection_next(connection);
-    struct contribution next;
-    while (flight_next(loop->flight, link, now, &next))
     if (loop->flight->completed != completed)
         give_back(loop, loop->flight->completed->header.sequence);
+    struct contribution next;
+    while (flight_next(loop->flight, link, now, &next))
         queue_contribution(loop, &next);
     return true;
 }
