@@ -174,7 +174,7 @@ static bool send_reply(struct connection *connection)
     struct zmtp *zmtp = &connection->zmtp;
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
-    /* PONGs, which a peer that does not read may ask for without end; what waits is heard as well. */
+    /* PONGs, which a peer that reads none may ask for without end; what waits is heard as well. */
     if (zmtp->ready && connection->count > PENDING_REPLIES)
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
