@@ -19,7 +19,7 @@ from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
-from worker_client.runtime.transport import Completed, Connected
+from worker_client.runtime.transport import Completed, Connected, Released
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,7 +130,7 @@ def alone(context: zmq.Context) -> Iterator[Alone]:
     for link, reducer in enumerate(reducers):
         reducer.rcvhwm = reducer.sndhwm = 0
         port = reducer.bind_to_random_port("tcp://127.0.0.1")
-        flight.add_link(1 << 30, keep=False)
+        flight.add_link(1 << 30, keep=True)
         flight.open(link)
         transport.connect(f"127.0.0.1:{port}")
     reached: set[int] = set()
@@ -171,3 +171,23 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(alone: Al
         transport.wait(5)
         done += [e.sequences for e in transport.events() if isinstance(e, Completed)]
     assert done == [[1], [0]]
+
+
+def test_what_has_just_completed_is_there_when_a_link_is_released(alone: Alone) -> None:
+    """Else its results would never be claimed at another reducer, whose ranks wait for them."""
+    flight, transport, (reducer, _) = alone
+    operation = Operation(memoryview(bytearray(8)), DType.UINT8, ReduceOp.MAX, None, 1.0)
+    operation.sequence = 0
+    flight.submit(operation, [LinkShard(0, 0, 8)], CHUNK, 0)
+    transport.refill()
+    peer, frame, payload = receive(transport, reducer)
+    header = Header.unpack(frame)._replace(type=M.RESULT, rank=0, since=0, history=0)
+    reducer.send_multipart([peer, header.pack(), payload])
+    transport.wait(5)  # it has come, and nobody has been told
+    transport.reset(0)
+    assert [chunk.done for chunk in flight.carried(0)] == [True]
+    for event in transport.events():
+        if isinstance(event, Released):
+            assert [chunk.done for chunk in flight.carried(0)] == [True]
+            return
+    pytest.fail("the link was not released")

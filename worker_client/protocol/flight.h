@@ -49,7 +49,7 @@ struct walk {
     uint64_t sequence; /* where the search for the next one in progress begins */
     size_t shard;
     uint64_t chunk;
-    bool in_ended;
+    enum { WALK_RING, WALK_COMPLETED, WALK_ENDED } place;
 };
 
 /* False: out of memory. `identity` is a header of 96 bytes. */

@@ -53,21 +53,27 @@ void flight_shut(struct flight *flight, uint32_t link)
     }
 }
 
-/* The operation after the one at hand: first those in progress, then those whose results are kept. */
+/* The operation after the one at hand: first those in progress, then those that have all results and
+ * of which the session has not heard, then those whose results are kept. */
 static struct operation *following(const struct flight *flight, struct walk *walk)
 {
-    if (!walk->in_ended) {
+    struct operation *operation = walk->operation;
+    if (walk->place == WALK_RING) {
         if (walk->sequence < flight->watermark)
             walk->sequence = flight->watermark;
-        while (walk->sequence < flight->next) {
-            struct operation *operation = flight_find(flight, walk->sequence++);
-            if (operation != NULL)
+        while (walk->sequence < flight->next)
+            if ((operation = flight_find(flight, walk->sequence++)) != NULL)
                 return operation;
-        }
-        walk->in_ended = true;
-        return flight->ended;
+        walk->place = WALK_COMPLETED;
+        if (flight->completed != NULL)
+            return flight->completed;
+    } else if (operation != NULL && operation->following != NULL) {
+        return operation->following;
     }
-    return walk->operation == NULL ? NULL : walk->operation->following;
+    if (walk->place == WALK_ENDED)
+        return NULL;
+    walk->place = WALK_ENDED;
+    return flight->ended;
 }
 
 struct chunk *flight_walk(const struct flight *flight, struct walk *walk, uint32_t link)

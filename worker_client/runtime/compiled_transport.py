@@ -154,9 +154,9 @@ class CompiledTransport(Transport):
         self._loop.run(math.ceil(timeout_s * 1000))
 
     def events(self) -> Iterator[Event]:
+        completed, message = self._loop.news()
         released, self._released = self._released, []
         yield from map(Released, released)
-        completed, message = self._loop.news()
         if completed:
             yield Completed(completed)
         if message is not None:
