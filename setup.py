@@ -13,7 +13,7 @@ REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
 FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3", "-g0"]
-FLAGS += ["-std=c11", "-Wall", "-Wextra", "-ffp-contract=off"]
+FLAGS += ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-ffp-contract=off"]
 
 LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 

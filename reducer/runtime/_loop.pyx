@@ -13,7 +13,6 @@ from reducer.engine._slots cimport (
     block,
     block_drop,
     block_pool,
-    block_pool_free,
     block_take,
     header_t,
     map,
@@ -116,6 +115,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_admit(loop_t *self, bint admitted) noexcept
     void loop_trust(loop_t *self, uint64_t peer) noexcept
     void loop_forget(loop_t *self) noexcept
+    void loop_release_memory(loop_t *self) noexcept
     bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
                    size_t nbytes) noexcept
     verdict loop_offer(
@@ -248,6 +248,7 @@ cdef class Core:
             within.dismiss()
         map_free(&self.its.members)
         map_free(&self.its.rounds)
+        before = {job for _, _, job in self._served}
         self._served = [
             (job.rounds, list(job.members.values()), job)
             for job in self._engine.jobs
@@ -262,8 +263,8 @@ cdef class Core:
                     and map_put(&self.its.rounds, member.its.peer, &within.its)
                 ):
                     raise MemoryError
-        if not self._served:
-            block_pool_free(&self.its.pool)
+        if before - {job for _, _, job in self._served}:
+            loop_release_memory(self.its)
         self._arranged = self._engine.changes
 
     def offer(self, bytes peer, bytes frame, bytes payload):

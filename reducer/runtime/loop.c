@@ -1,7 +1,7 @@
-#define _GNU_SOURCE /* accept4, clock_gettime */
 #include "loop.h"
 
 #include <errno.h>
+#include <malloc.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
@@ -397,6 +397,14 @@ void loop_end(struct loop *loop, long linger_ms)
     loop->change_count = loop->change_room = loop->lost_count = loop->lost_room = 0;
     loop->inputs_room = 0;
     block_pool_free(&loop->pool);
+}
+
+void loop_release_memory(struct loop *loop)
+{
+    block_pool_free(&loop->pool);
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
 }
 
 /* -- receive --------------------------------------------------------------------------------- */

@@ -87,6 +87,9 @@ void loop_admit(struct loop *loop, bool admitted);
 void loop_trust(struct loop *loop, uint64_t peer);
 /* Drops the connection that LOOP_ENDED has told of. */
 void loop_forget(struct loop *loop);
+/* Gives spare blocks back to the system, from which a job has ended: glibc would keep what lies
+ * below memory in use. */
+void loop_release_memory(struct loop *loop);
 /* Sends a message; the payload is copied. False: that peer has no connection. */
 bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void *payload,
                size_t nbytes);

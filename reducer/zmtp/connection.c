@@ -1,4 +1,3 @@
-#define _GNU_SOURCE /* readv beside sockets */
 #include "connection.h"
 
 #include <errno.h>

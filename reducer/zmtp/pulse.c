@@ -1,4 +1,3 @@
-#define _GNU_SOURCE /* clocks of conditions */
 #include "pulse.h"
 
 #include <errno.h>

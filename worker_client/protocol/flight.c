@@ -2,7 +2,7 @@
 
 #include <stdlib.h>
 
-enum { SPARE_BYTES = 64 << 20 }; /* of memory that results have had: as much as one bucket has */
+enum { SPARE_BYTES = 80 << 20 }; /* of memory that results have had: a bucket and a quarter */
 
 void flight_release(struct flight *flight, struct operation *operation)
 {

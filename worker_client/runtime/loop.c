@@ -1,5 +1,3 @@
-#define _GNU_SOURCE /* clock_gettime */
-
 #include "loop.h"
 
 #include <errno.h>
