@@ -58,6 +58,7 @@ PLAIN_ROWS = tuple(
         "tests/worker_client/test_device_errors.py",
         "tests/worker_client/test_fusion.py",
         "tests/worker_client/test_fusion_rounds.py",
+        "tests/worker_client/test_named_counts.py",
         "tests/worker_client/test_packing.py",
     )
 )
@@ -76,6 +77,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tests/sim/test_simulator.py": {
         "test_the_guarantee_holds_whatever": ("test_the_guarantee_holds_in_many_more_worlds",),
         "test_a_broken_rule_is_noticed": ("test_the_stored_seed_is_the_first_that_notices",),
+        "test_a_broken_rule_is_noticed[failures-alone]": (
+            "test_a_broken_rule_is_noticed[failures-untold]",
+        ),
     },
     "tests/integration/test_bits.py": {
         "test_every_rank_gets_the_oracles_bits_in_the": (
