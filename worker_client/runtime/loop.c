@@ -211,11 +211,15 @@ static void refill_all(struct loop *loop)
     struct contribution next;
     uint64_t now = now_ns();
     bool any = false;
+    /* Every rank begins with another reducer. What is large enough is sent in this order too, not
+     * link by link: the first chunks of all shards are summed while the others are on their way. */
     while (flight_next_in_turn(loop->flight, &turn, now, &next)) {
         queue_contribution(loop, &next);
+        struct connection *connection = loop->link[next.chunk->link].connection;
+        if (connection != NULL && connection->bytes_queued >= FLUSH_BYTES)
+            connection_flush(connection);
         any = true;
     }
-    /* Every rank begins with another reducer. */
     for (uint32_t step = 0; any && step < loop->links; step++)
         flush(loop, (loop->flight->identity.rank + step) % loop->links);
 }
