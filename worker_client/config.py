@@ -112,7 +112,7 @@ class WorkerConfig(BaseSettings):
 
     chunk_bytes: AutoBytes = Field(default=ByteSize(0), ge=0, le=MAX_CHUNK_BYTES)
     """Bytes of a chunk, a multiple of 64 up to 4 MiB. ``auto`` chooses 64 KiB to 1 MiB by the rate
-    of the slowest rank's links."""
+    of the slowest rank's links, and half of that for short buffers."""
 
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
     """Most bytes that this rank has in flight over all reducers; raised to two chunks for each

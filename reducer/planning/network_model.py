@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import HEADER_BYTES
-from reducer.wire.layout import chunk_size, mixed_weights
+from reducer.wire.layout import chunk_size, chunk_size_of, mixed_weights
 
 Topology: TypeAlias = Literal["embedded", "pool", "mixed"]
 
@@ -120,7 +120,9 @@ def card_times(
         network: the cards.
     """
     owned = shares(workers, reducers, topology)
-    chunk = min(chunk_size(network.worker_rate), float(max(owned)) * nbytes)
+    owners = (reducers if owned.pool else 0) + (workers if owned.ranks else 0)
+    chunk = chunk_size_of(int(nbytes), owners, chunk_size(network.worker_rate))
+    chunk = min(chunk, float(max(owned)) * nbytes)
     overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
     # A rank's contribution to the reducer that it hosts is on no card.
     ranks = (workers - 1) * chunk / network.worker_rate if owned.ranks else 0.0

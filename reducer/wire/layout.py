@@ -14,6 +14,7 @@ MIN_SHARD = 32 << 10  # bytes; a smaller one costs more in messages than it save
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 1 << 20
 CHUNK_S = 0.001  # what a chunk should take on the link
+MANY_CHUNKS = 8  # of a shard: its first and its last ones, when a link rests, cost it little
 
 
 class Shard(NamedTuple):
@@ -101,6 +102,17 @@ def chunk_size(rate: float) -> int:
         rate: what the slowest worker's links carry, bytes per second; 0 if that is not known yet.
     """
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, _power_of_two(rate * CHUNK_S)))
+
+
+def chunk_size_of(total_bytes: int, shard_count: int, most: int) -> int:
+    """Return the size of the chunks of one buffer, in bytes.
+
+    Args:
+        total_bytes: of the buffer.
+        shard_count: how many reducers share it.
+        most: what `chunk_size` says.
+    """
+    return most if total_bytes >= shard_count * MANY_CHUNKS * most else most // 2
 
 
 def _power_of_two(value: float) -> int:

@@ -15,6 +15,7 @@ from reducer.wire.layout import (
     SMALLEST_CHUNK,
     charge,
     chunk_size,
+    chunk_size_of,
     mixed_weights,
     shards,
 )
@@ -86,6 +87,25 @@ def test_an_empty_buffer_is_one_empty_chunk() -> None:
 )
 def test_a_chunk_takes_about_a_millisecond(rate: float, nbytes: int) -> None:
     assert chunk_size(rate) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "most", "nbytes"),
+    [
+        (0, 1, 64 << 10, 32 << 10),
+        (256 << 10, 4, 64 << 10, 32 << 10),
+        ((2 << 20) - 1, 4, 64 << 10, 32 << 10),
+        (2 << 20, 4, 64 << 10, 64 << 10),
+        (3 << 20, 4, 1 << 20, 512 << 10),
+        (64 << 20, 4, 1 << 20, 1 << 20),
+        (64 << 20, 16, 1 << 20, 512 << 10),
+        (1 << 40, 1, 64 << 10, 64 << 10),
+    ],
+)
+def test_short_shards_have_shorter_chunks(
+    total: int, count: int, most: int, nbytes: int
+) -> None:
+    assert chunk_size_of(total, count, most) == nbytes
 
 
 def test_the_smallest_contribution_takes_something_of_a_window() -> None:

@@ -17,7 +17,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from reducer.wire.layout import chunk_size
+from reducer.wire.layout import chunk_size, chunk_size_of
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Agreement:
     Attributes:
         every: so many calls are between agreements in the long run.
         wanted: whether this rank could use a reducer that is not in use.
-        chunk_bytes: size of chunks.
+        chunk_bytes: size of the chunks of large buffers.
     """
 
     def __init__(self, needed: bool, forced: int, reducers: int) -> None:
@@ -60,6 +60,10 @@ class Agreement:
     def reset(self) -> None:
         """Go back to the chunks that every rank begins with."""
         self.chunk_bytes = self._forced or chunk_size(0.0)
+
+    def chunk_bytes_of(self, total_bytes: int, shard_count: int) -> int:
+        """Return the size of the chunks of a buffer of `total_bytes`, cut into so many shards."""
+        return self._forced or chunk_size_of(total_bytes, shard_count, self.chunk_bytes)
 
     def called(self, now: float) -> None:
         """Take note of the time of a call, in seconds of the caller's clock."""

@@ -234,8 +234,10 @@ class Session:
     def _start(self, operation: Operation, now: float) -> list[Action]:
         if operation.refusal is not None:
             return self.calls.refuse(operation, operation.refusal)
-        shards = self._plan.cut(operation.view.nbytes, operation.sequence)
-        self.calls.begin(operation, shards, self._agreement.chunk_bytes, self._map.epoch, now)
+        nbytes = operation.view.nbytes
+        shards = self._plan.cut(nbytes, operation.sequence)
+        chunk_bytes = self._agreement.chunk_bytes_of(nbytes, len(shards))
+        self.calls.begin(operation, shards, chunk_bytes, self._map.epoch, now)
         self._roll_call.begin(now)
         actions: list[Action] = []
         for shard in shards:
