@@ -199,9 +199,7 @@ class Embedded(Gloo):
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
-        # How an embedded rank learns its own address, and that the network may be used.
-        os.environ["MASTER_ADDR"] = place.leader
-        os.environ["REDUCTION_INSECURE"] = "1"
+        os.environ["MASTER_ADDR"] = place.leader  # how an embedded rank learns its own address
         self._client: Any = None
 
     def join(self, offers: Sequence[str]) -> None:

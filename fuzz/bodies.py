@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fuzz.source import EDGES, Source, check
 from reducer.errors import ReductionError
 from reducer.wire.constants import MAX_BODY_BYTES, ErrorCode
 from reducer.wire.messages import (
+    Challenge,
     Hello,
     Loss,
     Stragglers,
@@ -22,7 +23,8 @@ from reducer.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-KINDS: tuple[type[Hello | Welcome | Loss | Stragglers], ...] = (Hello, Welcome, Loss, Stragglers)
+Body: TypeAlias = Hello | Challenge | Welcome | Loss | Stragglers
+KINDS: tuple[type[Body], ...] = (Hello, Challenge, Welcome, Loss, Stragglers)
 _TEXTS = ("", "a", "job", "1.0", "1.7", "2.0", "1", "epoch", "\ud800", "é" * 64, "\0", "x" * 2000)
 _VALUES: tuple[Any, ...] = (
     *EDGES,
@@ -60,10 +62,11 @@ def body(source: Source) -> bytes:
     return json.dumps(_values(source, fields)).encode()
 
 
-def nearly(kind: type[Hello | Welcome | Loss | Stragglers], source: Source) -> bytes:
+def nearly(kind: type[Body], source: Source) -> bytes:
     """Return a body of this kind with up to three values changed."""
     sound: dict[Any, dict[str, Any]] = {
         Hello: {"job": "job", "world_size": 2, "reducers": 2, "reducer_index": 0},
+        Challenge: {"nonce": "0" * 32},
         Welcome: {"incarnation": "1"},
         Loss: {"reducer": 0, "epoch": 0},
         Stragglers: {"missing": [0, 1]},

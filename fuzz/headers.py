@@ -103,6 +103,6 @@ def _is_ours(frame: bytes) -> bool:
         len(frame) == HEADER_BYTES
         and frame[:4] == MAGIC
         and frame[4] == VERSION_MAJOR
-        and 1 <= frame[5] <= len(MessageType)
+        and frame[5] in set(MessageType)
         and frame[6:8] == b"\0\0"
     )

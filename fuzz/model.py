@@ -13,7 +13,7 @@ from reducer.kernels.plain import PlainKernels
 from reducer.wire.constants import SPARE_CHUNKS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import charge
-from reducer.wire.messages import Loss, Stragglers, Welcome, decode, decode_error
+from reducer.wire.messages import Challenge, Loss, Stragglers, Welcome, decode, decode_error
 
 if TYPE_CHECKING:
     from fuzz.twins import Answers
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reducer.engine.slots import Member
 
 _BODIES = {
+    MessageType.CHALLENGE: Challenge,
     MessageType.WELCOME: Welcome,
     MessageType.SHARD_MAP: Loss,
     MessageType.STRAGGLERS: Stragglers,

@@ -24,7 +24,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Loss, Stragglers, Welcome, encode, encode_error
+from reducer.wire.messages import Challenge, Loss, Stragglers, Welcome, encode, encode_error
 from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.spec import JobSpec
 
@@ -223,6 +223,8 @@ class Life:
         body = encode(Welcome("1", lanes=(5, 6)[: source.below(3)]))
         if source.chance(4):
             body = bodies.nearly(Welcome, source)
+        elif source.chance(8):
+            header, body = Header(M.CHALLENGE), bodies.nearly(Challenge, source)
         self._hear(self._link(), header, body)
 
     def _result(self, link: int, sent: Header, seed: int) -> None:

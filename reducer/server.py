@@ -44,6 +44,7 @@ class Server:
     Args:
         config: where to listen and what to spend.
         keyring: what to show to workers, and whom to admit; None for everybody, without encryption.
+        secret: what workers must prove that they know; empty for nothing.
 
     Attributes:
         address: ``host:port`` under which workers reach it (the port is known once it is built);
@@ -59,7 +60,9 @@ class Server:
         ConfigError: an endpoint cannot be bound, or the kernel variant or loop does not exist here.
     """
 
-    def __init__(self, config: ReducerConfig, keyring: Keyring | None = None) -> None:
+    def __init__(
+        self, config: ReducerConfig, keyring: Keyring | None = None, secret: bytes = b""
+    ) -> None:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
         make_transport: Callable[..., Transport] = chosen.transport
@@ -115,6 +118,7 @@ class Server:
                     lanes=tuple(other.port for other in others),
                     limits=config.limits(),
                     allowed=None if keyring is None else keyring.allowed,
+                    secret=secret,
                 ),
                 transport,
                 config.patience(),

@@ -47,6 +47,7 @@ def init(**settings: Unpack[InitSettings]) -> Client:
         wire_dtype: ``"bf16"`` or ``"fp16"``: float32 buffers from 16 KiB on travel in 16 bits, the
             same at every rank; or ``"none"``.
         keys: directory of the job's keys, as `reducer keygen` makes it.
+        encrypt: whether connections to reducers that ranks host are encrypted; with keys they are.
 
     Raises:
         TypeError: there is no argument of this name.

@@ -185,6 +185,10 @@ class WorkerConfig(BaseSettings):
     """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``, for a pool that demands
     keys (docs/security.md)."""
 
+    encrypt: bool = False
+    """``1``: what goes to reducers that ranks host is encrypted. They admit the job's ranks alone
+    in any case. A job with ``REDUCTION_KEYS`` encrypts all that it sends (docs/security.md)."""
+
     impl: Literal["plain", "compiled"] | None = None
     """``compiled`` or ``plain``: the implementation that moves the chunks. By default the compiled
     one where it was built; both give the same results, and the plain one is slower."""
@@ -262,6 +266,7 @@ class InitSettings(TypedDict, total=False):
     hierarchy: str | None
     wire_dtype: str | None
     keys: str | PathLike[str] | None
+    encrypt: bool | None
 
 
 def refuse_unknown_arguments(function: str, names: Iterable[str]) -> None:

@@ -24,10 +24,12 @@ from reducer.errors import (
     StaleGenerationError,
     VersionError,
 )
-from reducer.wire.constants import MessageType
+from reducer.wire import authentication
+from reducer.wire.constants import NONCE_DIGITS, MessageType
 from reducer.wire.header import Buffer, Header
 from reducer.wire.messages import (
     MAX_NAMED_RANKS,
+    Challenge,
     Hello,
     Loss,
     Stragglers,
@@ -80,6 +82,7 @@ class Engine:
         lanes: ports of the reducer's other threads, told to every worker.
         limits: what one job may take, and how many there may be.
         allowed: whom to admit; None for everybody.
+        secret: what workers must prove that they know; empty for nothing.
 
     Attributes:
         dropped: peers that broke the protocol and were told so: nothing more that they say counts,
@@ -98,8 +101,10 @@ class Engine:
         lanes: tuple[int, ...] = (),
         limits: Limits = NO_LIMITS,
         allowed: AllowList | None = None,
+        secret: bytes = b"",
     ) -> None:
         self._allowed = allowed
+        self._secret = secret
         self._members = Membership(memory_limit, slots, limits)
         self._reductions = Reductions(kernels, self._members.grow, self._members.grant)
         self._incarnation = incarnation
@@ -349,6 +354,9 @@ class Engine:
         refusal = None if self._allowed is None else self._allowed.refusal(key, hello.job)
         if refusal is not None:
             raise refusal
+        if self._secret and not self._proven(peer, header, hello):
+            ask = header._replace(type=MessageType.CHALLENGE, watermark=0, window=0)
+            return [Send(peer, ask.pack(), encode(Challenge(self._nonce(peer))))]
         known = self._members.find(peer) is not None and peer not in self._unreachable
         if known or any(peer == contest.peer for contest in self._contests):
             raise RemoteProtocolError("HELLO was said already")
@@ -358,6 +366,30 @@ class Engine:
             self._contests.append(RankContest(peer, header, hello, due, key))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
         return self._join(peer, header, hello, key)
+
+    def _nonce(self, peer: bytes) -> str:
+        """Return this reducer's nonce of a peer: no other peer ever has the same."""
+        return authentication.nonce(self._secret, self._incarnation.encode(), peer)
+
+    def _prove(self, speaker: Role, peer: bytes, header: Header, hello: Hello) -> str:
+        return authentication.prove(self._secret, speaker, header, hello, self._nonce(peer))
+
+    def _proven(self, peer: bytes, header: Header, hello: Hello) -> bool:
+        """Whether a HELLO shows that its sender knows the secret; False: it has yet to be asked.
+
+        Raises:
+            AuthError: it shows that its sender does not.
+        """
+        shown = hello.auth[NONCE_DIGITS:]
+        if hello.auth and not shown:
+            return False
+        expected = self._prove(Role.WORKER, peer, header, hello)
+        if not authentication.proves(shown, expected):
+            raise AuthError(
+                "this reducer belongs to a job whose secret this worker does not know: ranks that "
+                "host reducers learn it from the store of their own process group"
+            )
+        return True
 
     def _join(self, peer: bytes, header: Header, hello: Hello, key: str) -> list[Send]:
         sends = self._make_way(header, hello)
@@ -384,6 +416,7 @@ class Engine:
             incarnation=self._incarnation,
             max_chunk_bytes=job.max_chunk_bytes,
             lanes=self._lanes if hello.lane == 0 else (),
+            auth=self._prove(Role.REDUCER, peer, header, hello) if self._secret else "",
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
         if not job.nonmembers():

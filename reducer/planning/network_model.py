@@ -121,8 +121,8 @@ def card_times(
     """
     owned = shares(workers, reducers, topology)
     owners = (reducers if owned.pool else 0) + (workers if owned.ranks else 0)
-    chunk = chunk_size_of(int(nbytes), owners, chunk_size(network.worker_rate))
-    chunk = min(chunk, float(max(owned)) * nbytes)
+    most = chunk_size_of(int(nbytes), owners, chunk_size(network.worker_rate))
+    chunk = min(most, float(max(owned)) * nbytes)
     overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
     # A rank's contribution to the reducer that it hosts is on no card.
     ranks = (workers - 1) * chunk / network.worker_rate if owned.ranks else 0.0

@@ -17,6 +17,7 @@ SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's siz
 MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame must be short
 MAX_BODY_BYTES = 4096  # of a control message's JSON
 MAX_JOB_NAME_BYTES = 128
+NONCE_DIGITS, PROOF_DIGITS = 32, 64  # hexadecimal, of HELLO, CHALLENGE and WELCOME
 MAX_WORLD_SIZE = 1 << 16
 MAX_LANES = 64  # threads of one reducer
 PLACES = 128  # all-reduces of one call: its numbers are this many times its own, and those after
@@ -43,6 +44,7 @@ class MessageType(IntEnum):
     STRAGGLERS = 9
     SHARD_MAP = 10
     RETAINED = 11
+    CHALLENGE = 13
 
 
 class DType(IntEnum):

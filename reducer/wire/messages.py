@@ -6,6 +6,7 @@ Records are validated when they are built, so that one which exists is one that 
 from __future__ import annotations
 
 import json
+import string
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ from reducer.wire.constants import (
     MAX_LANES,
     MAX_WORLD_SIZE,
     NO_SEQUENCE,
+    NONCE_DIGITS,
     PATIENCE_MS,
+    PROOF_DIGITS,
     SHARD_ALIGNMENT,
     SHORTEST_PATIENCE_MS,
     VERSION_MAJOR,
@@ -34,7 +37,7 @@ MOST_EPOCHS = 1 << 31  # no job lives to see as many, so nobody tells of a later
 MAX_SETTINGS, MAX_SETTING_BYTES = 16, 64  # of a HELLO: how many, and each name and value
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 
-_Body = TypeVar("_Body", "Hello", "Welcome", "Loss", "Stragglers")
+_Body = TypeVar("_Body", "Hello", "Challenge", "Welcome", "Loss", "Stragglers")
 
 
 def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
@@ -68,6 +71,8 @@ class Hello:
         process: what tells one process from another; "" if it does not say.
         patience_ms: how long either end may be silent before the other one gives it up.
         host_name: of the rank's machine, for errors; "" if it does not say.
+        auth: the worker's nonce and, in answer to a challenge, its proof behind it; "" without a
+            secret.
         version, features: what the sender speaks.
     """
 
@@ -82,6 +87,7 @@ class Hello:
     process: str = ""
     patience_ms: int = PATIENCE_MS
     host_name: str = ""
+    auth: str = ""
     version: str = VERSION
     features: int = 0
 
@@ -104,8 +110,23 @@ class Hello:
         bounds = SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS
         _check(self.patience_ms, int, *bounds, "patience_ms")
         _check(self.host_name, str, 0, MAX_SETTING_BYTES, "host_name")
+        _check_digits(self.auth, (0, NONCE_DIGITS, NONCE_DIGITS + PROOF_DIGITS), "auth")
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """A reducer's request to prove that the sender of a HELLO knows the job's secret.
+
+    Attributes:
+        nonce: the reducer's.
+    """
+
+    nonce: str
+
+    def __post_init__(self) -> None:
+        _check_digits(self.nonce, (NONCE_DIGITS,), "nonce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +137,7 @@ class Welcome:
         incarnation: hexadecimal, new at every start of the reducer.
         max_chunk_bytes: the largest chunk that it accepts.
         lanes: ports of its other threads, on the same host; lane i is at ``lanes[i - 1]``.
+        auth: its proof that it knows the job's secret; "" without one.
         version: what it speaks.
         features: those that both sides announced.
     """
@@ -123,6 +145,7 @@ class Welcome:
     incarnation: str
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     lanes: tuple[int, ...] = ()
+    auth: str = ""
     version: str = VERSION
     features: int = 0
 
@@ -134,6 +157,7 @@ class Welcome:
         for port in self.lanes:
             _check(port, int, 1, 65535, "a lane's port")
         object.__setattr__(self, "lanes", tuple(self.lanes))  # JSON has lists
+        _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
 
@@ -194,6 +218,13 @@ class Stragglers:
         object.__setattr__(self, "missing", tuple(self.missing))
 
 
+def _check_digits(value: object, lengths: tuple[int, ...], what: str) -> None:
+    _check(value, str, 0, max(lengths), what)
+    text = str(value)
+    if len(text) not in lengths or not set(text) <= set(string.hexdigits):
+        raise RemoteProtocolError(f"{what} must be hexadecimal, of length {lengths}")
+
+
 def _check_version(version: object) -> None:
     _check(version, str, 3, 16, "version")
     if str(version).partition(".")[0] != str(VERSION_MAJOR):
@@ -204,13 +235,13 @@ def _check_version(version: object) -> None:
         )
 
 
-def encode(body: Hello | Welcome | Loss | Stragglers) -> bytes:
+def encode(body: Hello | Challenge | Welcome | Loss | Stragglers) -> bytes:
     """Return the JSON of a body."""
     return _dump(asdict(body))
 
 
 def decode(kind: type[_Body], data: Buffer) -> _Body:
-    """Read the body of a HELLO, WELCOME, SHARD_MAP or STRAGGLERS.
+    """Read the body of a HELLO, CHALLENGE, WELCOME, SHARD_MAP or STRAGGLERS.
 
     Raises:
         RemoteProtocolError: it is no JSON object, or a value is missing, of a wrong type or out of

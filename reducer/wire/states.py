@@ -45,7 +45,11 @@ TRANSITIONS: dict[LinkState, dict[Role, dict[M, LinkState]]] = {
     },
     _S.JOINING: {
         Role.WORKER: {},
-        Role.REDUCER: {M.WELCOME: _S.MEMBER, M.ERROR: _S.STRANGER},
+        Role.REDUCER: {
+            M.WELCOME: _S.MEMBER,
+            M.CHALLENGE: _S.STRANGER,
+            M.ERROR: _S.STRANGER,
+        },
     },
     _S.MEMBER: {
         Role.WORKER: {**_stay(_S.MEMBER, *_WORKERS), M.GOODBYE: _S.LEFT},

@@ -31,7 +31,13 @@ class Served:
     starts = 0
 
     def __init__(
-        self, name: str, *, memory_limit: int, address: str, limits: Limits = NO_LIMITS
+        self,
+        name: str,
+        *,
+        memory_limit: int,
+        address: str,
+        limits: Limits = NO_LIMITS,
+        secret: bytes = b"",
     ) -> None:
         Served.starts += 1
         table = kernels.select()
@@ -44,6 +50,7 @@ class Served:
             incarnation=f"{Served.starts:x}",
             address=address,
             limits=limits,
+            secret=secret,
         )
         self.taken = 0  # messages that never reached the engine
         self._core: Any = None

@@ -1,4 +1,4 @@
-"""Ranks that host reducers beyond loopback give them keys by themselves."""
+"""Reducers that ranks host admit the ranks of their job alone, and encrypt if they are told to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import socket
 
 import pytest
 
+from reducer.errors import ConfigError
 from tests.ranks import environments, ranks
+from worker_client.client.bootstrap import connect
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -26,11 +28,11 @@ for step in range(10):
 reducers = client.spec.reducers
 print(*(greet(*split(address), timeout_s=20).mechanism for address in reducers))
 try:
-    connect(servers=reducers, rank=0, world_size=1, embedded=False, job=f"x{rank}").shutdown()
+    alone = dict(rank=0, world_size=1, embedded=False, encrypt=False, job=f"x{rank}")
+    connect(servers=reducers, **alone).shutdown()
     print("welcome")
 except AuthError as error:
-    assert "demands a key" in str(error)
-    print("refused")
+    print("refused:", *(why for why in ("demands a key", "whose secret") if why in str(error)))
 dist.barrier()
 client.shutdown()
 """
@@ -52,14 +54,20 @@ def exposed() -> dict[str, str]:
     return {"REDUCTION_BIND": "tcp://0.0.0.0:0"}
 
 
-def test_what_others_can_reach_has_keys(exposed: dict[str, str]) -> None:
+def test_strangers_are_refused_and_nothing_is_encrypted(exposed: dict[str, str]) -> None:
     said = outputs(2, **exposed, REDUCTION_THREADS="2")
-    assert said == ["CURVE CURVE\nrefused\n"] * 2
+    assert said == ["NULL NULL\nrefused: whose secret\n"] * 2
 
 
-def test_a_private_network_needs_none(exposed: dict[str, str]) -> None:
-    assert outputs(2, **exposed, REDUCTION_INSECURE="1") == ["NULL NULL\nwelcome\n"] * 2
+def test_on_one_machine_too() -> None:
+    assert outputs(2) == ["NULL NULL\nrefused: whose secret\n"] * 2
 
 
-def test_nor_does_this_machine() -> None:
-    assert outputs(2) == ["NULL NULL\nwelcome\n"] * 2
+def test_everything_is_encrypted_if_asked_for(exposed: dict[str, str]) -> None:
+    said = outputs(2, **exposed, REDUCTION_THREADS="2", REDUCTION_ENCRYPT="1")
+    assert said == ["CURVE CURVE\nrefused: demands a key\n"] * 2
+
+
+def test_a_pool_encrypts_by_its_keys_alone() -> None:
+    with pytest.raises(ConfigError, match="set REDUCTION_KEYS"):
+        connect(servers="127.0.0.1:1", rank=0, world_size=1, encrypt=True)

@@ -105,11 +105,11 @@ def test_another_connection_of_that_number_is_left_alone(pair: Pair) -> None:
 def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
     before = psutil.Process().num_fds()
     with (tmp_path / "file").open("wb") as file:
-        for descriptor in (file.fileno(), 1 << 20):
+        for descriptor in (file.fileno(), 1 << 20) * 50:
             assert tcp_connections.name(descriptor) is None
             assert traffic(descriptor) is None
             assert not tcp_connections.end(descriptor, ("127.0.0.1", 1))
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() < before + 50, "each of them kept one"
 
 
 def test_libzmq_is_told_the_limits() -> None:

@@ -102,9 +102,7 @@ def test_a_chunk_takes_about_a_millisecond(rate: float, nbytes: int) -> None:
         (1 << 40, 1, 64 << 10, 64 << 10),
     ],
 )
-def test_short_shards_have_shorter_chunks(
-    total: int, count: int, most: int, nbytes: int
-) -> None:
+def test_short_shards_have_shorter_chunks(total: int, count: int, most: int, nbytes: int) -> None:
     assert chunk_size_of(total, count, most) == nbytes
 
 

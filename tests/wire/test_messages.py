@@ -46,7 +46,7 @@ def test_round_trip(body: Hello | Welcome) -> None:
 
 
 def test_names_of_later_versions_are_ignored() -> None:
-    values = json.loads(encode(HELLO)) | {"auth": {"token": "x"}, "lanes": [1, 2]}
+    values = json.loads(encode(HELLO)) | {"token": {"of": "x"}, "lanes": [1, 2]}
     assert decode(Hello, json.dumps(values).encode()) == HELLO
 
 
@@ -56,6 +56,9 @@ def test_names_of_later_versions_are_ignored() -> None:
         {"job": ""},
         {"job": "x" * 129},
         {"job": 7},
+        {"auth": 7},
+        {"auth": "ab"},
+        {"auth": "x" * 32},
         {"job": "half a pair: \ud800"},
         {"world_size": 0},
         {"world_size": True},

@@ -34,17 +34,18 @@ from worker_client.runtime.credentials import load as load_keys
 from worker_client.staging.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Unpack
 
     from reducer.server import Server
+    from worker_client.client.hosting import Hosted
     from worker_client.client.rendezvous import Rendezvous
     from worker_client.communicators.fallback import Fallback
     from worker_client.communicators.placement import Place
     from worker_client.config import InitSettings, WorkerConfig
     from worker_client.launch.resolved import Resolved
-    from worker_client.runtime.credentials import Curve, Keys
+    from worker_client.runtime.credentials import Keys
 
 
 log = logging.getLogger(__name__)
@@ -258,12 +259,19 @@ def enlist(
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
+    secret = b""
     keys = load_keys(settings.keys)
     hosts_reducer = _hosts_reducer(settings, world_size)
     if group is not None:
         _agree_on_topology(group, Topology(hosts_reducer, settings.servers))
+    if settings.encrypt and settings.servers and settings.keys is None:
+        raise ConfigError(
+            "REDUCTION_ENCRYPT=1 alone encrypts nothing that goes to the reducers of "
+            "REDUCTION_SERVERS: give these keys (reducer keygen DIR, reducer serve --keys DIR/pool)"
+            " and set REDUCTION_KEYS, which encrypts everything"
+        )
     if hosts_reducer:
-        hosted, own, curves = _embed(settings, group)
+        hosted, own, curves, secret = _embed(settings, group)
         keys = replace(keys, hosts=curves)
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
@@ -284,6 +292,7 @@ def enlist(
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},
             agreed={
+                "REDUCTION_ENCRYPT": str(int(settings.encrypt)),
                 "REDUCTION_FALLBACK": settings.fallback,
                 "REDUCTION_FUSION_THRESHOLD": str(int(settings.fusion_threshold)),
                 "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
@@ -293,6 +302,7 @@ def enlist(
             process=secrets.token_hex(8),
             heartbeats=Heartbeats(settings.heartbeat, settings.patience),
             host_name=host_name(),
+            secret=secret,
         )
         common: dict[str, Any] = {
             "timeout_s": settings.timeout,
@@ -495,9 +505,7 @@ def _fallback(
     return Fallback(group.make_private(settings.timeout), announced=announced)
 
 
-def _embed(
-    settings: WorkerConfig, group: Rendezvous | None
-) -> tuple[Server, tuple[str, ...], Mapping[str, Curve | None]]:
+def _embed(settings: WorkerConfig, group: Rendezvous | None) -> Hosted:
     if group is None and settings.embedded:
         raise ConfigError(
             "REDUCTION_EMBEDDED=1 needs init_process_group(): call it first, and leave out rank= "
@@ -511,4 +519,4 @@ def _embed(
         )
     from worker_client.client import hosting  # noqa: PLC0415 (loads the reducer's code)
 
-    return hosting.start(group)
+    return hosting.start(group, encrypt=settings.encrypt or settings.keys is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from reducer.server import Server
     from worker_client.client.rendezvous import Rendezvous
 
+SECRET_BYTES = 32  # as many as the proofs' hash has
+
 log = logging.getLogger(__name__)
 
 
@@ -30,32 +33,41 @@ class Hosted(NamedTuple):
     Attributes:
         server: this rank's.
         addresses: of all, in rank order.
-        curves: how to reach each thread of those that have keys, and None for the others.
+        curves: how to reach each thread of those that encrypt, and None for the others.
+        secret: that they and the ranks prove to each other that they know.
     """
 
     server: Server
     addresses: tuple[str, ...]
     curves: Mapping[str, Curve | None]
+    secret: bytes
 
 
-def start(group: Rendezvous) -> Hosted:
+def start(group: Rendezvous, *, encrypt: bool) -> Hosted:
     """Start this rank's reducer and learn where those of the others are.
 
-    Those that other machines can reach have keys, made here, and admit the ranks of this group
-    alone: the group's store tells all of them each other's public keys.
+    They admit the ranks of this group alone, to which its store gives a secret of the job.
+
+    Args:
+        group: the job's members.
+        encrypt: have keys as well, made here, where other machines can reach a reducer.
 
     Raises:
         ConfigError: a setting of the reducer is wrong.
     """
     # The one place where a worker runs a reducer's code; most workers never load it.
     from reducer.server import Server  # noqa: PLC0415
+    from reducer.units import is_loopback  # noqa: PLC0415
 
     several_hosts = len(set(group.gather("host", host_identity()))) > 1
-    settings, exposed = _settings(several_hosts)
+    settings = _settings(several_hosts)
+    if group.rank == 0:
+        group.share("secret", secrets.token_hex(SECRET_BYTES))
+    secret = bytes.fromhex(group.read("secret", 0))
     mine = make_pair()
     others = group.gather("key", mine.public)
-    pair = make_pair() if exposed else None
-    server = Server(settings, None if pair is None else _keyring(pair, others))
+    pair = make_pair() if encrypt and not is_loopback(settings.bind) else None
+    server = Server(settings, None if pair is None else _keyring(pair, others), secret)
     server.start()
     for address in server.lanes:
         leave_in_child("", int(address.rpartition(":")[2]))
@@ -68,26 +80,21 @@ def start(group: Rendezvous) -> Hosted:
     log.info(
         "embedded: each of %d ranks hosts a reducer%s",
         len(offers),
-        " with keys" * (pair is not None),
+        " and encrypts" * (pair is not None),
     )
     curves = {
         address: None if public is None else Curve(public, mine.secret)
         for _, threads, public in offers
         for address in threads
     }
-    return Hosted(server, tuple(address for address, _, _ in offers), curves)
+    return Hosted(server, tuple(address for address, _, _ in offers), curves, secret)
 
 
-def _settings(several_hosts: bool) -> tuple[ReducerConfig, bool]:
-    """Return the reducer's settings, and whether it needs keys."""
+def _settings(several_hosts: bool) -> ReducerConfig:
     from reducer import config as reducer_config  # noqa: PLC0415
-    from reducer.units import is_loopback  # noqa: PLC0415
 
     bind = None if config.bind_is_set() else f"tcp://{_own_address(several_hosts)}:0"
-    # Nothing is exposed without keys unless somebody has said that the network is private.
-    private = reducer_config.load(bind="tcp://127.0.0.1:0").insecure
-    settings = reducer_config.load(bind=bind, insecure=True)
-    return settings, not private and not is_loopback(settings.bind)
+    return reducer_config.load(bind=bind, insecure=True)  # it takes no strangers, without keys too
 
 
 def _keyring(pair: KeyPair, public: list[str]) -> Keyring:

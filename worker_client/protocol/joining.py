@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import secrets
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from reducer.errors import StaleGenerationError
-from reducer.wire.messages import Hello, Welcome, decode, encode
-from reducer.wire.states import LinkState
+from reducer.errors import AuthError, StaleGenerationError
+from reducer.wire import authentication
+from reducer.wire.constants import NONCE_DIGITS
+from reducer.wire.messages import Challenge, Hello, Welcome, decode, encode
+from reducer.wire.states import LinkState, Role
 from worker_client.protocol.actions import Connect, Reset, Send
 from worker_client.protocol.link import Link
 
@@ -26,6 +31,14 @@ RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in 
 def may_pass(error: ReductionError) -> bool:
     """Whether a refusal may end soon: ranks of an earlier run are still here."""
     return isinstance(error, StaleGenerationError) and error.generation == error.current
+
+
+def _foreign(link: Link) -> AuthError:
+    """Say that who answers at a link is no reducer of this job."""
+    return AuthError(
+        f"who answers at {link.address} does not know this job's secret, or asks for another one: "
+        "another program has taken the port of a rank's reducer. Start the job again"
+    )
 
 
 class Joining:
@@ -102,13 +115,43 @@ class Joining:
             process=s.process,
             patience_ms=round(1000 * s.heartbeats.patience_s),
             host_name=s.host_name,
+            auth=secrets.token_hex(NONCE_DIGITS // 2) if self._has_secret(link) else "",
         )
         header = header._replace(window=s.window_per_reducer())
+        link.hello, link.proof = (header, body), ""
         return Send(link.index, header.pack(), encode(body))
 
+    def prove(self, link: Link, payload: Buffer) -> Send:
+        """Show a reducer that we know the secret.
+
+        Raises:
+            AuthError: we know none.
+        """
+        challenge = decode(Challenge, payload).nonce
+        if link.hello is None or not link.hello[1].auth:
+            raise _foreign(link)
+        header, hello = link.hello
+        prove = partial(authentication.prove, self._spec.secret)
+        proof = prove(Role.WORKER, header, hello, challenge)
+        link.proof = prove(Role.REDUCER, header, hello, challenge)
+        link.state = LinkState.JOINING
+        body = replace(hello, auth=hello.auth + proof)
+        return Send(link.index, header.pack(), encode(body))
+
+    def _has_secret(self, link: Link) -> bool:
+        return bool(self._spec.secret) and link.reducer in self._spec.hosts
+
     def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect]:
-        """Take note that a reducer admits us; at the start it tells where its other lanes are."""
+        """Take note that a reducer admits us; at the start it tells where its other lanes are.
+
+        Raises:
+            AuthError: it does not know the job's secret.
+        """
         welcome = decode(Welcome, payload)
+        if self._has_secret(link) and not (
+            link.proof and authentication.proves(welcome.auth, link.proof)
+        ):
+            raise _foreign(link)
         link.incarnation = welcome.incarnation
         self._refused.discard(link.index)
         self._flow.admit(link.index, header.window, self._plan.share(link))

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reducer.errors import ReductionError
+    from reducer.wire.header import Header
+    from reducer.wire.messages import Hello
 
 
 class Failed(NamedTuple):
@@ -35,15 +37,19 @@ class Link:
         spent: the one that was lost with something in progress, and the last all-reduce of that.
         unreachable: why, while it is not connected.
         refusal: why the reducer refused the HELLO, if it did.
+        hello: what was said last in the attempt to join.
+        proof: with which the reducer has to answer, if it must prove that it is the job's; "" else.
         untold: what has failed here, of which the reducer is to be told when it can be.
     """
 
     __slots__ = (
         "address",
         "closing",
+        "hello",
         "incarnation",
         "index",
         "lane",
+        "proof",
         "reducer",
         "refusal",
         "spent",
@@ -65,6 +71,8 @@ class Link:
         self.spent: tuple[str, int] = ("", -1)
         self.unreachable = "is not connected"
         self.refusal: ReductionError | None = None
+        self.hello: tuple[Header, Hello] | None = None
+        self.proof = ""
         self.untold: list[Failed] = []
 
     @property

@@ -110,6 +110,7 @@ class Session:
         self._roll_call = RollCall(self.links, self._map, self.calls.active)
         self._handing = HandingOver()
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
+            MessageType.CHALLENGE: self._challenge,
             MessageType.WELCOME: self._welcome,
             MessageType.RESULT: self._result,
             MessageType.ERROR: self._error,
@@ -378,6 +379,10 @@ class Session:
         return [HandOver(unfinished)]
 
     # -- messages -----------------------------------------------------------------------------
+
+    def _challenge(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del header
+        return [self._joining.prove(link, payload)]
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         connects = self._joining.welcome(link, header, payload)

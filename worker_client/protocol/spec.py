@@ -38,6 +38,7 @@ class JobSpec:
         window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
+        secret: what these reducers and the ranks prove to each other to know; empty for nothing.
         fallback: hand all-reduces over when no reducer is left, instead of failing them.
         elastic: the ranks that are left will go on elsewhere when one is lost, so what is in
             progress then ends at once.
@@ -77,6 +78,7 @@ class JobSpec:
     process: str = ""
     heartbeats: Heartbeats = HEARTBEATS
     host_name: str = ""
+    secret: bytes = field(default=b"", repr=False)
 
     def window_per_reducer(self) -> int:
         """Return the most bytes that will be in flight at one reducer."""

@@ -1,0 +1,172 @@
+"""Ranks and the reducers that they host prove to each other that they know the job's secret."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reducer.errors import AuthError
+from reducer.wire.constants import MessageType
+from reducer.wire.header import Header
+from reducer.wire.messages import Hello, decode, decode_error, encode
+from tests.engine.driven import Driven
+from tests.engine.twins import IMPLEMENTATIONS, Served
+from worker_client.protocol.actions import Send
+from worker_client.protocol.link import LinkState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SECRET = bytes(range(32))
+PEER, OTHER = b"peer-1", b"peer-2"
+M = MessageType
+
+
+def proof(secret: bytes, word: str, header: Header, hello: dict[str, Any], nonce: str) -> str:
+    """What the specification says, in other words than the product's."""
+    said = word.encode("ascii") + b"\0" + (hello["auth"][:32] + nonce).encode("ascii")
+    numbers = (header.job, header.generation, header.rank, hello["reducer_index"], hello["lane"])
+    said += b"".join(number.to_bytes(8, "little") for number in numbers)
+    return hmac.HMAC(secret, said, hashlib.sha256).hexdigest()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def served(request: pytest.FixtureRequest) -> Served:
+    return Served(request.param, memory_limit=1 << 30, address="here:1", secret=SECRET)
+
+
+def a_rank(secret: bytes = SECRET, rank: int = 0) -> Driven:
+    return Driven("plain", rank, 2, ("here:1",), 1 << 16, hosts={0: 0}, secret=secret)
+
+
+def hello_of(rank: Driven) -> Send:
+    (said,) = rank.connected(0)
+    return said
+
+
+def ask(served: Served, said: Send, peer: bytes = PEER) -> tuple[Header, bytes]:
+    """What the reducer answers to one message."""
+    (answer,) = served.receive(peer, said.header, bytes(said.payload))
+    assert answer.peer == peer
+    return Header.unpack(answer.header), bytes(answer.payload)
+
+
+def refusal(answer: tuple[Header, bytes]) -> str:
+    header, body = answer
+    assert header.type is M.ERROR
+    error = decode_error(body, header.sequence)
+    assert isinstance(error, AuthError)
+    return str(error)
+
+
+def test_both_sides_prove_it_by_the_specification(served: Served) -> None:
+    rank = a_rank()
+    said = hello_of(rank)
+    first = json.loads(bytes(said.payload))
+    header, body = ask(served, said)
+    assert (header.type, header.rank) == (M.CHALLENGE, 0)
+    nonce = json.loads(body)["nonce"]
+    assert served.engine.jobs == []
+    (again,) = rank.receive(0, header.pack(), body)
+    second = json.loads(bytes(again.payload))
+    expected = proof(SECRET, "worker", Header.unpack(again.header), first, nonce)
+    assert second == {**first, "auth": first["auth"] + expected}
+    header, body = ask(served, again)
+    assert header.type is M.WELCOME
+    shown = json.loads(body)["auth"]
+    assert shown == proof(SECRET, "reducer", Header.unpack(again.header), first, nonce)
+    rank.receive(0, header.pack(), body)
+    assert rank.links[0].state is LinkState.MEMBER
+
+
+def test_a_nonce_is_never_used_twice(served: Served) -> None:
+    rank = a_rank()
+    nonces = {json.loads(ask(served, hello_of(rank), peer)[1])["nonce"] for peer in (PEER, OTHER)}
+    assert len(nonces) == 2
+    said = [json.loads(bytes(hello_of(a_rank()).payload))["auth"] for _ in range(2)]
+    assert len(set(said)) == 2
+
+
+def test_a_hello_that_was_heard_elsewhere_is_of_no_use(served: Served) -> None:
+    rank = a_rank()
+    header, body = ask(served, hello_of(rank))
+    (again,) = rank.receive(0, header.pack(), body)
+    assert "whose secret" in refusal(ask(served, again, OTHER))
+    assert served.engine.jobs == []
+    assert ask(served, again)[0].type is M.WELCOME
+
+
+def _without(hello: Hello) -> Hello:
+    return replace(hello, auth="")
+
+
+def _guessed(hello: Hello) -> Hello:
+    return replace(hello, auth=hello.auth + "0" * 64)
+
+
+def _of_another_rank(hello: Hello) -> Hello:
+    return replace(hello, lane=1)
+
+
+@pytest.mark.parametrize("change", [_without, _guessed, _of_another_rank])
+def test_a_wrong_proof_is_refused(served: Served, change: Callable[[Hello], Hello]) -> None:
+    rank = a_rank()
+    said = hello_of(rank)
+    if change is _of_another_rank:
+        header, body = ask(served, said)
+        (said,) = rank.receive(0, header.pack(), body)
+    changed = encode(change(decode(Hello, bytes(said.payload))))
+    assert "whose secret" in refusal(ask(served, Send(0, said.header, changed)))
+    assert served.engine.counters.unauthenticated == 1
+    assert served.engine.jobs == []
+
+
+def test_a_rank_with_another_secret_is_refused(served: Served) -> None:
+    rank = a_rank(secret=bytes(32))
+    header, body = ask(served, hello_of(rank))
+    (again,) = rank.receive(0, header.pack(), body)
+    answer = ask(served, again)
+    assert "whose secret" in refusal(answer)
+    rank.receive(0, answer[0].pack(), answer[1])
+    assert isinstance(rank.links[0].refusal, AuthError)
+
+
+@pytest.mark.parametrize("secret", [b"", bytes(32)])
+def test_a_reducer_without_the_secret_is_refused(secret: bytes) -> None:
+    stranger = Served("plain", memory_limit=1 << 30, address="here:1", secret=secret)
+    rank = a_rank()
+    header, body = ask(stranger, hello_of(rank))
+    if secret:
+        (again,) = rank.receive(0, header.pack(), body)
+        nonce = json.loads(body)["nonce"]
+        mine = json.loads(bytes(again.payload))
+        header = header._replace(type=M.WELCOME, window=1024)
+        shown = proof(secret, "reducer", Header.unpack(again.header), mine, nonce)
+        body = json.dumps({"incarnation": "1", "version": "1.0", "auth": shown}).encode()
+    assert header.type is M.WELCOME
+    assert rank.receive(0, header.pack(), body) == []
+    assert rank.links[0].state is LinkState.STRANGER
+    assert "does not know this job's secret" in str(rank.links[0].refusal)
+
+
+def test_a_pool_asks_for_no_secret() -> None:
+    pool = Served("plain", memory_limit=1 << 30, address="here:1")
+    rank = Driven("plain", 0, 2, ("here:1",), 1 << 16, secret=SECRET)
+    said = hello_of(rank)
+    assert json.loads(bytes(said.payload))["auth"] == ""
+    header, body = ask(pool, said)
+    rank.receive(0, header.pack(), body)
+    assert rank.links[0].state is LinkState.MEMBER
+
+
+def test_who_knows_no_secret_answers_no_challenge() -> None:
+    rank = Driven("plain", 0, 2, ("here:1",), 1 << 16)
+    hello_of(rank)
+    challenge = json.dumps({"nonce": "0" * 32}).encode()
+    assert rank.receive(0, Header(M.CHALLENGE).pack(), challenge) == []
+    assert isinstance(rank.links[0].refusal, AuthError)
