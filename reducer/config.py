@@ -132,7 +132,8 @@ class ReducerConfig(BaseSettings):
 
     impl: Literal["compiled", "plain"] | None = None
     """``compiled`` or ``plain``: the loop that serves. By default the compiled one where it can
-    run, which takes kernels other than ``numpy``; both give the same results."""
+    run, which takes kernels other than ``numpy``; both give the same results. The plain one listens
+    on loopback and private networks alone."""
 
     http: str | None = None
     """Where ``reducer serve`` answers probes, metrics and ``reducer status``: ``HOST:PORT``, or

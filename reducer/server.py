@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from reducer import __version__, kernels
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Counters
+from reducer.errors import ConfigError
 from reducer.failpoints import parse
 from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
@@ -22,6 +23,7 @@ from reducer.runtime.guard import LOOK_S, Guard
 from reducer.runtime.keyring import Reader
 from reducer.runtime.plain_transport import make_context
 from reducer.runtime.zap import Gate, Refusals
+from reducer.units import is_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +59,8 @@ class Server:
         observer: reads its state, from any thread.
 
     Raises:
-        ConfigError: an endpoint cannot be bound, or the kernel variant or loop does not exist here.
+        ConfigError: an endpoint cannot be bound, or not with the plain loop, or the kernel variant
+            or loop does not exist here.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Server:
             make_engine = partial(FaultyEngine, hit)
         self.context, self._gate = None, None
         if chosen is implementation.PLAIN:
+            _check_private(config.bind)
             self.context = make_context(config.io_threads * config.threads, config.cpus)
             self._gate = None if keyring is None else Gate(self.context, keyring)
         self._keyring = keyring
@@ -271,6 +275,21 @@ class _Lane(threading.Thread):
         refused = self._transport.refusals()
         self.engine.counters.unauthenticated += len(refused)
         self._refusals.note(refused)
+
+
+def _check_private(bind: str) -> None:
+    """Refuse to have libzmq listen where strangers are: one of its peers can abort the process.
+
+    Raises:
+        ConfigError: the address is not of a private network.
+    """
+    if not is_private(bind):
+        raise ConfigError(
+            f"the plain implementation serves loopback and private networks, and {bind} may be "
+            "reached from elsewhere: bind the machine's address in the private network, such as "
+            "tcp://10.0.0.1:5555, or use the compiled one (without --impl plain, --kernel numpy and "
+            "their variables; where nothing was compiled, install a C compiler, then the package)"
+        )
 
 
 def _endpoint(bind: str, lane: int) -> str:

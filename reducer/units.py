@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,22 @@ def is_loopback(text: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_private(text: str) -> bool:
+    """Whether an address, as `address` reads it, belongs to this machine or a private network.
+
+    A wildcard does not, nor does a name that has no address or a public one.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host = address(text)[0].strip("[]")
+    try:
+        found = {ipaddress.ip_address(place[4][0]) for place in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(one.is_private and not one.is_unspecified for one in found)
 
 
 def unless_empty(value: object) -> object:

@@ -13,6 +13,7 @@ from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.config import ReducerConfig
 from reducer.errors import ConfigError
+from reducer.server import Server
 from worker_client import config
 from worker_client.config import WorkerConfig
 
@@ -119,6 +120,23 @@ def test_this_machine_needs_no_permission(host: str) -> None:
     bind = f"tcp://{host}:0"
     assert units.is_loopback(bind)
     assert reducer_config.load(bind=bind).bind == bind
+
+
+@pytest.mark.parametrize(
+    ("host", "private"),
+    [
+        *((host, True) for host in LOOPBACK),
+        *((host, True) for host in ("10.0.0.1", "192.168.1.9", "172.16.0.1", "[fd00::1]")),
+        *((host, False) for host in ("0.0.0.0", "[::]", "*", "8.8.8.8", "[2001:4860::1]")),  # noqa: S104
+        ("no-such-host.invalid", False),
+    ],
+)
+def test_the_plain_loop_listens_in_private_networks_alone(host: str, private: bool) -> None:
+    bind = f"tcp://{host}:0"
+    assert units.is_private(bind) == private
+    if not private:
+        with pytest.raises(ConfigError, match="serves loopback and private networks"):
+            Server(reducer_config.load(bind=bind, impl="plain", insecure=True))
 
 
 def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
