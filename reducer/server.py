@@ -287,7 +287,7 @@ def _check_private(bind: str) -> None:
         raise ConfigError(
             f"the plain implementation serves loopback and private networks, and {bind} may be "
             "reached from elsewhere: bind the machine's address in the private network, such as "
-            "tcp://10.0.0.1:5555, or use the compiled one (without --impl plain, --kernel numpy and "
+            "tcp://10.0.0.1:5555, or use the compiled one (without --impl plain, --kernel numpy or "
             "their variables; where nothing was compiled, install a C compiler, then the package)"
         )
 

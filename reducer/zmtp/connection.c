@@ -471,7 +471,8 @@ enum connection_event connection_read(struct connection *connection)
 
 size_t connection_wants(const struct connection *connection, size_t nbytes)
 {
-    if (connection->in_frame && connection->body != NULL)
-        return connection->left;
-    return CONNECTION_HEAD_BYTES + nbytes - (connection->end - connection->at);
+    if (connection->in_frame)
+        return connection->left + (connection->body == NULL ? nbytes : 0);
+    /* The codec may have some of a frame's header. */
+    return connection->message.frames == 0 ? HEADER_BYTES + nbytes : nbytes;
 }

@@ -108,7 +108,8 @@ void connection_break(struct connection *connection, int error);
 /* Copies what has not been sent of an all-reduce. False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 
-/* Bytes of the next message, if its payload has `nbytes`, that have not come. */
+/* Bytes of the next message, if its payload has `nbytes`, that have not come, but for those of
+ * frames' headers; to be asked when connection_read has found nothing more. */
 size_t connection_wants(const struct connection *connection, size_t nbytes);
 
 #endif

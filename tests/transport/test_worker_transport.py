@@ -63,6 +63,21 @@ def test_the_window_is_kept_and_refilled(joined: Callable) -> None:
     assert time.monotonic() - start < 5.0  # not when the loop's own time-out comes
 
 
+def test_a_short_message_is_heard_while_long_ones_are_awaited(joined: Callable) -> None:
+    client, (reducer,) = joined()
+    for _ in range(3):
+        work = client.all_reduce(ramp(4 * CHUNK), op="max")
+        first, second, *_ = [reducer.hear(M.CONTRIBUTION) for _ in range(4)]
+        reducer.answer(first)
+        reducer.answer(second)
+        time.sleep(0.05)  # the client has read these, and waits for a whole result
+        start = time.monotonic()
+        reducer.fail(first.header.sequence)
+        with pytest.raises(ReductionTimeout, match="too late"):
+            work.wait(20)
+        assert time.monotonic() - start < 2.0
+
+
 def test_several_at_once_end_in_any_order(joined: Callable) -> None:
     client, (reducer,) = joined()
     works = [client.all_reduce(ramp(100 + size), op="max") for size in range(10)]

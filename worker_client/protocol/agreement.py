@@ -60,10 +60,13 @@ class Agreement:
     def reset(self) -> None:
         """Go back to the chunks that every rank begins with."""
         self.chunk_bytes = self._forced or chunk_size(0.0)
+        self._rate_known = False
 
     def chunk_bytes_of(self, total_bytes: int, shard_count: int) -> int:
         """Return the size of the chunks of a buffer of `total_bytes`, cut into so many shards."""
-        return self._forced or chunk_size_of(total_bytes, shard_count, self.chunk_bytes)
+        if self._forced or not self._rate_known:
+            return self.chunk_bytes
+        return chunk_size_of(total_bytes, shard_count, self.chunk_bytes)
 
     def called(self, now: float) -> None:
         """Take note of the time of a call, in seconds of the caller's clock."""
@@ -111,4 +114,5 @@ class Agreement:
         """Take the result of the latest question: which reducers every rank can use."""
         rate, *usable = self._layout.unpack(self._buffer)
         self.chunk_bytes = self._forced or chunk_size(rate)
+        self._rate_known = rate > 0
         return [bool(all_can) for all_can in usable]

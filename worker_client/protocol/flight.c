@@ -196,6 +196,16 @@ bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_
     return false;
 }
 
+uint32_t flight_least(const struct flight *flight, uint32_t link)
+{
+    const struct chunk_list *sent = &flight->links[link].sent;
+    uint32_t least = sent->first == sent->last ? 0 : chunk_nbytes(sent->first);
+    for (const struct chunk *chunk = sent->first; chunk != NULL; chunk = chunk->after)
+        if (chunk_nbytes(chunk) < least)
+            least = chunk_nbytes(chunk);
+    return least;
+}
+
 static void measure(struct flight_link *link, uint64_t sent_ns, uint64_t now_ns)
 {
     uint64_t sample = now_ns > sent_ns ? now_ns - sent_ns : 1;

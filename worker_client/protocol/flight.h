@@ -70,6 +70,8 @@ bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct c
 /* Takes the next chunk of any link whose window has room. Every link gives one before any gives
  * another, so that all reducers have work early; every rank begins with another link, so that no
  * reducer is hit by all of them at once. */
+/* Size of the smallest chunk in flight on a link; 0: there are fewer than two. */
+uint32_t flight_least(const struct flight *flight, uint32_t link);
 bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_ns,
                          struct contribution *next);
 

@@ -14,6 +14,9 @@ enum {
     FLUSH_BYTES = 32 << 10, /* so much is sent at once; less may gather while results come in */
     MESSAGES_PER_TURN = 64, /* so that no link starves the others */
     UNREAD = 256,           /* reads at the end, so that no link goes on for ever */
+    LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
+    LOW_WATER_BYTES = 128 << 10,   /* at most: more would leave the caches before it is read */
+    PATIENT_NS = 5 * 1000 * 1000,  /* so long a small message may wait for the rest of a large one */
     LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
     PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
@@ -311,6 +314,46 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
     return true;
 }
 
+static void set_low_water(struct loop *loop, uint32_t link, int bytes)
+{
+    struct loop_link *its = &loop->link[link];
+    int least = bytes > 0 ? bytes : 1;
+    if (its->low_water == bytes)
+        return;
+    setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    its->low_water = bytes;
+}
+
+/* Has the poll tell of a link when its next result has come as a whole: fewer wake-ups. */
+static void await_result(struct loop *loop, uint32_t link)
+{
+    struct loop_link *its = &loop->link[link];
+    uint32_t least = its->late || its->connection->hung_up ? 0 : flight_least(loop->flight, link);
+    size_t bytes = 0;
+    if (least >= LARGE_BYTES)
+        bytes = connection_wants(its->connection, least);
+    set_low_water(loop, link, (int)(bytes < LOW_WATER_BYTES ? bytes : LOW_WATER_BYTES));
+    its->awaited_ns = loop->polled_ns;
+    if (bytes > 0 && loop->patient_ns == 0)
+        loop->patient_ns = loop->polled_ns + PATIENT_NS;
+}
+
+/* Reads whatever has come, when a result has kept the others waiting for too long. */
+static void lose_patience(struct loop *loop)
+{
+    loop->patient_ns = 0;
+    for (uint32_t link = 0; link < loop->links; link++) {
+        struct loop_link *its = &loop->link[link];
+        if (its->low_water == 0)
+            continue;
+        loop->patient_ns = loop->polled_ns + PATIENT_NS;
+        if (loop->polled_ns - its->awaited_ns < PATIENT_NS)
+            continue;
+        set_low_water(loop, link, 0);
+        its->late = its->connection->readable = true;
+    }
+}
+
 /* Receives from one link until it has nothing more, or others have waited long enough. */
 static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *completed_ns)
 {
@@ -328,6 +371,7 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
         if (event == CONNECTION_IDLE || event == CONNECTION_BUSY)
             break;
         uint64_t now = now_ns();
+        loop->link[link].late = false;
         if (!take(loop, link, now)) {
             flush(loop, link);
             loop->from = link;
@@ -343,6 +387,8 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
             break;
     }
     flush(loop, link);
+    if (!connection->readable && loop->link[link].connection == connection)
+        await_result(loop, link);
     return LOOP_QUIET;
 }
 
@@ -358,6 +404,8 @@ static bool may_receive(const struct loop *loop, uint32_t link)
 static enum loop_event wait(struct loop *loop, int timeout_ms)
 {
     struct epoll_event events[EVENTS];
+    if (loop->patient_ns != 0 && timeout_ms > PATIENT_NS / 1000000)
+        timeout_ms = PATIENT_NS / 1000000;
     if (timeout_ms > 0)
         pulse_release(&loop->pulse);
     int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);
@@ -377,6 +425,8 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
         else if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
             connection_note(loop->link[events[at].data.u32].connection, events[at].events);
     }
+    if (loop->patient_ns != 0 && loop->polled_ns >= loop->patient_ns)
+        lose_patience(loop);
     return LOOP_QUIET;
 }
 

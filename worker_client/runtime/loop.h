@@ -22,6 +22,9 @@ enum loop_event {
 struct loop_link {
     struct connection *connection; /* NULL: there is none */
     bool changed; /* it became ready, or has ended, and nobody has been told */
+    int low_water; /* bytes that must have come before the poll tells of it; 0: any */
+    uint64_t awaited_ns; /* since when */
+    bool late;     /* they did not come in time: until the next message, any count */
 };
 
 struct loop {
@@ -35,6 +38,7 @@ struct loop {
     bool changes;     /* some link has changed */
     int error;
     uint64_t polled_ns; /* when the sockets were last looked at */
+    uint64_t patient_ns; /* when low water marks are looked at next; 0: there are none */
     struct pulse pulse; /* held while connections are used, but not while the loop waits */
 };
 
