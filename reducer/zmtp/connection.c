@@ -60,6 +60,7 @@ void connection_next(struct connection *connection)
         block_drop(connection->pool, connection->message.payload);
     connection->message.payload = NULL;
     connection->message.frames = 0;
+    connection->message.placed_bytes = 0;
     connection->message.foreign = false;
 }
 
@@ -287,6 +288,18 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
         next->block = copy;
         next->body = copy->data;
     }
+    struct message *message = &connection->message;
+    struct header header;
+    if (!connection->in_frame || message->placed_bytes == 0 ||
+        !header_read(&header, message->header, HEADER_BYTES) || header.sequence != sequence)
+        return true;
+    /* The rest goes into a block; nobody takes the message any more. */
+    connection->body = block_take(connection->pool, message->placed_bytes);
+    if (connection->body == NULL)
+        return false;
+    memset(connection->body->data, 0, message->placed_bytes);
+    connection->into = connection->body->data + message->placed_bytes - connection->left;
+    message->placed_bytes = 0;
     return true;
 }
 
@@ -312,13 +325,22 @@ static bool begin_frame(struct connection *connection)
         return fail(connection, ZMTP_TOO_LARGE); /* only a payload is large */
     if (frame->nbytes > connection->most_bytes)
         return fail(connection, ZMTP_TOO_LARGE);
+    connection->large = frame->wire_bytes >= LARGE;
+    if (connection->place != NULL && !connection->zmtp.sealed && !frame->more)
+        connection->into = connection->place(connection->owner, connection->number,
+                                             connection->message.header, frame->nbytes);
+    else
+        connection->into = NULL;
+    if (connection->into != NULL) {
+        connection->message.placed_bytes = frame->nbytes;
+        return true;
+    }
     connection->body = block_take(connection->pool, frame->wire_bytes);
     if (connection->body == NULL) {
         connection->error = ENOMEM;
         return false;
     }
     connection->into = connection->body->data;
-    connection->large = frame->wire_bytes >= LARGE;
     return true;
 }
 
@@ -471,8 +493,9 @@ enum connection_event connection_read(struct connection *connection)
 
 size_t connection_wants(const struct connection *connection, size_t nbytes)
 {
+    bool in_payload = connection->body != NULL || connection->message.placed_bytes > 0;
     if (connection->in_frame)
-        return connection->left + (connection->body == NULL ? nbytes : 0);
+        return connection->left + (in_payload ? 0 : nbytes);
     /* The codec may have some of a frame's header. */
     return connection->message.frames == 0 ? HEADER_BYTES + nbytes : nbytes;
 }

@@ -31,7 +31,8 @@ struct message {
     unsigned frames;
     bool foreign;           /* more than two frames, or a first one that is not a header's size */
     unsigned char header[HEADER_BYTES];
-    struct block *payload;  /* NULL: there is no second frame */
+    struct block *payload;  /* NULL: there is no second frame, or */
+    size_t placed_bytes;    /* so much of one was read to where `place` has said */
 };
 
 /* What is to be sent: the first bytes, and then a payload that lies elsewhere. */
@@ -56,6 +57,11 @@ struct connection {
     bool ended;
     struct zmtp zmtp;
     struct block_pool *pool; /* of payloads */
+    /* Where a payload of this size goes, whose message's header has come; NULL: into a block. Asked
+     * only where payloads are not encrypted; NULL itself: they all go into blocks. */
+    unsigned char *(*place)(void *owner, uint32_t number, const unsigned char *header, size_t nbytes);
+    void *owner;
+    uint32_t number;
     uint64_t most_bytes;     /* that a payload's frame may have; less than the codec's limit, perhaps */
     struct message message;
 
@@ -105,7 +111,8 @@ void connection_flush(struct connection *connection);
 /* Has it end, for the reason that errno would give, when all that came is read. */
 void connection_break(struct connection *connection, int error);
 
-/* Copies what has not been sent of an all-reduce. False: out of memory. */
+/* Copies what has not been sent of an all-reduce, and reads no more of its results in their place.
+ * False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 
 /* Bytes of the next message, if its payload has `nbytes`, that have not come, but for those of

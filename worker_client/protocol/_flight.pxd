@@ -78,7 +78,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         uint32_t step, idle
 
     bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
-    bint flight_add_link(flight *self, uint64_t window, bint keep) noexcept
+    bint flight_add_link(flight *self, uint64_t window, bint keep, bint in_place) noexcept
     void flight_free(flight *self) noexcept
     operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes,
                                const header_t *said, uint64_t chunk_bytes, const range_t *ranges,
@@ -86,7 +86,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
                              contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
-                     block *payload, uint64_t now_ns) noexcept
+                     block *payload, size_t placed_bytes, uint64_t now_ns) noexcept
     operation_t *flight_find(const flight *self, uint64_t sequence) noexcept
     bint flight_expects(const flight *self, uint32_t link, uint64_t sequence,
                         uint64_t offset) noexcept

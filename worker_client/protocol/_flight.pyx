@@ -39,8 +39,8 @@ cdef class CompiledFlight:
     def kept_bytes(self):
         return self.its.kept_bytes
 
-    def add_link(self, uint64_t window, bint keep):
-        if not flight_add_link(&self.its, window, keep):
+    def add_link(self, uint64_t window, bint keep, bint in_place=False):
+        if not flight_add_link(&self.its, window, keep, in_place):
             raise MemoryError
 
     def submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch):
@@ -105,7 +105,7 @@ cdef class CompiledFlight:
             memcpy(message.data, &body[0], body.shape[0])
         cdef bint taken = flight_take(
             &self.its, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
-            message, nanoseconds(now),
+            message, 0, nanoseconds(now),
         )
         block_drop(&self.its.pool, message)
         return self.completed() if taken else None

@@ -49,13 +49,13 @@ bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk
     return flight->ring != NULL;
 }
 
-bool flight_add_link(struct flight *flight, uint64_t window, bool keep)
+bool flight_add_link(struct flight *flight, uint64_t window, bool keep, bool in_place)
 {
     size_t count = flight->link_count;
     struct flight_link *links = realloc(flight->links, (count + 1) * sizeof *links);
     if (links == NULL)
         return false;
-    links[count] = (struct flight_link){.window = window, .keep = keep};
+    links[count] = (struct flight_link){.window = window, .keep = keep, .in_place = in_place};
     flight->links = links;
     flight->link_count++;
     return true;
@@ -225,25 +225,45 @@ static struct chunk *find_sent(const struct flight *flight, uint32_t link, uint6
     return found ? chunk : NULL;
 }
 
+/* The chunk in flight that a healthy result is for; NULL: it is none. */
+static struct chunk *match(const struct flight *flight, uint32_t link, const void *frame,
+                           size_t frame_bytes, size_t payload_bytes, struct header *header)
+{
+    if (!header_read(header, frame, frame_bytes) || header->type != TYPE_RESULT)
+        return NULL;
+    if (!header_chunk_is_sound(header, payload_bytes, flight->max_chunk_bytes))
+        return NULL;
+    struct chunk *chunk = find_sent(flight, link, header->sequence, header->offset);
+    if (chunk == NULL)
+        return NULL;
+    const struct header *common = &chunk->of->of->header;
+    bool fits = header->total_bytes == common->total_bytes && header->dtype == common->dtype &&
+                header->op == common->op && header->nbytes == chunk_nbytes(chunk);
+    return fits ? chunk : NULL;
+}
+
+unsigned char *flight_place(const struct flight *flight, uint32_t link, const void *frame,
+                            size_t frame_bytes, size_t payload_bytes)
+{
+    struct header header;
+    if (!flight->links[link].in_place)
+        return NULL;
+    const struct chunk *chunk = match(flight, link, frame, frame_bytes, payload_bytes, &header);
+    return chunk == NULL ? NULL : chunk->of->of->data + header.offset;
+}
+
 bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, size_t frame_bytes,
-                 struct block *payload, uint64_t now_ns)
+                 struct block *payload, size_t placed_bytes, uint64_t now_ns)
 {
     struct flight_link *link = &flight->links[link_index];
     struct header header;
-    if (!header_read(&header, frame, frame_bytes) || header.type != TYPE_RESULT)
-        return false;
-    size_t payload_bytes = payload == NULL ? 0 : payload->nbytes;
-    if (!header_chunk_is_sound(&header, payload_bytes, flight->max_chunk_bytes))
-        return false;
-    struct chunk *chunk = find_sent(flight, link_index, header.sequence, header.offset);
+    size_t payload_bytes = payload == NULL ? placed_bytes : payload->nbytes;
+    struct chunk *chunk =
+        match(flight, link_index, frame, frame_bytes, payload_bytes, &header);
     if (chunk == NULL)
         return false;
     struct operation *operation = chunk->of->of;
-    const struct header *common = &operation->header;
-    if (header.total_bytes != common->total_bytes || header.dtype != common->dtype ||
-        header.op != common->op || header.nbytes != chunk_nbytes(chunk))
-        return false;
-    if (payload_bytes > 0) /* an empty buffer may have no address */
+    if (payload != NULL && payload_bytes > 0) /* an empty buffer may have no address */
         memcpy(operation->data + header.offset, payload->data, payload_bytes);
     measure(link, chunk->sent_ns, now_ns);
     flight_settle(flight, chunk, CHUNK_DONE);

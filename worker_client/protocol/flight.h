@@ -13,6 +13,7 @@ struct flight_link {
     struct chunk_list sent;  /* chunks in flight */
     bool open;               /* contributions may be sent */
     bool keep;               /* results that come here are kept */
+    bool in_place;           /* what needs this link ends with it: results may be read in place */
     uint64_t window, in_flight;
     uint64_t bytes_sent, bytes_received, results;
     uint64_t rtt_ns, min_rtt_ns; /* from sending a contribution to its result; 0: unknown */
@@ -55,7 +56,7 @@ struct walk {
 /* False: out of memory. `identity` is a header of 96 bytes. */
 bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes);
 /* Adds a link, which is shut. False: out of memory. */
-bool flight_add_link(struct flight *flight, uint64_t window, bool keep);
+bool flight_add_link(struct flight *flight, uint64_t window, bool keep, bool in_place);
 void flight_free(struct flight *flight);
 
 /* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer. What
@@ -70,15 +71,20 @@ bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct c
 /* Takes the next chunk of any link whose window has room. Every link gives one before any gives
  * another, so that all reducers have work early; every rank begins with another link, so that no
  * reducer is hit by all of them at once. */
-/* Size of the smallest chunk in flight on a link; 0: there are fewer than two. */
-uint32_t flight_least(const struct flight *flight, uint32_t link);
 bool flight_next_in_turn(struct flight *flight, struct turn *turn, uint64_t now_ns,
                          struct contribution *next);
 
+/* Size of the smallest chunk in flight on a link; 0: there are fewer than two. */
+uint32_t flight_least(const struct flight *flight, uint32_t link);
+
+/* Where the payload of a healthy result may be read to, whose header has come: its place in the
+ * buffer. NULL: into a block, as another reducer may need the contribution that is there. */
+unsigned char *flight_place(const struct flight *flight, uint32_t link, const void *frame,
+                            size_t frame_bytes, size_t payload_bytes);
 /* Takes a message if it is a healthy result, and perhaps a share of its payload; false: nothing was
- * changed, the session knows why. */
+ * changed, the session knows why. Without a payload, `placed_bytes` of it are in their place. */
 bool flight_take(struct flight *flight, uint32_t link, const void *frame, size_t frame_bytes,
-                 struct block *payload, uint64_t now_ns);
+                 struct block *payload, size_t placed_bytes, uint64_t now_ns);
 
 /* The operation in progress with this number, or NULL. */
 struct operation *flight_find(const struct flight *flight, uint64_t sequence);

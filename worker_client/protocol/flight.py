@@ -89,12 +89,14 @@ class Flight(Protocol):
 
     def __init__(self, identity: Header) -> None: ...
 
-    def add_link(self, window: int, keep: bool) -> None:
+    def add_link(self, window: int, keep: bool, in_place: bool = False) -> None:
         """Add a link, shut until `open`.
 
         Args:
             window: bytes that may be in flight.
             keep: whether to keep the results that come there.
+            in_place: whether every all-reduce that needs the link ends with it. Then a transport
+                may read its results straight into the buffers: nobody needs what was there.
         """
 
     @property

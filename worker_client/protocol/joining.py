@@ -190,6 +190,7 @@ class Joining:
         link = Link(len(self._links), reducer, lane, address)
         self._links.append(link)
         window = self._spec.window_per_reducer()
-        self._flight.add_link(window, self._failover.keeps(reducer))
+        hosted = reducer in self._spec.hosts
+        self._flight.add_link(window, self._failover.keeps(reducer), in_place=hosted)
         self._plan.use(self._links, self._failover.map.base)
         return Connect(self.endpoint(link))

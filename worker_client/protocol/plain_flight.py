@@ -130,7 +130,8 @@ class PlainFlight:
     def watermark(self) -> int:
         return next(iter(self._active), self._next_sequence)
 
-    def add_link(self, window: int, keep: bool) -> None:
+    def add_link(self, window: int, keep: bool, in_place: bool = False) -> None:
+        del in_place  # libzmq has whole messages
         self._links.append(_Link(window, keep))
 
     def submit(

@@ -118,6 +118,14 @@ bool loop_add(struct loop *loop)
     return link != NULL;
 }
 
+static unsigned char *place(void *owner, uint32_t link, const unsigned char *header, size_t nbytes)
+{
+    const struct loop *loop = owner;
+    if (failpoints_armed) /* which may drop it */
+        return NULL;
+    return flight_place(loop->flight, link, header, HEADER_BYTES, nbytes);
+}
+
 bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys)
 {
     loop_close(loop, link);
@@ -128,6 +136,9 @@ bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys
         errno = ENOMEM;
         return false;
     }
+    opened->place = place;
+    opened->owner = loop;
+    opened->number = link;
     pulse_hold(&loop->pulse);
     bool watched = watch(loop, fd, link, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     if (watched)
@@ -302,7 +313,8 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
         return true;
     }
     const struct operation *completed = loop->flight->completed;
-    if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload, now))
+    if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload,
+                     message->placed_bytes, now))
         return false;
     failpoint(WORKER_COPIED);
     connection_next(connection);

@@ -1,0 +1,165 @@
+"""Results of a reducer that a rank hosts are read straight into the caller's buffer."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from bench.zmtp import COMMAND, GREETING, LONG, MORE, frame
+from reducer.errors import ReductionTimeout
+from reducer.wire.constants import HEADER_BYTES
+from reducer.wire.header import Header
+from reducer.wire.messages import Welcome, encode
+from tests.transport.scripted import CHUNK, MIB, M, ramp
+from tests.waits import eventually
+from worker_client.client.client import Client
+from worker_client.protocol.spec import JobSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
+READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0", COMMAND)
+HOSTED = {0: 1}  # rank 1 hosts the only reducer
+
+
+class Reducer:
+    """A reducer that can stop in the middle of a message."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.peer: socket.socket | None = None
+
+    def close(self) -> None:
+        if self.peer is not None:
+            self.peer.close()
+        self.listener.close()
+
+    def _read(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            part = self.peer.recv(nbytes - len(data))
+            assert part, "the worker has hung up"
+            data += part
+        return data
+
+    def _frame(self) -> tuple[int, bytes]:
+        flags, size = self._read(2)
+        if flags & LONG:
+            (size,) = struct.unpack(">Q", bytes([size]) + self._read(7))
+        return flags, self._read(size)
+
+    def hear(self, kind: M) -> tuple[Header, np.ndarray]:
+        """Return the next message of a kind; others, and ZMTP's heartbeats, are not answered."""
+        while True:
+            flags, body = self._frame()
+            if flags & COMMAND:
+                continue
+            payload = self._frame()[1] if flags & MORE else b""
+            header = Header.unpack(body)
+            if header.type is kind:
+                return header, np.frombuffer(payload, np.uint8)
+
+    def welcome(self) -> None:
+        self.peer, _ = self.listener.accept()
+        self.peer.settimeout(5)
+        self.peer.sendall(GREETING)
+        self._read(len(GREETING))
+        self.peer.sendall(READY)
+        hello, _ = self.hear(M.HELLO)
+        self.peer.sendall(message(Header(M.WELCOME, window=hello.window), encode(Welcome("1"))))
+
+
+def message(header: Header, payload: bytes) -> bytes:
+    return frame(header.pack(), MORE) + frame(payload)
+
+
+def result(contribution: Header, payload: bytes) -> bytes:
+    header = contribution._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
+    return message(header, payload)
+
+
+@pytest.fixture
+def reducer() -> Iterator[Reducer]:
+    made = Reducer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[HOSTED, {}], ids=["hosted", "of a pool"])
+def client(reducer: Reducer, request: pytest.FixtureRequest) -> Iterator[Client]:
+    address = f"127.0.0.1:{reducer.listener.getsockname()[1]}"
+    spec = JobSpec("job", 0, 0, 2, (address,), MIB, CHUNK, hosts=request.param)
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(Client, spec, timeout_s=0.5, connect_timeout_s=5.0, impl="compiled")
+        reducer.welcome()
+        client = made.result(5)
+    with client:
+        yield client
+
+
+def half_read(reducer: Reducer, client: Client, data: np.ndarray) -> tuple[object, bytes]:
+    """Begin an all-reduce, and send half of its only result; return what is left of that."""
+    work = client.all_reduce(data, op="max")
+    header, _ = reducer.hear(M.CONTRIBUTION)
+    said = result(header, b"\xff" * CHUNK)
+    reducer.peer.sendall(said[: -CHUNK // 2])
+    return work, said[-CHUNK // 2 :]
+
+
+@pytest.mark.parametrize("client", [HOSTED], indirect=True)
+def test_a_result_is_in_its_place_before_it_is_whole(reducer: Reducer, client: Client) -> None:
+    data = ramp(CHUNK)
+    work, rest = half_read(reducer, client, data)
+    eventually(lambda: (data[: CHUNK // 2] == 255).all(), 2.0)
+    assert (data[CHUNK // 2 :] == ramp(CHUNK)[CHUNK // 2 :]).all()
+    reducer.peer.sendall(rest)
+    assert (work.wait(5) == 255).all()
+
+
+@pytest.mark.parametrize("client", [{}], indirect=True)
+def test_what_another_reducer_may_need_is_left(reducer: Reducer, client: Client) -> None:
+    data = ramp(CHUNK)
+    work, rest = half_read(reducer, client, data)
+    time.sleep(0.3)
+    assert (data == ramp(CHUNK)).all()
+    reducer.peer.sendall(rest)
+    assert (work.wait(5) == 255).all()
+
+
+def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(
+    reducer: Reducer, client: Client
+) -> None:
+    data = ramp(CHUNK)
+    work, rest = half_read(reducer, client, data)
+    with pytest.raises(ReductionTimeout):
+        work.wait()
+    data[:] = 7
+    reducer.peer.sendall(rest)
+    again = ramp(3 * CHUNK)
+    work = client.all_reduce(again, op="max")
+    for header, payload in [reducer.hear(M.CONTRIBUTION) for _ in range(3)]:
+        reducer.peer.sendall(result(header, (payload + np.uint8(1)).tobytes()))
+    assert (work.wait(5) == ramp(3 * CHUNK) + np.uint8(1)).all()
+    assert (data == 7).all()
+
+
+@pytest.mark.parametrize("at", [1, HEADER_BYTES + 20, 1000, CHUNK])
+def test_any_cut_is_the_same(reducer: Reducer, client: Client, at: int) -> None:
+    for _ in range(3):
+        data = ramp(2 * CHUNK + 64)
+        work = client.all_reduce(data, op="max")
+        heard = [reducer.hear(M.CONTRIBUTION) for _ in range(3)]
+        said = b"".join(
+            result(header, (payload + np.uint8(1)).tobytes()) for header, payload in reversed(heard)
+        )
+        for part in (said[:at], said[at:]):
+            reducer.peer.sendall(part)
+            time.sleep(0.02)
+        assert (work.wait(5) == ramp(2 * CHUNK + 64) + np.uint8(1)).all()
