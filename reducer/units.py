@@ -66,19 +66,20 @@ def is_loopback(text: str) -> bool:
 
 
 def is_private(text: str) -> bool:
-    """Whether an address, as `address` reads it, belongs to this machine or a private network.
+    """Whether an address, as `address` reads it, is one that the internet does not route.
 
-    A wildcard does not, nor does a name that has no address or a public one.
+    A wildcard is none, nor is a name that has no address or a public one.
 
     Raises:
         ValueError: it is none.
     """
     host = address(text)[0].strip("[]")
     try:
-        found = {ipaddress.ip_address(place[4][0]) for place in socket.getaddrinfo(host, None)}
-    except OSError:
+        found = [ipaddress.ip_address(place[4][0]) for place in socket.getaddrinfo(host, None)]
+    except (OSError, UnicodeError):
         return False
-    return all(one.is_private and not one.is_unspecified for one in found)
+    real = [getattr(one, "ipv4_mapped", None) or one for one in found]
+    return not any(one.is_global or one.is_unspecified for one in real)
 
 
 def unless_empty(value: object) -> object:

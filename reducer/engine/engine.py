@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from reducer.kernels import Kernels
 
 PING_INTERVAL_S = 0.5
+MAX_NONCES = 4096
 CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
@@ -68,6 +69,12 @@ class RankContest(NamedTuple):
     hello: Hello
     due: float
     key: str
+    challenge: str
+
+    @property
+    def said(self) -> tuple[bytes, Header, Hello, str, str]:
+        """What there is to join with."""
+        return self.peer, self.header, self.hello, self.key, self.challenge
 
 
 class Engine:
@@ -105,6 +112,7 @@ class Engine:
     ) -> None:
         self._allowed = allowed
         self._secret = secret
+        self._nonces: dict[bytes, str] = {}  # that peers have been asked with, until they answer
         self._members = Membership(memory_limit, slots, limits)
         self._reductions = Reductions(kernels, self._members.grow, self._members.grant)
         self._incarnation = incarnation
@@ -354,44 +362,53 @@ class Engine:
         refusal = None if self._allowed is None else self._allowed.refusal(key, hello.job)
         if refusal is not None:
             raise refusal
-        if self._secret and not self._proven(peer, header, hello):
-            ask = header._replace(type=MessageType.CHALLENGE, watermark=0, window=0)
-            return [Send(peer, ask.pack(), encode(Challenge(self._nonce(peer))))]
+        challenge = ""
+        if self._secret:
+            challenge = self._nonces.pop(peer, "")
+            if not self._proven(header, hello, challenge):
+                return [self._challenge(peer, header)]
         known = self._members.find(peer) is not None and peer not in self._unreachable
         if known or any(peer == contest.peer for contest in self._contests):
             raise RemoteProtocolError("HELLO was said already")
         holder = self._members.holder(header)
         if holder is not None and holder.peer not in self._unreachable:
             due = self._now + hello.patience_ms / 1000 + CONTEST_SPARE_S
-            self._contests.append(RankContest(peer, header, hello, due, key))
+            self._contests.append(RankContest(peer, header, hello, due, key, challenge))
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
-        return self._join(peer, header, hello, key)
+        return self._join(peer, header, hello, key, challenge)
 
-    def _nonce(self, peer: bytes) -> str:
-        """Return this reducer's nonce of a peer: no other peer ever has the same."""
-        return authentication.nonce(self._secret, self._incarnation.encode(), peer)
+    def _challenge(self, peer: bytes, header: Header) -> Send:
+        """Ask for a proof, with a nonce for one HELLO."""
+        if len(self._nonces) >= MAX_NONCES:
+            del self._nonces[next(iter(self._nonces))]  # who has it is asked again
+        nonce = self._nonces[peer] = authentication.nonce()
+        ask = header._replace(type=MessageType.CHALLENGE, watermark=0, window=0)
+        return Send(peer, ask.pack(), encode(Challenge(nonce)))
 
-    def _prove(self, speaker: Role, peer: bytes, header: Header, hello: Hello) -> str:
-        return authentication.prove(self._secret, speaker, header, hello, self._nonce(peer))
+    def _prove(self, speaker: Role, header: Header, hello: Hello, challenge: str) -> str:
+        return authentication.prove(self._secret, speaker, header, hello, challenge, self._address)
 
-    def _proven(self, peer: bytes, header: Header, hello: Hello) -> bool:
+    def _proven(self, header: Header, hello: Hello, challenge: str) -> bool:
         """Whether a HELLO shows that its sender knows the secret; False: it has yet to be asked.
 
         Raises:
             AuthError: it shows that its sender does not.
         """
         shown = hello.auth[NONCE_DIGITS:]
-        if hello.auth and not shown:
+        if hello.auth and not (shown and challenge):
             return False
-        expected = self._prove(Role.WORKER, peer, header, hello)
+        expected = self._prove(Role.WORKER, header, hello, challenge)
         if not authentication.proves(shown, expected):
             raise AuthError(
                 "this reducer belongs to a job whose secret this worker does not know: ranks that "
-                "host reducers learn it from the store of their own process group"
+                "host reducers learn it from the store of their own process group. Another program "
+                "needs reducers of a pool: name these in REDUCTION_SERVERS"
             )
         return True
 
-    def _join(self, peer: bytes, header: Header, hello: Hello, key: str) -> list[Send]:
+    def _join(
+        self, peer: bytes, header: Header, hello: Hello, key: str, challenge: str
+    ) -> list[Send]:
         sends = self._make_way(header, hello)
         if peer in self._unreachable:  # it speaks for another rank or job now
             sends += self._give_up(peer)
@@ -416,7 +433,7 @@ class Engine:
             incarnation=self._incarnation,
             max_chunk_bytes=job.max_chunk_bytes,
             lanes=self._lanes if hello.lane == 0 else (),
-            auth=self._prove(Role.REDUCER, peer, header, hello) if self._secret else "",
+            auth=self._prove(Role.REDUCER, header, hello, challenge) if self._secret else "",
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
         if not job.nonmembers():
@@ -483,7 +500,7 @@ class Engine:
         self._contests = [contest for contest in self._contests if not due(contest)]
         sends: list[Send] = []
         for contest in decided:
-            sends += self._join(contest.peer, contest.header, contest.hello, contest.key)
+            sends += self._join(*contest.said)
         return sends
 
     def _supersede(self, job: Job, header: Header) -> list[Send]:

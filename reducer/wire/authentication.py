@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import secrets
 import struct
 from typing import TYPE_CHECKING
 
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
 _SAID = struct.Struct("<5Q")
 
 
-def nonce(secret: bytes, *parts: bytes) -> str:
-    """Return 32 hexadecimal digits that nobody else can guess; other parts give others."""
-    said = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-    return hmac.new(secret, b"nonce\0" + said, "sha256").hexdigest()[:NONCE_DIGITS]
+def nonce() -> str:
+    """Return 32 random hexadecimal digits."""
+    return secrets.token_hex(NONCE_DIGITS // 2)
 
 
-def prove(secret: bytes, speaker: Role, header: Header, hello: Hello, challenge: str) -> str:
+def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
+    secret: bytes, speaker: Role, header: Header, hello: Hello, challenge: str, address: str
+) -> str:
     """Return what shows that one end of a link knows the secret, 64 hexadecimal digits.
 
     Args:
@@ -31,10 +33,12 @@ def prove(secret: bytes, speaker: Role, header: Header, hello: Hello, challenge:
         header: of the HELLO.
         hello: the HELLO, whose `auth` begins with the worker's nonce.
         challenge: the reducer's nonce.
+        address: of the reducer's thread, ``host:port``, as ranks are told it: so nobody who has
+            taken another reducer's port can pass the proof on.
     """
     said = _SAID.pack(header.job, header.generation, header.rank, hello.reducer_index, hello.lane)
     nonces = f"{speaker.value}\0{hello.auth[:NONCE_DIGITS]}{challenge}"
-    return hmac.new(secret, nonces.encode() + said, "sha256").hexdigest()
+    return hmac.new(secret, nonces.encode() + said + address.encode(), "sha256").hexdigest()
 
 
 def proves(shown: str, expected: str) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from reducer.engine import engine
 from reducer.errors import AuthError
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECRET = bytes(range(32))
+ADDRESS = "here:1"
 PEER, OTHER = b"peer-1", b"peer-2"
 M = MessageType
 
@@ -32,16 +34,16 @@ def proof(secret: bytes, word: str, header: Header, hello: dict[str, Any], nonce
     said = word.encode("ascii") + b"\0" + (hello["auth"][:32] + nonce).encode("ascii")
     numbers = (header.job, header.generation, header.rank, hello["reducer_index"], hello["lane"])
     said += b"".join(number.to_bytes(8, "little") for number in numbers)
-    return hmac.HMAC(secret, said, hashlib.sha256).hexdigest()
+    return hmac.HMAC(secret, said + ADDRESS.encode("ascii"), hashlib.sha256).hexdigest()
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def served(request: pytest.FixtureRequest) -> Served:
-    return Served(request.param, memory_limit=1 << 30, address="here:1", secret=SECRET)
+    return Served(request.param, memory_limit=1 << 30, address=ADDRESS, secret=SECRET)
 
 
 def a_rank(secret: bytes = SECRET, rank: int = 0) -> Driven:
-    return Driven("plain", rank, 2, ("here:1",), 1 << 16, hosts={0: 0}, secret=secret)
+    return Driven("plain", rank, 2, (ADDRESS,), 1 << 16, hosts={0: 0}, secret=secret)
 
 
 def hello_of(rank: Driven) -> Send:
@@ -92,12 +94,37 @@ def test_a_nonce_is_never_used_twice(served: Served) -> None:
     assert len(set(said)) == 2
 
 
-def test_a_hello_that_was_heard_elsewhere_is_of_no_use(served: Served) -> None:
+def test_a_hello_that_was_heard_earlier_is_of_no_use(served: Served) -> None:
     rank = a_rank()
     header, body = ask(served, hello_of(rank))
     (again,) = rank.receive(0, header.pack(), body)
+    assert ask(served, again, OTHER)[0].type is M.CHALLENGE
     assert "whose secret" in refusal(ask(served, again, OTHER))
     assert served.engine.jobs == []
+    assert ask(served, again)[0].type is M.WELCOME
+    served.engine.unreachable(PEER)
+    assert ask(served, again)[0].type is M.CHALLENGE, "of a peer that calls itself the same"
+    assert "whose secret" in refusal(ask(served, again))
+
+
+def test_a_proof_for_another_reducer_is_of_no_use(served: Served) -> None:
+    elsewhere = Driven("plain", 0, 2, ("there:1",), 1 << 16, hosts={0: 0}, secret=SECRET)
+    header, body = ask(served, hello_of(elsewhere))
+    (again,) = elsewhere.receive(0, header.pack(), body)
+    assert "whose secret" in refusal(ask(served, again))
+
+
+def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served: Served) -> None:
+    rank = a_rank()
+    said = hello_of(rank)
+    header, body = ask(served, said)
+    for number in range(engine.MAX_NONCES + 10):
+        ask(served, said, b"%d" % number)
+    assert len(served.engine._nonces) == engine.MAX_NONCES
+    (again,) = rank.receive(0, header.pack(), body)
+    header, body = ask(served, again)
+    assert header.type is M.CHALLENGE
+    (again,) = rank.receive(0, header.pack(), body)
     assert ask(served, again)[0].type is M.WELCOME
 
 
@@ -116,10 +143,12 @@ def _of_another_rank(hello: Hello) -> Hello:
 @pytest.mark.parametrize("change", [_without, _guessed, _of_another_rank])
 def test_a_wrong_proof_is_refused(served: Served, change: Callable[[Hello], Hello]) -> None:
     rank = a_rank()
-    said = hello_of(rank)
-    if change is _of_another_rank:
+    first = said = hello_of(rank)
+    if change is not _without:
         header, body = ask(served, said)
         (said,) = rank.receive(0, header.pack(), body)
+    if change is _guessed:
+        said = first
     changed = encode(change(decode(Hello, bytes(said.payload))))
     assert "whose secret" in refusal(ask(served, Send(0, said.header, changed)))
     assert served.engine.counters.unauthenticated == 1
@@ -138,7 +167,7 @@ def test_a_rank_with_another_secret_is_refused(served: Served) -> None:
 
 @pytest.mark.parametrize("secret", [b"", bytes(32)])
 def test_a_reducer_without_the_secret_is_refused(secret: bytes) -> None:
-    stranger = Served("plain", memory_limit=1 << 30, address="here:1", secret=secret)
+    stranger = Served("plain", memory_limit=1 << 30, address=ADDRESS, secret=secret)
     rank = a_rank()
     header, body = ask(stranger, hello_of(rank))
     if secret:
@@ -155,8 +184,8 @@ def test_a_reducer_without_the_secret_is_refused(secret: bytes) -> None:
 
 
 def test_a_pool_asks_for_no_secret() -> None:
-    pool = Served("plain", memory_limit=1 << 30, address="here:1")
-    rank = Driven("plain", 0, 2, ("here:1",), 1 << 16, secret=SECRET)
+    pool = Served("plain", memory_limit=1 << 30, address=ADDRESS)
+    rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16, secret=SECRET)
     said = hello_of(rank)
     assert json.loads(bytes(said.payload))["auth"] == ""
     header, body = ask(pool, said)
@@ -165,7 +194,7 @@ def test_a_pool_asks_for_no_secret() -> None:
 
 
 def test_who_knows_no_secret_answers_no_challenge() -> None:
-    rank = Driven("plain", 0, 2, ("here:1",), 1 << 16)
+    rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16)
     hello_of(rank)
     challenge = json.dumps({"nonce": "0" * 32}).encode()
     assert rank.receive(0, Header(M.CHALLENGE).pack(), challenge) == []

@@ -126,8 +126,9 @@ def test_this_machine_needs_no_permission(host: str) -> None:
     ("host", "private"),
     [
         *((host, True) for host in LOOPBACK),
-        *((host, True) for host in ("10.0.0.1", "192.168.1.9", "172.16.0.1", "[fd00::1]")),
+        *((host, True) for host in ("10.0.0.1", "172.16.0.1", "100.64.0.1", "[fd00::1]")),
         *((host, False) for host in ("0.0.0.0", "[::]", "*", "8.8.8.8", "[2001:4860::1]")),  # noqa: S104
+        *((host, False) for host in ("[::ffff:0:0]", "[::ffff:808:808]")),
         ("no-such-host.invalid", False),
     ],
 )

@@ -271,10 +271,11 @@ def enlist(
             " and set REDUCTION_KEYS, which encrypts everything"
         )
     if hosts_reducer:
-        hosted, own, curves, secret = _embed(settings, group)
-        keys = replace(keys, hosts=curves)
+        found = _embed(settings, group)
+        hosted, secret = found.server, found.secret
+        keys = replace(keys, hosts=found.curves)
         hosts = {len(addresses) + at: at for at in range(world_size)}
-        addresses, weights = addresses + own, mixed_weights(world_size, len(addresses))
+        addresses, weights = addresses + found.addresses, mixed_weights(world_size, len(addresses))
     try:
         spec = JobSpec(
             job=job_name(settings, group, keys, alone=world_size == 1),
@@ -292,7 +293,7 @@ def enlist(
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},
             agreed={
-                "REDUCTION_ENCRYPT": str(int(settings.encrypt)),
+                "REDUCTION_ENCRYPT": str(int(_encrypts(settings))),
                 "REDUCTION_FALLBACK": settings.fallback,
                 "REDUCTION_FUSION_THRESHOLD": str(int(settings.fusion_threshold)),
                 "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
@@ -505,6 +506,11 @@ def _fallback(
     return Fallback(group.make_private(settings.timeout), announced=announced)
 
 
+def _encrypts(settings: WorkerConfig) -> bool:
+    """Whether what goes to reducers that ranks host is encrypted."""
+    return settings.encrypt or settings.keys is not None
+
+
 def _embed(settings: WorkerConfig, group: Rendezvous | None) -> Hosted:
     if group is None and settings.embedded:
         raise ConfigError(
@@ -519,4 +525,4 @@ def _embed(settings: WorkerConfig, group: Rendezvous | None) -> Hosted:
         )
     from worker_client.client import hosting  # noqa: PLC0415 (loads the reducer's code)
 
-    return hosting.start(group, encrypt=settings.encrypt or settings.keys is not None)
+    return hosting.start(group, encrypt=_encrypts(settings))

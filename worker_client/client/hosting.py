@@ -6,7 +6,8 @@ import json
 import logging
 import secrets
 import socket
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from worker_client import config
 from worker_client.communicators.placement import host_identity
@@ -27,7 +28,8 @@ SECRET_BYTES = 32  # as many as the proofs' hash has
 log = logging.getLogger(__name__)
 
 
-class Hosted(NamedTuple):
+@dataclass(frozen=True)
+class Hosted:
     """The reducers of all ranks.
 
     Attributes:
@@ -40,7 +42,7 @@ class Hosted(NamedTuple):
     server: Server
     addresses: tuple[str, ...]
     curves: Mapping[str, Curve | None]
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 def start(group: Rendezvous, *, encrypt: bool) -> Hosted:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import secrets
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer.errors import AuthError, StaleGenerationError
 from reducer.wire import authentication
-from reducer.wire.constants import NONCE_DIGITS
 from reducer.wire.messages import Challenge, Hello, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
 from worker_client.protocol.actions import Connect, Reset, Send
@@ -115,7 +113,7 @@ class Joining:
             process=s.process,
             patience_ms=round(1000 * s.heartbeats.patience_s),
             host_name=s.host_name,
-            auth=secrets.token_hex(NONCE_DIGITS // 2) if self._has_secret(link) else "",
+            auth=authentication.nonce() if self._has_secret(link) else "",
         )
         header = header._replace(window=s.window_per_reducer())
         link.hello, link.proof = (header, body), ""
@@ -132,8 +130,8 @@ class Joining:
             raise _foreign(link)
         header, hello = link.hello
         prove = partial(authentication.prove, self._spec.secret)
-        proof = prove(Role.WORKER, header, hello, challenge)
-        link.proof = prove(Role.REDUCER, header, hello, challenge)
+        proof = prove(Role.WORKER, header, hello, challenge, link.address)
+        link.proof = prove(Role.REDUCER, header, hello, challenge, link.address)
         link.state = LinkState.JOINING
         body = replace(hello, auth=hello.auth + proof)
         return Send(link.index, header.pack(), encode(body))
