@@ -275,8 +275,29 @@ void connection_beat(struct connection *connection)
     }
 }
 
+/* Has the rest of a result go into a block: nobody takes the message any more. */
+static bool displace(struct connection *connection, uint64_t sequence)
+{
+    struct message *message = &connection->message;
+    struct header header;
+    if (!connection->in_frame || message->placed_bytes == 0 ||
+        !header_read(&header, message->header, HEADER_BYTES) || header.sequence != sequence)
+        return true;
+    connection->body = block_take(connection->pool, message->placed_bytes);
+    if (connection->body == NULL) {
+        connection->refused = true; /* nothing more is read */
+        return false;
+    }
+    memset(connection->body->data, 0, message->placed_bytes);
+    connection->into = connection->body->data + message->placed_bytes - connection->left;
+    message->placed_bytes = 0;
+    return true;
+}
+
 bool connection_detach(struct connection *connection, uint64_t sequence)
 {
+    if (!displace(connection, sequence))
+        return false;
     for (size_t at = 0; at < connection->count; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         if (next->sequence != sequence || next->block != NULL || next->body_bytes == 0)
@@ -288,18 +309,6 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
         next->block = copy;
         next->body = copy->data;
     }
-    struct message *message = &connection->message;
-    struct header header;
-    if (!connection->in_frame || message->placed_bytes == 0 ||
-        !header_read(&header, message->header, HEADER_BYTES) || header.sequence != sequence)
-        return true;
-    /* The rest goes into a block; nobody takes the message any more. */
-    connection->body = block_take(connection->pool, message->placed_bytes);
-    if (connection->body == NULL)
-        return false;
-    memset(connection->body->data, 0, message->placed_bytes);
-    connection->into = connection->body->data + message->placed_bytes - connection->left;
-    message->placed_bytes = 0;
     return true;
 }
 

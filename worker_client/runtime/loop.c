@@ -184,6 +184,18 @@ static bool heed(struct loop *loop)
     return true;
 }
 
+/* -- low water marks ------------------------------------------------------------------------- */
+
+static void set_low_water(struct loop *loop, uint32_t link, int bytes)
+{
+    struct loop_link *its = &loop->link[link];
+    int least = bytes > 0 ? bytes : 1;
+    if (its->low_water == bytes)
+        return;
+    setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    its->low_water = bytes;
+}
+
 /* -- send ------------------------------------------------------------------------------------ */
 
 /* Queues a contribution. One to a reducer that is not connected is dropped: the session hears of
@@ -199,6 +211,8 @@ static void queue_contribution(struct loop *loop, const struct contribution *nex
     if (!connection_send(connection, &next->header, data, next->header.nbytes, NULL,
                          next->header.sequence))
         connection_break(connection, ENOMEM);
+    if (next->header.nbytes < LARGE_BYTES) /* its result may come before large ones */
+        set_low_water(loop, next->chunk->link, 0);
     if (failpoints_armed) {
         connection_flush(connection); /* that place is behind it */
         failpoint(WORKER_AFTER_SEND);
@@ -326,21 +340,12 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
     return true;
 }
 
-static void set_low_water(struct loop *loop, uint32_t link, int bytes)
-{
-    struct loop_link *its = &loop->link[link];
-    int least = bytes > 0 ? bytes : 1;
-    if (its->low_water == bytes)
-        return;
-    setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    its->low_water = bytes;
-}
-
 /* Has the poll tell of a link when its next result has come as a whole: fewer wake-ups. */
 static void await_result(struct loop *loop, uint32_t link)
 {
     struct loop_link *its = &loop->link[link];
-    uint32_t least = its->late || its->connection->hung_up ? 0 : flight_least(loop->flight, link);
+    bool any = its->late || its->connection->hung_up || !its->connection->zmtp.ready;
+    uint32_t least = any ? 0 : flight_least(loop->flight, link);
     size_t bytes = 0;
     if (least >= LARGE_BYTES)
         bytes = connection_wants(its->connection, least);
@@ -386,6 +391,7 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
         loop->link[link].late = false;
         if (!take(loop, link, now)) {
             flush(loop, link);
+            set_low_water(loop, link, 0);
             loop->from = link;
             return LOOP_MESSAGE;
         }
@@ -425,6 +431,8 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
     if (timeout_ms > 0)
         pulse_hold(&loop->pulse);
     loop->polled_ns = now_ns();
+    if (loop->patient_ns != 0 && loop->polled_ns >= loop->patient_ns)
+        lose_patience(loop);
     if (found < 0 && error == EINTR)
         atomic_store(&loop->woken, true); /* so that Python handles the signal at once */
     if (found < 0) {
@@ -437,8 +445,6 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
         else if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
             connection_note(loop->link[events[at].data.u32].connection, events[at].events);
     }
-    if (loop->patient_ns != 0 && loop->polled_ns >= loop->patient_ns)
-        lose_patience(loop);
     return LOOP_QUIET;
 }
 
