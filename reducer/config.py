@@ -29,17 +29,8 @@ FILES_BESIDES = 64  # that a reducer has open, besides connections
 _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 # Of workers, which may have the environment of a reducer.
 WORKER_SETTINGS = (
-    *(
-        "servers",
-        "embedded",
-        "encrypt",
-        "job",
-        "generation",
-        "chunk_bytes",
-        "window_bytes",
-        "timeout",
-    ),
-    *("connect_timeout", "fusion_threshold", "cycle_time", "autotune", "fallback"),
+    *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
+    *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "autotune", "fallback"),
     *("on_rank_lost", "hierarchy", "wire_dtype", "heartbeat", "patience", "wait_for_reducers"),
 )
 Seconds = Annotated[

@@ -36,7 +36,7 @@ def impl(request: pytest.FixtureRequest) -> str:
 
 
 def unread(peer: socket.socket) -> bytes:
-    """What has come by now."""
+    """Return the bytes that the peer has sent so far."""
     peer.setblocking(False)
     found = bytearray()
     with suppress(BlockingIOError):

@@ -35,8 +35,8 @@ class Hosted:
     Attributes:
         server: this rank's.
         addresses: of all, in rank order.
-        curves: how to reach each thread of those that encrypt, and None for the others.
-        secret: that they and the ranks prove to each other that they know.
+        curves: keys for each reducer thread's address; None where nothing is encrypted.
+        secret: the job's, with which ranks and reducers answer each other's challenges.
     """
 
     server: Server

@@ -140,7 +140,7 @@ class Joining:
         return bool(self._spec.secret) and link.reducer in self._spec.hosts
 
     def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect]:
-        """Take note that a reducer admits us; at the start it tells where its other lanes are.
+        """Handle a WELCOME: this worker is a member; the first one names the reducer's other lanes.
 
         Raises:
             AuthError: it does not know the job's secret.

@@ -38,7 +38,7 @@ class JobSpec:
         window_bytes: forced bytes in flight over all reducers, 0 for what flow control chooses.
         chunk_bytes: forced chunk size, 0 for the rule of the protocol.
         hosts: the rank that hosts a reducer, by the reducer's index; others are the pool's.
-        secret: what these reducers and the ranks prove to each other to know; empty for nothing.
+        secret: the job's, which these reducers ask ranks to prove that they know; empty for none.
         fallback: hand all-reduces over when no reducer is left, instead of failing them.
         elastic: the ranks that are left will go on elsewhere when one is lost, so what is in
             progress then ends at once.
