@@ -119,6 +119,7 @@ def test_looks_in_no_time_do_not_make_anybody_stuck() -> None:
 
 
 def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: Post) -> None:
+    lower = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]  # the worker's are above them
     worker = post.member("job", world_size=1, window=8 * MIB)
     post.member("job 2")
     for chunk in range(20):
@@ -134,7 +135,7 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: 
         while taken[-1] < free:
             taken.append(os.open(os.devnull, os.O_RDONLY))
         # One lower one is free, for the other end of the next connection.
-        for descriptor in (taken.pop(0), taken.pop()):
+        for descriptor in (lower.pop(), taken.pop()):
             os.close(descriptor)
         peer = post.stranger()
         for descriptor in taken:
@@ -143,6 +144,8 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: 
             break
     else:
         pytest.fail("the descriptor was not used again")
+    for descriptor in lower:
+        os.close(descriptor)
     rounds(post)
     assert post.members == {"job": 1, "job 2": 1}, "it may come back"
     assert not post.engine.counters.dropped
