@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reducer import __version__, kernels
 from reducer.engine.engine import Engine
@@ -51,11 +51,11 @@ class Server:
     Attributes:
         address: ``host:port`` under which workers reach it (the port is known once it is built);
             they learn of its other threads' ports there.
-        context: libzmq's, of the plain loop; workers of this process that use it must be closed
-            before `stop`.
+        context: what workers of this process need to reach it there: libzmq's, of the plain loop,
+            whose workers must be closed before `stop`; or else the `meet` of each thread's
+            transport, by endpoint.
         lanes: the addresses of its threads.
-        inproc: where they reach each thread without a socket in between, by its address; none with
-            the compiled loop.
+        inproc: the endpoints at which they reach its threads without a socket, by their addresses.
         observer: reads its state, from any thread.
 
     Raises:
@@ -76,11 +76,14 @@ class Server:
             log.warning("failpoints are set: %s", config.failpoints)
             make_transport = around(chosen.transport, hit)
             make_engine = partial(FaultyEngine, hit)
-        self.context, self._gate = None, None
+        self.context: Any = {}
+        self._libzmq, self._gate = None, None
         if chosen is implementation.PLAIN:
             _check_private(config.bind)
-            self.context = make_context(config.io_threads * config.threads, config.cpus)
-            self._gate = None if keyring is None else Gate(self.context, keyring)
+            self.context = self._libzmq = make_context(
+                config.io_threads * config.threads, config.cpus
+            )
+            self._gate = None if keyring is None else Gate(self._libzmq, keyring)
         self._keyring = keyring
         self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
         try:
@@ -97,16 +100,14 @@ class Server:
         except BaseException:
             if self._gate is not None:
                 self._gate.stop()
-            if self.context is not None:
-                self.context.destroy(linger=0)
+            if self._libzmq is not None:
+                self._libzmq.destroy(linger=0)
             raise
         first, *others = transports
         host = _reachable(first.host)
         self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
         self.inproc = {
-            lane: transport.inproc
-            for lane, transport in zip(self.lanes, transports, strict=True)
-            if transport.inproc
+            lane: transport.inproc for lane, transport in zip(self.lanes, transports, strict=True)
         }
         self.address = f"{host}:{first.port}"
         self._stopping, self._hurry = threading.Event(), threading.Event()
@@ -188,8 +189,8 @@ class Server:
             self._gate.stop()
         if self._reader is not None:
             self._reader.stop()
-        if self.context is not None:
-            self.context.destroy()
+        if self._libzmq is not None:
+            self._libzmq.destroy()
         failures = [lane.failure for lane in self._lanes]
         failures += [] if self._reader is None else [self._reader.failure]
         for failure in failures:

@@ -26,6 +26,7 @@ from reducer.kernels._kernels cimport CompiledKernels, fold_table
 
 import time
 
+from reducer.engine.allow_list import LOCAL
 from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.runtime.loop import Loop as PlainLoop
 from reducer.engine.rounds import Send
@@ -68,7 +69,11 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         unsigned char *header
         block *payload
 
+    struct pair:
+        pass
+
     struct connection:
+        pair *pair
         zmtp_t zmtp
         message message
 
@@ -109,6 +114,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
         block_pool pool
 
     bint loop_listen(loop_t *self, int listener, uint64_t every_ns) noexcept
+    pair *loop_meet(loop_t *self) noexcept
     void loop_end(loop_t *self, long linger_ms) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept
@@ -178,6 +184,20 @@ cdef class Sockets:
         """Give what has yet to be sent so much time, and close all connections."""
         with nogil:
             loop_end(&self.its, linger_ms)
+
+    def meet(self):
+        """Make a peer of a worker of this process; return where the other end of their pair is.
+
+        Any thread may call this before `end`.
+
+        Raises:
+            OSError: no files are left, or no memory.
+        """
+        # With the GIL, which the thread of these has whenever it is not in its loop.
+        cdef pair *made = loop_meet(&self.its)
+        if made == NULL:
+            raise OSError(errno, "no pair can be made")
+        return <uintptr_t>made
 
     def send(self, bytes peer, bytes header, payload):
         """Send a message; False if that peer has no connection any more."""
@@ -322,6 +342,8 @@ cdef class Core:
 
     cdef str key(self, peer *sender):
         """Return the public key that a peer has shown; nothing if none is demanded."""
+        if sender.connection.pair != NULL:
+            return LOCAL
         if not sender.connection.zmtp.sealed:
             return ""
         return self._transport.text((<char *>sender.connection.zmtp.peer_key)[:32])

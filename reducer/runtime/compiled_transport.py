@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 from zmq.utils import z85
@@ -16,7 +17,7 @@ from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, REDUCER_HEARTB
 from reducer.zmtp import sodium
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Container
 
     import numpy as np
 
@@ -34,6 +35,7 @@ class CompiledTransport(Transport):
 
     Args:
         endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
+        context: the reducer's, which takes up `meet`.
         keyring: the reducer's keys, and whom it admits, if peers must have some.
         max_chunk_bytes: the largest payload; who sends a larger one is disconnected.
         handshake_s: time for ZMTP's handshake.
@@ -46,18 +48,15 @@ class CompiledTransport(Transport):
             message says what to change.
     """
 
-    inproc = ""
-
     def __init__(
         self,
         endpoint: str,
-        context: object = None,
+        context: dict[str, Callable[[], int]] | None = None,
         keyring: Keyring | None = None,
         *,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
         handshake_s: float = 5.0,
     ) -> None:
-        del context
         self._keyring = keyring
         keys = None
         if keyring is not None:
@@ -84,6 +83,25 @@ class CompiledTransport(Transport):
         self._taken: dict[int, int] = {}  # bytes on the wire from each, and to it, but for those
         self._given: dict[int, int] = {}  # that the loop counts
         self._refused: list[str] = []
+        self._meeting = threading.Lock()
+        self._closed = False
+        self.inproc = f"pair://reducer-{id(self)}"
+        if context is not None:
+            context[self.inproc] = self.meet
+
+    def meet(self) -> int:
+        """Make a pair with a worker of this process; any thread may call this.
+
+        Returns:
+            What `_loop.Loop.join` of the worker takes, which must be called with it.
+
+        Raises:
+            OSError: this end is closed, or no files are left.
+        """
+        with self._meeting:
+            if self._closed:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "that reducer has ended")
+            return self.sockets.meet()
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
         if not self.sockets.send(peer, header, payload):
@@ -142,6 +160,8 @@ class CompiledTransport(Transport):
         """Do nothing: a connection that ends is forgotten at once."""
 
     def close(self) -> None:
+        with self._meeting:
+            self._closed = True
         self.sockets.end(LINGER_MS)
         self._listener.close()
 

@@ -16,7 +16,7 @@ enum {
     ACCEPTED_PER_TURN = 64, /* so that a flood of connections leaves time for the others */
     MESSAGES_PER_TURN = 16, /* so that no peer starves the others */
     MESSAGES_PER_LOOK = 64, /* at the clock, so that a flood cannot stop it */
-    UNREAD = 256            /* reads at the end, so that no peer goes on for ever */
+    LINGER_LOOK_MS = 2      /* at what has been sent, at the end: no poll tells of that in a pair */
 };
 
 static const uint64_t LOOK_NS = 1000 * 1000; /* at the sockets, while messages pour in */
@@ -199,14 +199,15 @@ static struct peer *dequeue(struct loop *loop)
     return peer;
 }
 
-/* Makes a peer of a socket, which it then owns. False: out of memory or files. */
-static bool welcome(struct loop *loop, int fd, uint64_t now)
+/* Makes a peer of a socket, which it then owns, or of the server's end of a pair. False: out of memory
+ * or files. */
+static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
 {
     struct peer *peer = calloc(1, sizeof *peer);
     if (peer == NULL)
         return false;
-    if (!connection_init(&peer->connection, fd, true, loop->keys, loop->max_frame_bytes,
-                         &loop->pool)) {
+    if (!connection_init(&peer->connection, fd, true, pair == NULL ? loop->keys : NULL,
+                         loop->max_frame_bytes, &loop->pool)) {
         free(peer);
         return false;
     }
@@ -227,6 +228,8 @@ static bool welcome(struct loop *loop, int fd, uint64_t now)
         free(peer);
         return false;
     }
+    if (pair != NULL)
+        connection_join(&peer->connection, pair, 0);
     peer->before = loop->latest;
     if (loop->latest == NULL)
         loop->oldest = peer;
@@ -234,6 +237,22 @@ static bool welcome(struct loop *loop, int fd, uint64_t now)
         loop->latest->after = peer;
     loop->latest = peer;
     return true;
+}
+
+struct pair *loop_meet(struct loop *loop)
+{
+    struct pair *pair = pair_make();
+    if (pair == NULL)
+        return NULL;
+    pulse_hold(&loop->pulse);
+    bool welcomed = welcome(loop, pair->fd[0], pair, now_ns());
+    pulse_release(&loop->pulse);
+    if (welcomed)
+        return pair;
+    pair_leave(pair, 0);
+    pair_leave(pair, 1);
+    errno = ENOMEM;
+    return NULL;
 }
 
 /* Has the poll tell of connections that may be accepted, or not. */
@@ -257,7 +276,7 @@ static void accept_some(struct loop *loop)
             continue; /* that one has gone again */
         int at_once = 1;
         setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &at_once, sizeof at_once);
-        if (!welcome(loop, fd, now)) {
+        if (!welcome(loop, fd, NULL, now)) {
             close(fd);
             heed_listener(loop, false);
         }
@@ -278,7 +297,8 @@ static void leave(struct loop *loop, struct peer *peer)
     note_change(loop, peer, false); /* else the guard finds that the descriptor is gone */
     /* A forked child may have the socket open still, and then closing it would not do that. */
     epoll_ctl(loop->epoll, EPOLL_CTL_DEL, peer->connection.fd, NULL);
-    close(peer->connection.fd);
+    if (peer->connection.pair == NULL)
+        close(peer->connection.fd);
     connection_free(&peer->connection);
     peer->next = loop->forgotten;
     loop->forgotten = peer;
@@ -344,28 +364,16 @@ bool loop_listen(struct loop *loop, int listener, uint64_t every_ns)
     return false;
 }
 
-/* Waits until everything is with the kernel, and reads what has come meanwhile: a socket that is
- * closed with something unread drops what it has to send. */
+/* Waits until everything is with the kernel. */
 static void linger(struct loop *loop, long timeout_ms)
 {
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
-    for (bool unsent = true; unsent;) {
+    for (bool unsent = true; unsent && now_ns() < until;) {
         unsent = false;
-        for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after) {
-            char unread[4096];
-            connection_flush(&peer->connection);
-            for (int reads = 0; reads < UNREAD; reads++)
-                if (recv(peer->connection.fd, unread, sizeof unread, MSG_DONTWAIT) <= 0)
-                    break;
-            unsent |= peer->connection.zmtp.ready && !peer->connection.broken &&
-                      peer->connection.count > 0;
-        }
-        uint64_t now = now_ns();
-        if (!unsent || now >= until)
-            return;
+        for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after)
+            unsent |= connection_drain(&peer->connection);
         struct epoll_event events[EVENTS];
-        int found =
-            epoll_wait(loop->epoll, events, EVENTS, (int)((until - now) / 1000000) + 1);
+        int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
             if (events[at].data.ptr != NULL)
                 ((struct peer *)events[at].data.ptr)->connection.writable = true;

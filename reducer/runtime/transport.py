@@ -33,8 +33,8 @@ class Transport(ABC):
 
     Attributes:
         frame_extra: bytes that encryption adds to each frame.
-        inproc: where workers of this process connect that use the same context of libzmq, without
-            a socket in between; "" if there is no such place.
+        inproc: the endpoint at which workers of this process connect that have the reducer's
+            context, without a socket in between.
         host, port: where it listens.
     """
 

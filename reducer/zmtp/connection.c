@@ -2,16 +2,33 @@
 
 #include <errno.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 enum {
     GATHERED = 16,               /* messages that one system call sends */
     LARGE = CONNECTION_IN_BYTES, /* after such a payload only the next header is read ahead */
     SEALED_BYTES = 33,           /* that CURVE adds to a frame */
     PENDING_REPLIES = 16,        /* a peer that asks on without reading is answered no more */
-    READS = 16                   /* without an event: a flood of PINGs has none, nor has an end */
+    READS = 16,                  /* without an event: a flood of PINGs has none, nor has an end */
+    UNREAD = 256,                /* reads at the end, so that no peer goes on for ever */
+    COPIED = 64 << 10            /* bytes from the other end of a pair, while that cannot queue more */
 };
+
+/* What another thread may read meanwhile, if this is an end of a pair. */
+static void hold(struct connection *connection)
+{
+    if (connection->pair != NULL)
+        pthread_mutex_lock(&connection->pair->lock);
+}
+
+static void release(struct connection *connection)
+{
+    if (connection->pair != NULL)
+        pthread_mutex_unlock(&connection->pair->lock);
+}
 
 bool connection_init(struct connection *connection, int fd, bool server,
                      const struct curve_keys *keys, uint64_t max_frame_bytes,
@@ -31,6 +48,54 @@ bool connection_init(struct connection *connection, int fd, bool server,
     free(connection->queue);
     connection->queue = NULL;
     return false;
+}
+
+/* -- pairs ----------------------------------------------------------------------------------- */
+
+struct pair *pair_make(void)
+{
+    struct pair *pair = calloc(1, sizeof *pair);
+    if (pair == NULL)
+        return NULL;
+    for (unsigned side = 0; side < 2; side++) {
+        pair->fd[side] = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        pair->sleeps[side] = true;
+    }
+    if (pair->fd[0] >= 0 && pair->fd[1] >= 0 && pthread_mutex_init(&pair->lock, NULL) == 0)
+        return pair;
+    int error = errno;
+    for (unsigned side = 0; side < 2; side++)
+        if (pair->fd[side] >= 0)
+            close(pair->fd[side]);
+    free(pair);
+    errno = error;
+    return NULL;
+}
+
+void connection_join(struct connection *connection, struct pair *pair, unsigned side)
+{
+    pthread_mutex_lock(&pair->lock);
+    connection->pair = pair;
+    connection->side = side;
+    connection->connected = connection->writable = true;
+    pair->end[side] = connection;
+    pthread_mutex_unlock(&pair->lock);
+}
+
+void pair_leave(struct pair *pair, unsigned side)
+{
+    pthread_mutex_lock(&pair->lock);
+    pair->end[side] = NULL;
+    pair->gone[side] = true;
+    close(pair->fd[side]);
+    bool last = pair->gone[!side];
+    if (!last)
+        eventfd_write(pair->fd[!side], 1);
+    pthread_mutex_unlock(&pair->lock);
+    if (last) {
+        pthread_mutex_destroy(&pair->lock);
+        free(pair);
+    }
 }
 
 static struct outgoing *first(struct connection *connection)
@@ -68,6 +133,8 @@ void connection_free(struct connection *connection)
 {
     if (connection->queue == NULL)
         return;
+    if (connection->pair != NULL)
+        pair_leave(connection->pair, connection->side);
     connection_next(connection);
     while (connection->count > 0)
         drop_first(connection);
@@ -125,8 +192,8 @@ static bool send_sealed(struct connection *connection, struct outgoing *added, c
     return true;
 }
 
-bool connection_send(struct connection *connection, const void *header, const void *payload,
-                     size_t nbytes, struct block *block, uint64_t sequence)
+static bool queue_message(struct connection *connection, const void *header, const void *payload,
+                          size_t nbytes, struct block *block, uint64_t sequence)
 {
     struct outgoing *added = connection->broken ? NULL : append(connection);
     if (added == NULL)
@@ -149,6 +216,15 @@ bool connection_send(struct connection *connection, const void *header, const vo
     added->block = block == NULL ? NULL : block_share(block);
     commit(connection, added);
     return true;
+}
+
+bool connection_send(struct connection *connection, const void *header, const void *payload,
+                     size_t nbytes, struct block *block, uint64_t sequence)
+{
+    hold(connection);
+    bool queued = queue_message(connection, header, payload, nbytes, block, sequence);
+    release(connection);
+    return queued;
 }
 
 /* Queues bytes as they are. */
@@ -197,8 +273,10 @@ void connection_break(struct connection *connection, int error)
         return;
     connection->broken = connection->readable = true;
     connection->error = error;
+    hold(connection);
     while (connection->count > 0)
         drop_first(connection);
+    release(connection);
 }
 
 static void drop_sent(struct connection *connection)
@@ -210,18 +288,32 @@ static void drop_sent(struct connection *connection)
     }
 }
 
-/* Gives the kernel what it takes of the first messages. Returns whether it may take more; sets errno
- * to 0 unless it refused. */
-static bool push(struct connection *connection)
+/* Where the first messages are that have not been sent. */
+static int gather_all(const struct connection *connection, struct iovec *places)
 {
-    struct iovec places[2 * GATHERED];
     int count = 0;
-    size_t skip = connection->sent, asked = 0;
+    size_t skip = connection->sent;
     for (size_t at = 0; at < connection->count && count < 2 * GATHERED - 1; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         gather(places, &count, next->head, next->head_bytes, &skip);
         gather(places, &count, next->body, next->body_bytes, &skip);
     }
+    return count;
+}
+
+static void count_sent(struct connection *connection, size_t nbytes)
+{
+    connection->bytes_written += nbytes;
+    connection->sent += nbytes;
+}
+
+/* Gives the kernel what it takes of the first messages. Returns whether it may take more; sets errno
+ * to 0 unless it refused. */
+static bool push(struct connection *connection)
+{
+    struct iovec places[2 * GATHERED];
+    int count = gather_all(connection, places);
+    size_t asked = 0;
     for (int at = 0; at < count; at++)
         asked += places[at].iov_len;
     struct msghdr message = {.msg_iov = places, .msg_iovlen = (size_t)count};
@@ -236,21 +328,35 @@ static bool push(struct connection *connection)
     errno = 0;
     if (sent < 0 || (size_t)sent < asked)
         connection->writable = false; /* until the poll tells */
-    if (sent > 0) {
-        connection->bytes_written += (uint64_t)sent;
-        connection->sent += (size_t)sent;
-    }
+    if (sent > 0)
+        count_sent(connection, (size_t)sent);
     return connection->writable;
+}
+
+/* Has the other end of a pair read what is queued, if this is one. */
+static void wake_other(struct connection *connection)
+{
+    struct pair *pair = connection->pair;
+    unsigned other = !connection->side;
+    if (pair == NULL || pair->gone[other] || !pair->sleeps[other] ||
+        connection->sent == connection->bytes_queued)
+        return;
+    pair->sleeps[other] = false;
+    eventfd_write(pair->fd[other], 1);
 }
 
 void connection_flush(struct connection *connection)
 {
     if (connection->broken || !connection->connected)
         return;
-    drop_sent(connection); /* what a beat has sent */
-    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
+    hold(connection);
+    drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
+    bool replied = connection->zmtp.reply_bytes == 0 || send_reply(connection);
+    wake_other(connection);
+    release(connection);
+    if (!replied)
         connection_break(connection, ENOMEM);
-    while (connection->writable && connection->count > 0) {
+    while (connection->pair == NULL && connection->writable && connection->count > 0) {
         push(connection);
         if (errno != 0) {
             connection_break(connection, errno);
@@ -263,8 +369,8 @@ void connection_flush(struct connection *connection)
 void connection_beat(struct connection *connection)
 {
     uint8_t bytes[64];
-    if (!connection->zmtp.ready || connection->broken)
-        return;
+    if (!connection->zmtp.ready || connection->broken || connection->pair != NULL)
+        return; /* a pair has one process, and needs no sign of life */
     /* What beats have sent is in the queue until the next flush, which may be long after. */
     if (connection->sent == connection->bytes_queued)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
@@ -273,6 +379,16 @@ void connection_beat(struct connection *connection)
         connection->error = errno;
         connection->broken = connection->readable = true;
     }
+}
+
+bool connection_drain(struct connection *connection)
+{
+    char unread[4096];
+    connection_flush(connection);
+    for (int reads = 0; connection->pair == NULL && reads < UNREAD; reads++)
+        if (recv(connection->fd, unread, sizeof unread, MSG_DONTWAIT) <= 0)
+            break;
+    return connection->zmtp.ready && !connection->broken && connection->count > 0;
 }
 
 /* Has the rest of a result go into a block: nobody takes the message any more. */
@@ -294,10 +410,8 @@ static bool displace(struct connection *connection, uint64_t sequence)
     return true;
 }
 
-bool connection_detach(struct connection *connection, uint64_t sequence)
+static bool detach_queued(struct connection *connection, uint64_t sequence)
 {
-    if (!displace(connection, sequence))
-        return false;
     for (size_t at = 0; at < connection->count; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         if (next->sequence != sequence || next->block != NULL || next->body_bytes == 0)
@@ -310,6 +424,17 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
         next->body = copy->data;
     }
     return true;
+}
+
+bool connection_detach(struct connection *connection, uint64_t sequence)
+{
+    if (!displace(connection, sequence))
+        return false;
+    hold(connection);
+    drop_sent(connection);
+    bool detached = detach_queued(connection, sequence);
+    release(connection);
+    return detached;
 }
 
 /* -- receive --------------------------------------------------------------------------------- */
@@ -430,6 +555,60 @@ static enum connection_event consume(struct connection *connection)
     return CONNECTION_IDLE;
 }
 
+static void advance(struct iovec **places, int *count, size_t nbytes)
+{
+    (*places)->iov_base = (unsigned char *)(*places)->iov_base + nbytes;
+    (*places)->iov_len -= nbytes;
+    if ((*places)->iov_len == 0) {
+        (*places)++;
+        (*count)--;
+    }
+}
+
+/* Copies some of what a connection has queued, which has it sent. */
+static size_t copy_queued(struct connection *from, struct iovec **places, int *count)
+{
+    struct iovec queued[2 * GATHERED], *next = queued;
+    int left = gather_all(from, queued);
+    size_t copied = 0;
+    while (left > 0 && *count > 0 && copied < COPIED) {
+        size_t nbytes = next->iov_len < (*places)->iov_len ? next->iov_len : (*places)->iov_len;
+        if (nbytes > COPIED - copied)
+            nbytes = COPIED - copied;
+        memcpy((*places)->iov_base, next->iov_base, nbytes);
+        advance(&next, &left, nbytes);
+        advance(places, count, nbytes);
+        copied += nbytes;
+    }
+    count_sent(from, copied);
+    return copied;
+}
+
+/* readv for an end of a pair; it also fails as that does. What the other end has left unread when it
+ * goes is lost. */
+static ssize_t read_other(struct connection *connection, struct iovec *places, int count)
+{
+    struct pair *pair = connection->pair;
+    ssize_t copied = 0;
+    while (count > 0) {
+        hold(connection);
+        struct connection *other = pair->end[!connection->side];
+        size_t part = other == NULL ? 0 : copy_queued(other, &places, &count);
+        bool gone = pair->gone[!connection->side];
+        if (part == 0)
+            pair->sleeps[connection->side] = true;
+        release(connection);
+        copied += (ssize_t)part;
+        if (part == 0 && copied == 0 && !gone) {
+            errno = EAGAIN;
+            return -1;
+        }
+        if (part == 0)
+            break;
+    }
+    return copied;
+}
+
 /* How much to read ahead: after a large payload no more than up to the next one, of which the first
  * bytes would have to be copied else. */
 static size_t ahead(const struct connection *connection)
@@ -478,7 +657,9 @@ enum connection_event connection_read(struct connection *connection)
         };
         int from = connection->left == 0;
         size_t asked = places[1].iov_len + (from == 0 ? places[0].iov_len : 0);
-        ssize_t got = readv(connection->fd, places + from, 2 - from);
+        ssize_t got = connection->pair == NULL
+                          ? readv(connection->fd, places + from, 2 - from)
+                          : read_other(connection, places + from, 2 - from);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0 && errno == EAGAIN) {

@@ -1,11 +1,17 @@
-/* One connection over TCP that speaks ZMTP: the thin edge around the codec.
+/* One connection that speaks ZMTP, over TCP or within this process: the thin edge around the codec.
  *
  * It reads messages of one or two frames, the header of the wire protocol and a payload, and sends
  * such messages from the caller's memory. The socket does not block; who owns the connection polls
  * it, and says when it may be read or written.
+ *
+ * Within a process there is a pair in place of the sockets. The bytes are the same, but one end reads
+ * them out of what the other has queued: they are copied once, and no system call is made unless the
+ * other end sleeps.
  */
 #ifndef REDUCER_CONNECTION_H
 #define REDUCER_CONNECTION_H
+
+#include <pthread.h>
 
 #include "block.h"
 #include "reducer/wire/header.h"
@@ -45,8 +51,19 @@ struct outgoing {
     uint64_t sequence;   /* the all-reduce whose buffer that is */
 };
 
+/* Two connections of one process that are each other's peers. */
+struct pair {
+    pthread_mutex_t lock;        /* of everything here, and of what both ends have queued */
+    int fd[2];                   /* an eventfd for each end, which its owner polls as it would a socket */
+    struct connection *end[2];   /* NULL: it has not come yet, or has gone */
+    bool gone[2];
+    bool sleeps[2];              /* it has read everything, and is to be woken when there is more */
+};
+
 struct connection {
     int fd;
+    struct pair *pair;      /* NULL: fd is a socket */
+    unsigned side;          /* of the pair: 0 is the server's */
     int error;              /* errno of a call that has failed, 0 if none has */
     bool connected;         /* TCP's handshake is done */
     bool readable;          /* there may be something to read: cleared when there is no more */
@@ -84,11 +101,19 @@ struct connection {
     unsigned char small[CONNECTION_SMALL_BYTES];
 };
 
+/* Makes a pair whose ends are yet to come. NULL, with errno: out of files or memory. */
+struct pair *pair_make(void);
+/* Has an end go, which perhaps has never come; the other one is told. The pair goes with the latter. */
+void pair_leave(struct pair *pair, unsigned side);
+
 /* Begins the handshake over a socket, which need not be connected yet, and does not block.
  * False: out of memory. The caller closes the socket after connection_free. */
 bool connection_init(struct connection *connection, int fd, bool server,
                      const struct curve_keys *keys, uint64_t max_frame_bytes,
                      struct block_pool *pool);
+/* Makes this connection an end of a pair, which it leaves in connection_free. It must have no keys, and
+ * its socket must be `fd` of that end. */
+void connection_join(struct connection *connection, struct pair *pair, unsigned side);
 void connection_free(struct connection *connection);
 
 /* Takes note of what epoll says of the socket, as an edge. */
@@ -110,6 +135,10 @@ void connection_beat(struct connection *connection);
 void connection_flush(struct connection *connection);
 /* Has it end, for the reason that errno would give, when all that came is read. */
 void connection_break(struct connection *connection, int error);
+
+/* Sends what the kernel takes, at the end of everything, and drops what has come meanwhile: a socket
+ * that is closed with something unread drops what it has to send. Whether something is left. */
+bool connection_drain(struct connection *connection);
 
 /* Copies what has not been sent of an all-reduce, and reads no more of its results in their place.
  * False: out of memory. */

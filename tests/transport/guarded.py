@@ -41,8 +41,10 @@ class Post:
         self.now = 0.0
         table = kernels.select(None)
         chosen = implementation.select(impl, table)
-        context = make_context(1)
-        stack.callback(context.destroy, linger=0)
+        context = None
+        if chosen is implementation.PLAIN:
+            context = make_context(1)
+            stack.callback(context.destroy, linger=0)
         make: Any = chosen.transport
         self.transport = make("tcp://127.0.0.1:0", context)
         stack.callback(self.transport.close)

@@ -69,7 +69,7 @@ class Client:
         connect_timeout_s: how long to wait for every reducer's welcome.
         impl: ``"plain"``, ``"compiled"``, or None for the best that can be had.
         io_threads: threads of libzmq that serve the connections.
-        context: libzmq's context of the reducer that this process hosts, if it does.
+        context: that of the reducer that this process hosts, if it does.
         keys: what to show to reducers; by default none.
         fusion: what reduces tensors that have names; without it, names are merely compared.
         fallback: what brings all-reduces to their end when no reducer is left, if

@@ -35,7 +35,7 @@ class FlatCommunicator:
         spec: who we are and where the reducers are.
         implementation: of the flight and the transport.
         io_threads: threads of libzmq that serve the connections.
-        context: libzmq's context of the reducer that this process hosts, if it does.
+        context: that of the reducer that this process hosts, if it does.
         keys: what to show to reducers.
         ended, left, hand_over: as of `Driver`.
 
@@ -55,14 +55,18 @@ class FlatCommunicator:
         left: Callable[[ReductionError], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
-        if not implementation.inproc:
-            spec = replace(spec, inproc={})
+        inproc = {
+            address: endpoint
+            for address, endpoint in spec.inproc.items()
+            if endpoint.startswith(implementation.inproc)
+        }
+        spec = replace(spec, inproc=inproc)
         self.session = Session(spec, implementation.flight)
         self._wait_until = time.monotonic() + spec.wait_s
         for address in spec.reducers:
             _resolve(address, self._wait_until)
         transport = implementation.transport(
-            self.session.flight, io_threads, context, keys, spec.heartbeats
+            self.session.flight, io_threads, context if inproc else None, keys, spec.heartbeats
         )
         for link in self.session.links:
             transport.connect(self.session.endpoint(link))

@@ -41,6 +41,9 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         unsigned char *header
         block *payload
 
+    struct pair:
+        pass
+
     struct connection:
         int error
         bint connected
@@ -73,6 +76,7 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     void loop_end(loop_t *self, long linger_ms) noexcept
     bint loop_add(loop_t *self) noexcept
     bint loop_open(loop_t *self, uint32_t link, int fd, const curve_keys *keys) noexcept
+    bint loop_join(loop_t *self, uint32_t link, pair *pair) noexcept
     void loop_close(loop_t *self, uint32_t link) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept
@@ -187,6 +191,19 @@ cdef class Loop:
             memcpy(&curve, PyBytes_AS_STRING(packed), sizeof(curve))
         if not loop_open(&self.its, self._flight.check(link), descriptor,
                          NULL if keys is None else &curve):
+            raise OSError(errno, "the connection cannot be set up")
+
+    def join(self, link, uintptr_t met):
+        """Begin to speak with a reducer of this process.
+
+        Args:
+            link: whose connection it is.
+            met: what the `meet` of that reducer's `Sockets` has returned, which is used up.
+
+        Raises:
+            OSError: it cannot be polled, or there is no memory.
+        """
+        if not loop_join(&self.its, self._flight.check(link), <pair *>met):
             raise OSError(errno, "the connection cannot be set up")
 
     def close(self, link):

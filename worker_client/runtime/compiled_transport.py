@@ -48,7 +48,7 @@ from worker_client.runtime.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
@@ -67,8 +67,8 @@ class _Way:
     """The way to one reducer.
 
     Attributes:
-        address: ``host:port``.
-        socket: of the connection, or of the attempt to make one.
+        address: ``host:port``, or an endpoint in this process.
+        socket: of the connection, or of the attempt to make one; None in this process.
         places: addresses of that name that are yet to be tried.
         asked: the name is being resolved.
         since: when the attempt began.
@@ -100,7 +100,8 @@ class CompiledTransport(Transport):
 
     Args:
         flight: what is sent, and where results go.
-        io_threads, context: as of `PlainTransport`, for libzmq, which this one does without.
+        io_threads: as of `PlainTransport`, for libzmq, which this one does without.
+        context: of the reducer that this process hosts, to reach it without a socket.
         keys: what to show to reducers, and which to expect.
         heartbeats: how often to send some, and how long to be patient without any.
 
@@ -114,11 +115,12 @@ class CompiledTransport(Transport):
         self,
         flight: _flight.CompiledFlight,
         io_threads: int,
-        context: object = None,
+        context: Mapping[str, Callable[[], int]] | None = None,
         keys: Keys | None = None,
         heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
-        del io_threads, context
+        del io_threads
+        self._inside = context or {}
         self._keys = keys or Keys()
         if keys is not None and (keys.pool or any(keys.hosts.values())):
             _loop.use_sodium(sodium.addresses())
@@ -261,6 +263,9 @@ class CompiledTransport(Transport):
 
     def _try(self, link: int, way: _Way, now: float) -> None:
         """Begin to connect, or to find out where to."""
+        if way.address in self._inside:
+            self._meet(link, way)
+            return
         if not way.places:
             way.places = self._resolve(way)
         if not way.places:
@@ -277,6 +282,15 @@ class CompiledTransport(Transport):
         except OSError as error:  # nobody listens there, or there are no files left
             log.debug("no connection to %s: %s", way.address, error)
             self._hang_up(link)
+            self._try_later(way)
+
+    def _meet(self, link: int, way: _Way) -> None:
+        """Connect to a reducer of this process, which answers at once if it can."""
+        way.retry_at = math.inf
+        try:
+            self._loop.join(link, self._inside[way.address]())
+        except OSError as error:
+            log.debug("no connection to %s: %s", way.address, error)
             self._try_later(way)
 
     def _resolve(self, way: _Way) -> list[tuple[int, Any]] | None:

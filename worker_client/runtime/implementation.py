@@ -44,17 +44,17 @@ class Implementation(NamedTuple):
         flight: what the session keeps its chunks in.
         transport: what moves them.
         arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
-        inproc: whether the transport reaches reducers of this process without a socket.
+        inproc: how endpoints begin at which the transport reaches reducers of this process.
     """
 
     name: str
     flight: type[Flight]
     transport: MakeTransport
     arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
-    inproc: bool
+    inproc: str
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm, inproc=True)
+PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm, inproc="inproc://")
 
 
 def select(name: str | None) -> Implementation:
@@ -84,5 +84,5 @@ def _compiled() -> Implementation:
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
     return Implementation(
-        "compiled", _flight.CompiledFlight, CompiledTransport, _loop.arm, inproc=False
+        "compiled", _flight.CompiledFlight, CompiledTransport, _loop.arm, inproc="pair://"
     )

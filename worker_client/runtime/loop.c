@@ -13,7 +13,7 @@ enum {
     EVENTS = 64,            /* that one look at the sockets brings */
     FLUSH_BYTES = 32 << 10, /* so much is sent at once; less may gather while results come in */
     MESSAGES_PER_TURN = 64, /* so that no link starves the others */
-    UNREAD = 256,           /* reads at the end, so that no link goes on for ever */
+    LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a pair */
     LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
     LOW_WATER_BYTES = 128 << 10,   /* at most: more would leave the caches before it is read */
     PATIENT_NS = 5 * 1000 * 1000,  /* so long a small message may wait for the rest of a large one */
@@ -57,30 +57,17 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
            pulse_start(&loop->pulse, every_ns, ping_all, loop);
 }
 
-/* Waits until everything is with the kernel, and reads what has come meanwhile: a socket that is
- * closed with something unread drops what it has to send. */
+/* Waits until everything is with the kernel. */
 static void linger(struct loop *loop, long timeout_ms)
 {
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
-    bool unsent = true;
-    while (unsent) {
+    for (bool unsent = true; unsent && now_ns() < until;) {
         unsent = false;
-        for (uint32_t link = 0; link < loop->links; link++) {
-            struct connection *connection = loop->link[link].connection;
-            if (connection == NULL)
-                continue;
-            connection_flush(connection);
-            char unread[4096];
-            for (int reads = 0; reads < UNREAD; reads++)
-                if (recv(connection->fd, unread, sizeof unread, MSG_DONTWAIT) <= 0)
-                    break;
-            unsent |= connection->zmtp.ready && !connection->broken && connection->count > 0;
-        }
-        uint64_t now = now_ns();
+        for (uint32_t link = 0; link < loop->links; link++)
+            if (loop->link[link].connection != NULL)
+                unsent |= connection_drain(loop->link[link].connection);
         struct epoll_event events[EVENTS];
-        if (!unsent || now >= until)
-            return;
-        int found = epoll_wait(loop->epoll, events, EVENTS, (int)((until - now) / 1000000) + 1);
+        int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
             if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
                 loop->link[events[at].data.u32].connection->writable = true;
@@ -126,7 +113,9 @@ static unsigned char *place(void *owner, uint32_t link, const unsigned char *hea
     return flight_place(loop->flight, link, header, HEADER_BYTES, nbytes);
 }
 
-bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys)
+/* Begins to speak; `pair` is NULL if that is over a socket. False, with errno. */
+static bool open_connection(struct loop *loop, uint32_t link, int fd, struct pair *pair,
+                            const struct curve_keys *keys)
 {
     loop_close(loop, link);
     struct connection *opened = malloc(sizeof *opened);
@@ -141,6 +130,8 @@ bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys
     opened->number = link;
     pulse_hold(&loop->pulse);
     bool watched = watch(loop, fd, link, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+    if (watched && pair != NULL)
+        connection_join(opened, pair, 1);
     if (watched)
         loop->link[link].connection = opened;
     pulse_release(&loop->pulse);
@@ -151,6 +142,21 @@ bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys
         errno = error;
     }
     return watched;
+}
+
+bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys)
+{
+    return open_connection(loop, link, fd, NULL, keys);
+}
+
+bool loop_join(struct loop *loop, uint32_t link, struct pair *pair)
+{
+    if (open_connection(loop, link, pair->fd[1], pair, NULL))
+        return true;
+    int error = errno;
+    pair_leave(pair, 1);
+    errno = error;
+    return false;
 }
 
 void loop_close(struct loop *loop, uint32_t link)
@@ -190,7 +196,7 @@ static void set_low_water(struct loop *loop, uint32_t link, int bytes)
 {
     struct loop_link *its = &loop->link[link];
     int least = bytes > 0 ? bytes : 1;
-    if (its->low_water == bytes)
+    if (its->low_water == bytes || its->connection->pair != NULL) /* what one queues is whole */
         return;
     setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
     its->low_water = bytes;

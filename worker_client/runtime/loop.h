@@ -51,6 +51,9 @@ void loop_end(struct loop *loop, long linger_ms);
 bool loop_add(struct loop *loop);
 /* Begins to speak over a socket, which the caller closes after loop_close. False, with errno. */
 bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys);
+/* Begins to speak over a pair, whose other end is a reducer's of this process. False, with errno: the
+ * pair was left. */
+bool loop_join(struct loop *loop, uint32_t link, struct pair *pair);
 /* Drops a link's connection, if it has one, with all that it has not sent. */
 void loop_close(struct loop *loop, uint32_t link);
 

@@ -90,7 +90,7 @@ class Transport(ABC):
         """Add a link to a reducer, and connect to it until that succeeds.
 
         Args:
-            address: ``host:port``, or ``inproc://...`` of a reducer in this process.
+            address: ``host:port``, or the endpoint of a reducer in this process.
         """
 
     @abstractmethod

@@ -1,0 +1,202 @@
+"""What a worker and a reducer of one process say to each other, without a socket between them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reducer import config, kernels, server
+from reducer.engine.engine import Engine
+from reducer.runtime import implementation as reducers
+from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header
+from tests.transport.scripted import MIB, ramp
+from tests.waits import eventually
+from worker_client.client.client import Client
+from worker_client.protocol.flight import LinkShard
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation as workers
+from worker_client.runtime.transport import Connected, Disconnected
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.protocol._flight import CompiledFlight
+    from worker_client.runtime.transport import Event, Transport
+
+pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
+CHUNK = 8 << 10  # a reducer lets a stranger send as much
+
+
+class Listener(Engine):
+    """An engine that keeps what it hears, and says nothing."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.heard: list[tuple[bytes, bytes, bytes, str]] = []
+        self.lost: list[bytes] = []
+
+    def receive(self, peer: bytes, header: bytes, payload: bytes, key: str = "") -> list:
+        self.heard.append((peer, header, payload, key))
+        return []
+
+    def unreachable(self, peer: bytes) -> list:
+        self.lost.append(peer)
+        return []
+
+
+class Ends:
+    """Both ends of a pair; each moves on when it is told to."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        table = kernels.select(None)
+        chosen = reducers.select("compiled", table)
+        context: dict[str, Callable[[], int]] = {}
+        make: Any = chosen.transport
+        self.reducer = make("tcp://127.0.0.1:0", context)
+        stack.callback(self.reducer.close)
+        self.engine = Listener(
+            table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1"
+        )
+        self._loop = chosen.loop(self.engine, self.reducer)
+        compiled = workers.select("compiled")
+        self.flight: CompiledFlight = compiled.flight(Header(MessageType.HELLO))
+        self.worker: Transport = compiled.transport(self.flight, 1, context)
+        stack.enter_context(closing(self.worker))
+        self.flight.add_link(1 << 30, keep=True)
+        self.flight.open(0)
+        self.worker.connect(self.reducer.inproc)
+        self.news: list[Event] = []
+        self.until(lambda: any(isinstance(event, Connected) for event in self.news))
+
+    def hear(self) -> None:
+        """Let the reducer read what there is."""
+        self._loop.step(0.001)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Let both move on until something is so."""
+
+        def step() -> bool:
+            self.hear()
+            self.worker.wait(0.001)
+            self.news += self.worker.events()
+            return holds()
+
+        eventually(step, 5.0)
+
+    def submit(self, data: np.ndarray, sequence: int) -> None:
+        """Begin an all-reduce, of which all is queued at once."""
+        operation = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
+        operation.sequence = sequence
+        self.flight.submit(operation, [LinkShard(0, 0, data.nbytes)], CHUNK, 0)
+        self.worker.refill()
+
+    @property
+    def payloads(self) -> np.ndarray:
+        """What the reducer has heard, in order."""
+        return np.frombuffer(b"".join(payload for _, _, payload, _ in self.engine.heard), np.uint8)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with ExitStack() as stack:
+        yield Ends(stack)
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, CHUNK, 40 * CHUNK + 1])
+def test_what_one_queues_the_other_reads(ends: Ends, nbytes: int) -> None:
+    for sequence in range(3):
+        ends.engine.heard.clear()
+        data = ramp(nbytes) + np.uint8(sequence)
+        ends.submit(data, sequence)
+        ends.until(lambda: ends.payloads.nbytes == nbytes)
+        assert (ends.payloads == data).all()
+
+
+def test_messages_of_any_size_come_back(ends: Ends) -> None:
+    ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
+    ends.until(lambda: bool(ends.engine.heard))
+    ((peer, _, payload, key),) = ends.engine.heard
+    assert (payload, key) == (b"hello", "inproc")
+    for size in (0, 1, 1000, 100_000):
+        said = ramp(size).tobytes()
+        assert ends.reducer.send(peer, Header(MessageType.ERROR).pack(), said)
+        ends.until(lambda size=size: len(getattr(ends.news[-1], "payload", b"-")) == size)
+        assert ends.news[-1].payload == said
+
+
+def test_a_buffer_that_is_given_back_is_read_no_more(ends: Ends) -> None:
+    data = ramp(10 * CHUNK)
+    operation = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
+    operation.sequence = 0
+    ends.flight.submit(operation, [LinkShard(0, 0, data.nbytes)], CHUNK, 0)
+    ends.worker.refill()
+    ends.worker.detach(operation)
+    data[:] = 255  # which `ramp` never is
+    ends.until(lambda: ends.payloads.nbytes == data.nbytes)
+    assert (ends.payloads == ramp(10 * CHUNK)).all()
+
+
+def test_the_reducer_hears_that_a_worker_has_gone(ends: Ends) -> None:
+    ends.submit(ramp(10 * CHUNK), 0)
+    ends.worker.close()
+    eventually(lambda: ends.hear() or bool(ends.engine.lost), 5.0)
+
+
+def test_the_last_words_of_a_worker_are_heard(ends: Ends) -> None:
+    ends.worker.send(0, Header(MessageType.GOODBYE).pack(), None)
+    listens = threading.Thread(target=lambda: eventually(lambda: ends.hear() or ends.engine.heard))
+    listens.start()
+    ends.worker.close()
+    listens.join(5)
+    assert Header.unpack(ends.engine.heard[0][1]).type is MessageType.GOODBYE
+
+
+def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends: Ends) -> None:
+    ends.reducer.close()
+    begun, looks = time.monotonic(), 0
+    news: list[Event] = []
+    while time.monotonic() < begun + 0.5:
+        ends.worker.wait(0.1)
+        news += ends.worker.events()
+        looks += 1
+    assert isinstance(news[0], Disconnected)
+    assert not any(isinstance(event, Connected) for event in news)
+    assert looks < 30, "it knocks again and again"
+
+
+def test_nothing_is_left_open(ends: Ends) -> None:
+    def held() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = held()
+    for _ in range(20):
+        ends.worker.reset(0)
+        ends.news.clear()
+        ends.until(lambda: any(isinstance(event, Connected) for event in ends.news))
+    eventually(lambda: ends.hear() or len(ends.engine.lost) == 20, 5.0)
+    assert held() <= before + 2
+
+
+@pytest.mark.parametrize(("impl", "sockets"), [("compiled", 0), ("plain", 1)])
+def test_a_worker_of_another_implementation_takes_a_socket(impl: str, sockets: int) -> None:
+    settings = config.load(bind="tcp://127.0.0.1:0", impl="compiled")
+    with ExitStack() as stack:
+        hosted = server.Server(settings)
+        hosted.start()
+        stack.callback(hosted.stop)
+        spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
+        client = stack.enter_context(
+            Client(spec, timeout_s=5, connect_timeout_s=5, impl=impl, context=hosted.context)
+        )
+        data = np.ones(1000, np.float32)
+        assert (client.all_reduce(data).wait(5) == 1).all()
+        (lane,) = hosted.observer.status().lanes
+        assert lane.connections == sockets
