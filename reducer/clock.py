@@ -1,6 +1,6 @@
 """A clock for processes that may be stopped, or do not get to run on a busy machine.
 
-A module of its own, as reducers and workers judge each other's silence by it.
+And what reducers and workers judge each other's silence by.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than a step takes
+HEARTBEATS_PER_S = 1024  # bytes, generously
 
 
 class ServingTime:
@@ -33,3 +34,31 @@ class ServingTime:
         latest, self._latest = self._latest, self._read()
         self._now += min(self._latest - latest, MOST_S)
         return self._now
+
+
+class Silence:
+    """For how long nothing has come from a peer, over a connection of our own.
+
+    Args:
+        now: when it was heard, by a `ServingTime`.
+    """
+
+    __slots__ = ("_heard", "_looked", "_read")
+
+    def __init__(self, now: float) -> None:
+        self._heard = self._looked = now
+        self._read = 0
+
+    def listen(self, read: int, now: float, *, partial: bool) -> float:
+        """Return how many seconds it has lasted.
+
+        Args:
+            read: bytes that have come over the connection since it was made.
+            now: by the same clock.
+            partial: whether a message has begun; heartbeats alone do not bring it to its end.
+        """
+        least = HEARTBEATS_PER_S * (now - self._looked) if partial else 0
+        if read - self._read > least:
+            self._heard = now
+        self._read, self._looked = read, now
+        return now - self._heard

@@ -17,11 +17,12 @@ import termios
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.clock import HEARTBEATS_PER_S
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 CURVE_FRAME_BYTES = 33  # that CURVE adds to each frame: a command's name, a nonce, flags, a MAC
-HEARTBEATS_PER_S = 1024  # bytes, generously: libzmq answers these itself, nobody else counts them
 PARTIAL_BYTES = 1 << 10  # of a message that are more than heartbeats
 
 # struct tcp_info of linux/tcp.h: eight bytes, 24 numbers of 32 bits, two of 64, then these.

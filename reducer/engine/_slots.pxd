@@ -52,8 +52,6 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint64_t window
         uint64_t held
         uint64_t watermark
-        uint64_t read
-        uint64_t written
         uint32_t rank
         bint regular
 

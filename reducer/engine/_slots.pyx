@@ -51,14 +51,6 @@ cdef class Member:
         self.its.held = value
 
     @property
-    def read(self):
-        return self.its.read
-
-    @property
-    def written(self):
-        return self.its.written
-
-    @property
     def watermark(self):
         return self.its.watermark
 

@@ -18,7 +18,6 @@ struct member {
     uint64_t window;
     uint64_t held;      /* bytes of the window taken by contributions in open slots */
     uint64_t watermark; /* every all-reduce below is finished at the worker */
-    uint64_t read, written; /* bytes on the wire that the loop took from it, and gave to it */
     uint32_t rank;
     bool regular; /* the link's state is MEMBER */
 };

@@ -48,11 +48,7 @@ class Member:
         held: bytes of its window taken by contributions in open slots.
         watermark: every all-reduce below this number is finished at the worker.
         state: state of the link (`reducer.wire.states`).
-        read, written: bytes that a loop has taken from its connection, or given to it, past the
-            transport; the plain one does not.
     """
-
-    read = written = 0
 
     __slots__ = ("held", "peer", "rank", "state", "watermark", "window")
 

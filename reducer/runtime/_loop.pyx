@@ -92,6 +92,10 @@ cdef extern from "reducer/runtime/loop.h" nogil:
         uint64_t number
         connection connection
 
+    struct load:
+        uint64_t read, unread, unsent
+        bint waits
+
     struct change:
         uint64_t number
         int fd
@@ -108,7 +112,6 @@ cdef extern from "reducer/runtime/loop.h" nogil:
         uint64_t max_frame_bytes, handshake_ns
         member_t **lost
         size_t lost_count
-        size_t frame_extra
         uint64_t contributions, results, bytes_in, bytes_out, unfinished
         int error
         block_pool pool
@@ -124,6 +127,8 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_release_memory(loop_t *self) noexcept
     bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
                    size_t nbytes) noexcept
+    bint loop_load(const loop_t *self, uint64_t peer, load *load) noexcept
+    bint loop_hang_up(loop_t *self, uint64_t peer) noexcept
     verdict loop_offer(
         loop_t *self, uint64_t peer, const void *frame, size_t frame_bytes, block *payload,
         header_t *header, block **result, rounds **within
@@ -162,12 +167,11 @@ cdef class Sockets:
     cdef curve_keys _keys
 
     def __cinit__(self, listener=None, double every_s=1.0, double handshake_s=1.0,
-                  uint64_t max_frame_bytes=0, keys=None, size_t frame_extra=0):
+                  uint64_t max_frame_bytes=0, keys=None):
         cdef bytes packed
         self.its.pool.most_spare_bytes = SPARE_BYTES
         self.its.max_frame_bytes = max_frame_bytes
         self.its.handshake_ns = <uint64_t>(handshake_s * 1e9)
-        self.its.frame_extra = frame_extra
         if keys is not None:
             packed = b"".join(keys)
             if len(packed) != 2 * sizeof(self._keys.public_key):
@@ -219,6 +223,20 @@ cdef class Sockets:
         ]
         self.its.change_count = 0
         return found
+
+    def load(self, uint64_t number):
+        """Return bytes read, unread and unsent of a connection, and whether more may wait.
+
+        None if it is gone; see `transport.Load`.
+        """
+        cdef load found
+        if not loop_load(&self.its, peer_key(<const char *>&number, ID_BYTES), &found):
+            return None
+        return found.read, found.unread, found.unsent, found.waits
+
+    def hang_up(self, uint64_t number):
+        """End a connection; False if it is gone."""
+        return loop_hang_up(&self.its, peer_key(<const char *>&number, ID_BYTES))
 
     def unfinished(self):
         """Return how many handshakes took too long since the last call."""
@@ -331,12 +349,9 @@ cdef class Core:
         header = payload = b""
         if not found.foreign:
             header = (<char *>found.header)[:HEADER_BYTES]
-        sizes = [HEADER_BYTES]
         if not found.foreign and found.payload != NULL:
             payload = (<char *>found.payload.data)[:found.payload.nbytes]
-            sizes.append(len(payload))
         loop_next(self.its)
-        self._transport.note(name, *sizes)
         hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
         return name, header, payload, self.key(sender) if hello else ""
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zmq.utils import z85
 
+from reducer import tcp_connections
+from reducer.clock import Silence
 from reducer.errors import ConfigError
 from reducer.runtime import _loop
-from reducer.runtime.transport import HUNG_UP, LINGER_MS, Transport, explain_bind
-from reducer.tcp_connections import CURVE_FRAME_BYTES, wire_bytes
+from reducer.runtime.transport import HUNG_UP, LINGER_MS, Line, Load, Transport, explain_bind
 from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, REDUCER_HEARTBEAT_MS
 from reducer.zmtp import sodium
 
@@ -21,11 +23,37 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reducer.engine.slots import Member
     from reducer.runtime.keyring import Keyring
     from reducer.wire.header import Buffer
 
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+
+
+@dataclass(slots=True, eq=False)
+class _Line(Line):
+    """One connection of `_loop.Sockets`.
+
+    Attributes:
+        number: of it.
+        silence: its peer's.
+    """
+
+    name: tuple[object, ...]
+    sockets: _loop.Sockets
+    number: int
+    silence: Silence
+
+    def load(self, peer: bytes | None, now: float) -> Load | None:
+        del peer
+        found = self.sockets.load(self.number)
+        if found is None:
+            return None
+        read, unread, unsent, waits = found
+        silent_s = self.silence.listen(read, now, partial=unread > 0)
+        return Load(read, unread, unsent, 0.0 if waits else silent_s)
+
+    def end(self) -> bool:
+        return self.sockets.hang_up(self.number)
 
 
 class CompiledTransport(Transport):
@@ -66,7 +94,6 @@ class CompiledTransport(Transport):
         self.host, self.port = self._listener.getsockname()[:2]
         if self._listener.family == socket.AF_INET6:
             self.host = f"[{self.host}]"
-        self.frame_extra = 0 if keyring is None else CURVE_FRAME_BYTES
         try:
             self.sockets = _loop.Sockets(
                 self._listener.fileno(),
@@ -74,14 +101,11 @@ class CompiledTransport(Transport):
                 handshake_s,
                 max_chunk_bytes + HEADER_BYTES,
                 keys,
-                self.frame_extra,
             )
         except BaseException:
             self._listener.close()
             raise
         self._open: set[int] = set()  # connections
-        self._taken: dict[int, int] = {}  # bytes on the wire from each, and to it, but for those
-        self._given: dict[int, int] = {}  # that the loop counts
         self._refused: list[str] = []
         self._meeting = threading.Lock()
         self._closed = False
@@ -104,37 +128,21 @@ class CompiledTransport(Transport):
             return self.sockets.meet()
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
-        if not self.sockets.send(peer, header, payload):
-            return False
-        sizes = [len(header)] if payload is None else [len(header), len(payload)]
-        number = _number(peer)
-        given = self._given.get(number, 0)
-        self._given[number] = given + wire_bytes(sizes, self.frame_extra)
-        return True
-
-    def note(self, peer: bytes, *sizes: int) -> None:
-        """Take note of the sizes of a message's frames."""
-        number = _number(peer)
-        self._taken[number] = self._taken.get(number, 0) + wire_bytes(sizes, self.frame_extra)
+        return self.sockets.send(peer, header, payload)
 
     def connection(self, peer: bytes) -> int:
-        number = _number(peer)
+        number = int.from_bytes(peer, "little")
         return number if number in self._open else 0
 
-    def moved(self, member: Member) -> tuple[int, int]:
-        number = _number(member.peer)
-        taken, given = self._taken.get(number, 0), self._given.get(number, 0)
-        return taken + member.read, given + member.written
-
-    def changes(self) -> list[tuple[bool, int, int]]:
-        changes = self.sockets.changes()
-        for came, _, number in changes:
-            if came:
-                self._open.add(number)
-            else:
+    def changes(self, now: float) -> list[tuple[int, Line | None]]:
+        changes: list[tuple[int, Line | None]] = []
+        for came, descriptor, number in self.sockets.changes():
+            if not came:
                 self._open.discard(number)
-                self._taken.pop(number, None)
-                self._given.pop(number, None)
+                changes.append((number, None))
+            elif (name := tcp_connections.name(descriptor)) is not None:
+                self._open.add(number)
+                changes.append((number, _Line(name, self.sockets, number, Silence(now))))
         return changes
 
     def refuse(self, why: str) -> None:
@@ -164,10 +172,6 @@ class CompiledTransport(Transport):
             self._closed = True
         self.sockets.end(LINGER_MS)
         self._listener.close()
-
-
-def _number(peer: bytes) -> int:
-    return int.from_bytes(peer, "little")
 
 
 def _listen(endpoint: str) -> socket.socket:

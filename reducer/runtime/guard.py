@@ -1,9 +1,9 @@
-"""Keeps connections in bounds: how many, how long without a job, and what they make libzmq hold.
+"""Keeps connections in bounds: how many, how long without a job, and what they make a reducer hold.
 
-libzmq takes what a peer sends and keeps what a peer does not read, in memory that it does not
-count. So the guard compares, several times a second, what the kernel has passed on (`connections`)
-with what the reducer has taken and given, and ends connections that go beyond what was agreed. The
-rules are those of `wire/README.md`, section 5. One guard belongs to one thread.
+The guard looks at them several times a second, and ends those that go beyond what was agreed. The
+rules are those of `wire/README.md`, section 5. What a connection holds is known exactly where the
+bytes are read by a loop of our own; libzmq does not tell, and `plain_transport` finds out what can
+be found. One guard belongs to one thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reducer import tcp_connections
 from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.errors import CapacityError, RemoteProtocolError
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from reducer.engine.rounds import Send
     from reducer.engine.slots import Member
     from reducer.errors import ReductionError
-    from reducer.runtime.transport import Transport
+    from reducer.runtime.transport import Line, Load, Transport
 
 LOOK_S = 0.1
 LOOK_SOON_S = 0.02  # while there are strangers, or somebody has much here
@@ -39,58 +38,39 @@ STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands
 
 
 @dataclass(slots=True, eq=False)
-class Connection(tcp_connections.Reception):
-    """One connection that libzmq has accepted.
+class Connection:
+    """What the guard knows of one connection.
 
     Attributes:
+        line: to look at it, and to end it.
         since: when it was accepted, or ceased to be a member's.
-        base: bytes that libzmq had read from it then, and those that were under way.
-        window: bytes that a member may have under way; 0 of a stranger's.
         born: when it was accepted.
-        ended: it was told to go; libzmq will say when it has.
-        unsent: bytes that the reducer had given to it at the last look, and libzmq had not written.
-        least: of what was given, less what was written: libzmq writes of its own, too.
-        progress: whether anything was taken from it between the last two looks.
-        stuck: looks since it took something, while more waited than a message has.
+        base: bytes that had come over it by `since`, and those that were under way.
+        window: bytes that a member may have under way; 0 of a stranger's.
+        ended: it was told to go, and has yet to.
+        held: bytes that it made the reducer hold at the last look, besides slots.
+        stuck: looks since something was taken from it, while more waited than a message has.
         still: when the first of them was.
     """
 
-    since: float = 0.0
+    line: Line
+    since: float
+    born: float
     base: int = 0
     window: int = 0
-    born: float = 0.0
     ended: bool = False
-    unsent: int = 0
-    least: int = 0
-    progress: bool = True
+    held: int = 0
     stuck: int = 0
     still: float = 0.0
 
     def end(self) -> bool:
         """End it; return whether it was still there."""
         self.ended = True
-        return tcp_connections.end(self.descriptor, self.name)
+        return self.line.end()
 
-    def traffic(self) -> tcp_connections.Traffic | None:
-        """Return what has passed; None if it is gone."""
-        return tcp_connections.traffic(self.descriptor, self.name)
-
-    def weigh(self, passed: tcp_connections.Traffic, taken: int, given: int, now: float) -> None:
-        """Find out what libzmq holds.
-
-        Args:
-            passed: between libzmq and the kernel.
-            taken: by the reducer, bytes on the wire.
-            given: by the reducer, likewise.
-            now: as of `Guard.look`.
-        """
-        self.progress = self.listen(passed, taken, now)
-        self.least = min(self.least, given - passed.written)
-        self.unsent = given - passed.written - self.least
-
-    def is_stuck(self, patience: int, now: float, *, much: bool) -> bool:
+    def is_stuck(self, patience: int, now: float, *, endless: bool) -> bool:
         """Whether nothing was taken from it for long, though more waits than a message has."""
-        if much and not self.progress:
+        if endless:
             self.stuck += 1
         else:
             self.stuck, self.still = 0, now
@@ -155,20 +135,18 @@ class Guard:
 
     def _hear(self, now: float) -> None:
         """Learn which connections have come and gone."""
-        for opened, descriptor, number in self._transport.changes():
-            if not opened:
+        for number, line in self._transport.changes(now):
+            if line is None:
                 self._connections.pop(number, None)
-            elif (name := tcp_connections.name(descriptor)) is not None:
-                made = Connection(descriptor, name, looked=now, heard=now, whole=now)
-                made.since = made.born = now
-                self._connections[number] = made
+            else:
+                self._connections[number] = Connection(line, now, now)
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)
 
     def _of_job(
         self, job: Job, members: dict[int, Member], every: int, now: float
     ) -> tuple[list[Send], int]:
-        """Find out what libzmq holds for a job; drop who has most if that is too much.
+        """Find out what is held for a job; drop who has most if that is too much.
 
         Args:
             job: whose members are looked at.
@@ -181,7 +159,7 @@ class Guard:
         """
         held: dict[bytes, int] = {}
         stuck: list[Member] = []
-        silent: list[tuple[Member, Connection]] = []
+        silent: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
         patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
         for member in job.members.values():
@@ -191,38 +169,40 @@ class Guard:
                 continue
             members[number] = member
             connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
-            if (self._looks + number) % every == 0 and self._weigh(connection, member, now):
-                much = connection.unread > job.max_chunk_bytes + SLACK_BYTES
-                if connection.is_stuck(patience, now, much=much):
+            turn = (self._looks + number) % every == 0
+            if turn and (load := self._weigh(connection, member, now)) is not None:
+                much = load.unread > job.max_chunk_bytes + SLACK_BYTES
+                if connection.is_stuck(patience, now, endless=much and not load.progress):
                     stuck.append(member)
-                elif connection.silent_s > job.patience_s and not connection.ended:
-                    silent.append((member, connection))
-            held[member.peer] = member.held + connection.unread + connection.unsent
+                elif load.silent_s > job.patience_s and not connection.ended:
+                    silent.append((member, connection, load.silent_s))
+            held[member.peer] = member.held + connection.held
             allowed += SLACK_BYTES
         sends: list[Send] = []
         for member in stuck:
             error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
             sends += self._drop(member, error)
-        for member, connection in silent:
+        for member, connection, silent_s in silent:
             connection.end()
-            sends += self._engine.silent(member.peer, connection.silent_s)
+            sends += self._engine.silent(member.peer, silent_s)
         most = max(held.values(), default=0)
         if not (stuck or silent) and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
             connection = self._connections[self._transport.connection(worst.peer)]
             # Once more: a figure is of several instants, and this thread may have rested meanwhile.
             self._weigh(connection, worst, now)
-            held[worst.peer] = worst.held + connection.unread + connection.unsent
+            held[worst.peer] = worst.held + connection.held
             if sum(held.values()) > allowed:
                 sends += self._drop(worst, _hoards(job, worst, held[worst.peer]))
         return sends, most
 
-    def _weigh(self, connection: Connection, member: Member, now: float) -> bool:
-        """Find out what libzmq holds for a member; return whether its connection is still there."""
-        passed = connection.traffic()
-        if passed is not None:
-            connection.weigh(passed, *self._transport.moved(member), now)
-        return passed is not None
+    @staticmethod
+    def _weigh(connection: Connection, member: Member, now: float) -> Load | None:
+        """Find out what is held for a member; None if its connection is gone."""
+        load = connection.line.load(member.peer, now)
+        if load is not None:
+            connection.held = load.unread + load.unsent
+        return load
 
     def _drop(self, member: Member, error: ReductionError) -> list[Send]:
         self._log.warning("%s", error)
@@ -234,10 +214,10 @@ class Guard:
             if now - connection.since > self._patience.hello_s:
                 self._end(connection, "it joined no job in time")
         for connection in self._slice(strangers):
-            passed = connection.traffic()
-            if passed is not None and connection.window:  # it was a member at the latest look
-                connection.base, connection.window = passed.read + connection.window, 0
-            elif passed is not None and passed.read - connection.base > STRANGER_BYTES:
+            load = connection.line.load(None, now)
+            if load is not None and connection.window:  # it was a member at the latest look
+                connection.base, connection.window = load.read + connection.window, 0
+            elif load is not None and load.read - connection.base > STRANGER_BYTES:
                 self._end(connection, "it sent more than a HELLO, and belongs to no job")
         here = self._here()
         surplus = len(here) - self._patience.max_connections
@@ -266,10 +246,10 @@ class Guard:
         for peer in self._engine.newly_dropped():
             self._farewells[peer] = now + FAREWELL_S
             connection = self._connections.get(self._transport.connection(peer))
-            passed = connection and connection.traffic()
-            if connection and passed:
+            load = connection and connection.line.load(None, now)
+            if connection and load:
                 # It may read why, but not go on as before.
-                connection.base, connection.window = passed.read, 0
+                connection.base, connection.window = load.read, 0
         due = [peer for peer, at in self._farewells.items() if at <= now]
         for peer in due:
             del self._farewells[peer]
@@ -280,7 +260,7 @@ class Guard:
     def _end(self, connection: Connection, why: str) -> None:
         if connection.end():
             self._engine.counters.closed += 1
-            self._log.debug("closed a connection of %s: %s", connection.name[-2:], why)
+            self._log.debug("closed a connection of %s: %s", connection.line.name[-2:], why)
 
 
 def _hoards(job: Job, member: Member, nbytes: int) -> CapacityError:

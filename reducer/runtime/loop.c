@@ -29,14 +29,6 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
 }
 
-/* What a header and a payload take on the wire (transport.py, `wire_bytes`). */
-static uint64_t wire_bytes(const struct loop *loop, uint64_t payload)
-{
-    uint64_t header = HEADER_BYTES + loop->frame_extra;
-    payload += loop->frame_extra;
-    return header + (header > 255 ? 9 : 2) + payload + (payload > 255 ? 9 : 2);
-}
-
 /* -- sum ------------------------------------------------------------------------------------- */
 
 /* Folds a complete slot and frees it. The result goes over the latest contribution, which the cache
@@ -83,7 +75,6 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
     failpoint(REDUCER_PLACED);
     loop->contributions++;
     loop->bytes_in += header->nbytes;
-    member->read += wire_bytes(loop, header->nbytes);
     if (verdict == COMPLETE) {
         if (!reduce(loop, *rounds, round, slot, header, result))
             return OUT_OF_MEMORY;
@@ -148,9 +139,7 @@ static void send_results(struct loop *loop, struct rounds *rounds, const struct 
         struct member *member = rounds->members[(turn + step) % n];
         if (step == 1 && failpoint(REDUCER_BETWEEN_RESULTS))
             continue;
-        if (send_block(loop, member->peer, header, result))
-            member->written += wire_bytes(loop, header->nbytes);
-        else
+        if (!send_block(loop, member->peer, header, result))
             note_lost(loop, member);
     }
     if (n > 0)
@@ -219,7 +208,7 @@ static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
                                 .data.ptr = peer};
     bool known = map_put(&loop->peers, peer->key, peer);
     bool watched = known && epoll_ctl(loop->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
-    if (!watched || !note_change(loop, peer, true)) {
+    if (!watched || (pair == NULL && !note_change(loop, peer, true))) {
         if (watched)
             epoll_ctl(loop->epoll, EPOLL_CTL_DEL, fd, NULL);
         if (known)
@@ -294,11 +283,12 @@ static void leave(struct loop *loop, struct peer *peer)
         loop->latest = peer->before;
     else
         peer->after->before = peer->before;
-    note_change(loop, peer, false); /* else the guard finds that the descriptor is gone */
     /* A forked child may have the socket open still, and then closing it would not do that. */
     epoll_ctl(loop->epoll, EPOLL_CTL_DEL, peer->connection.fd, NULL);
-    if (peer->connection.pair == NULL)
+    if (peer->connection.pair == NULL) {
+        note_change(loop, peer, false); /* else the guard finds that it is gone */
         close(peer->connection.fd);
+    }
     connection_free(&peer->connection);
     peer->next = loop->forgotten;
     loop->forgotten = peer;
@@ -432,6 +422,31 @@ void loop_admit(struct loop *loop, bool admitted)
         connection->refused = true;
     connection_flush(connection);
     pulse_release(&loop->pulse);
+}
+
+bool loop_load(const struct loop *loop, uint64_t key, struct load *load)
+{
+    const struct peer *peer = map_get(&loop->peers, key);
+    if (peer == NULL || peer->ended)
+        return false;
+    const struct connection *connection = &peer->connection;
+    load->read = connection->bytes_read;
+    load->unread = connection_partial(connection);
+    load->unsent = connection->bytes_queued - connection->sent;
+    load->waits = connection->readable;
+    return true;
+}
+
+bool loop_hang_up(struct loop *loop, uint64_t key)
+{
+    struct peer *peer = map_get(&loop->peers, key);
+    if (peer == NULL || peer->ended)
+        return false;
+    pulse_hold(&loop->pulse);
+    peer->connection.refused = true;
+    enqueue(loop, peer);
+    pulse_release(&loop->pulse);
+    return true;
 }
 
 void loop_trust(struct loop *loop, uint64_t key)

@@ -43,6 +43,12 @@ struct change {
     bool came;
 };
 
+/* What has come over a connection, and what its peer makes this reducer hold; see transport.py. */
+struct load {
+    uint64_t read, unread, unsent; /* bytes */
+    bool waits;                    /* there may be more to read */
+};
+
 struct loop {
     int epoll, listener;
     const struct fold_table *kernels;
@@ -64,7 +70,6 @@ struct loop {
     size_t lost_count, lost_room;
     const void **inputs; /* scratch, world_size places */
     uint32_t inputs_room;
-    size_t frame_extra; /* what encryption adds to each frame */
     uint64_t contributions, results, bytes_in, bytes_out;
     uint64_t unfinished; /* handshakes that took too long, and were ended */
     int error;
@@ -97,6 +102,11 @@ void loop_release_memory(struct loop *loop);
 /* Sends a message; the payload is copied. False: that peer has no connection. */
 bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void *payload,
                size_t nbytes);
+
+/* Returns false if that peer has no connection any more. */
+bool loop_load(const struct loop *loop, uint64_t peer, struct load *load);
+/* Has a connection end, and nothing more read from it. False: it has gone. */
+bool loop_hang_up(struct loop *loop, uint64_t peer);
 
 /* One contribution, as loop_run takes it, with the payload. On COMPLETE, `result` is the reduction,
  * `header` its header, and the caller sends them to every member of the returned rounds. */

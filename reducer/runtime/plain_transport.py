@@ -9,11 +9,12 @@ import ctypes
 import errno
 import secrets
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import zmq
 
+from reducer import tcp_connections
 from reducer.engine.allow_list import LOCAL
 from reducer.errors import ConfigError
 from reducer.keyfiles import KeyPair
@@ -24,6 +25,8 @@ from reducer.runtime.transport import (
     OTHER_POOL,
     UNKNOWN_KEY,
     WITHOUT_KEY,
+    Line,
+    Load,
     Transport,
     explain_bind,
 )
@@ -38,11 +41,10 @@ from reducer.wire.constants import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     import numpy as np
 
-    from reducer.engine.slots import Member
     from reducer.runtime.keyring import Keyring
     from reducer.wire.header import Buffer
 
@@ -95,6 +97,52 @@ def make_pair() -> KeyPair:
     """Return a new key pair of CURVE."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode("ascii"), secret.decode("ascii"))
+
+
+@dataclass(slots=True, eq=False)
+class PlainLine(tcp_connections.Reception, Line):
+    """One connection that libzmq has accepted, as far as the kernel tells of it.
+
+    libzmq takes what a peer sends and keeps what a peer does not read, in memory that it does not
+    count. So what the kernel has passed on is compared with what the reducer has taken and given.
+
+    Attributes:
+        peers: what the transport knows of each.
+        unsent: bytes that the reducer had given to it at the last look, and libzmq had not written.
+        least: of what was given, less what was written: libzmq writes of its own, too.
+    """
+
+    peers: Mapping[bytes, Peer] = field(default_factory=dict)
+    unsent: int = 0
+    least: int = 0
+
+    def load(self, peer: bytes | None, now: float) -> Load | None:
+        """Return what the kernel and the transport know of it."""
+        passed = tcp_connections.traffic(self.descriptor, self.name)
+        if passed is None:
+            return None
+        if peer is None:
+            return Load(passed.read, 0, 0, 0.0)
+        its = self.peers.get(peer, _NOBODY)
+        return self.weigh(passed, its.taken, its.given, now)
+
+    def weigh(self, passed: tcp_connections.Traffic, taken: int, given: int, now: float) -> Load:
+        """Find out what libzmq holds.
+
+        Args:
+            passed: between libzmq and the kernel.
+            taken: by the reducer, bytes on the wire.
+            given: by the reducer, likewise.
+            now: as of `load`.
+        """
+        progress = self.listen(passed, taken, now)
+        self.least = min(self.least, given - passed.written)
+        self.unsent = given - passed.written - self.least
+        return Load(passed.read, self.unread, self.unsent, self.silent_s, progress)
+
+    def end(self) -> bool:
+        """End it under libzmq's hands, which then closes it."""
+        return tcp_connections.end(self.descriptor, self.name)
 
 
 @dataclass(slots=True)
@@ -229,19 +277,18 @@ class PlainTransport(Transport):
         its = self._peers.get(peer)
         return 0 if its is None else its.connection
 
-    def moved(self, member: Member) -> tuple[int, int]:
-        """Return the bytes on the wire that were taken from a member, and given to it."""
-        its = self._peers.get(member.peer, _NOBODY)
-        return its.taken + member.read, its.given + member.written
-
-    def changes(self) -> list[tuple[bool, int, int]]:
-        """Say which connections came (True) or went since the last call.
-
-        Each has libzmq's descriptor, which a later one may get as well, and a number of its own.
-        """
+    def changes(self, now: float) -> list[tuple[int, Line | None]]:
+        """Say which connections came or went, as libzmq's monitor has told."""
         self._hear()
-        changed, self._changed = self._changed, []
-        return changed
+        changes: list[tuple[int, Line | None]] = []
+        for came, descriptor, number in self._changed:
+            if not came:
+                changes.append((number, None))
+            elif (name := tcp_connections.name(descriptor)) is not None:
+                line = PlainLine(descriptor, name, now, now, 0.0, now, peers=self._peers)
+                changes.append((number, line))
+        self._changed = []
+        return changes
 
     def refusals(self) -> list[str]:
         """Say why connections were refused for want of a key since the last call, for each one."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
     import numpy as np
 
-    from reducer.engine.slots import Member
     from reducer.wire.header import Buffer
 
 LINGER_MS = 1000  # for the last results and farewells
@@ -28,17 +27,58 @@ FOREIGN = "that do not speak this protocol"
 HUNG_UP = "that hung up during the handshake"
 
 
+class Load(NamedTuple):
+    """What has come over a connection, and what its peer makes this reducer hold.
+
+    Attributes:
+        read: bytes that have come since it was made.
+        unread: of these, bytes that nobody has taken: the beginning of a message, or with libzmq
+            whole ones as well.
+        unsent: bytes that were given to it, and that the kernel has not taken.
+        silent_s: for how long nothing has come, or no more of a message that has begun.
+        progress: whether anything was taken since the load before.
+    """
+
+    read: int
+    unread: int
+    unsent: int
+    silent_s: float
+    progress: bool = True
+
+
+class Line(ABC):
+    """One connection, as the guard sees it.
+
+    Attributes:
+        name: both ends' addresses.
+    """
+
+    __slots__ = ()
+    name: tuple[object, ...]
+
+    @abstractmethod
+    def load(self, peer: bytes | None, now: float) -> Load | None:
+        """Return its load; None if it is gone.
+
+        Args:
+            peer: the member whose connection it is; None if it is a stranger's.
+            now: seconds of a clock that stands still while this thread does not run.
+        """
+
+    @abstractmethod
+    def end(self) -> bool:
+        """End it; return whether it was still there."""
+
+
 class Transport(ABC):
     """A listening socket, and the connections that were made to it. One thread uses it.
 
     Attributes:
-        frame_extra: bytes that encryption adds to each frame.
         inproc: the endpoint at which workers of this process connect that have the reducer's
             context, without a socket in between.
         host, port: where it listens.
     """
 
-    frame_extra: int
     inproc: str
     host: str
     port: int
@@ -56,14 +96,14 @@ class Transport(ABC):
         """Return the connection of a peer, as of `changes`; 0 if it has none, or is in here."""
 
     @abstractmethod
-    def moved(self, member: Member) -> tuple[int, int]:
-        """Return the bytes on the wire that were taken from a member, and given to it."""
+    def changes(self, now: float) -> list[tuple[int, Line | None]]:
+        """Say which connections came or went since the last call.
 
-    @abstractmethod
-    def changes(self) -> list[tuple[bool, int, int]]:
-        """Say which connections came (True) or went since the last call.
+        Args:
+            now: as of `Line.load`.
 
-        Each has its descriptor, which a later one may get as well, and a number of its own.
+        Returns:
+            The number of each, which no other one gets; and its line, None if it went.
         """
 
     @abstractmethod

@@ -681,6 +681,14 @@ enum connection_event connection_read(struct connection *connection)
     }
 }
 
+size_t connection_partial(const struct connection *connection)
+{
+    size_t before = connection->message.frames == 1 ? HEADER_BYTES : 0;
+    if (!connection->in_frame)
+        return before;
+    return before + connection->zmtp.frame.wire_bytes - connection->left;
+}
+
 size_t connection_wants(const struct connection *connection, size_t nbytes)
 {
     bool in_payload = connection->body != NULL || connection->message.placed_bytes > 0;

@@ -70,7 +70,7 @@ struct connection {
     bool hung_up;           /* the peer sends no more: there is an end to be read */
     bool writable;
     bool broken;            /* nothing can be sent any more; what has come may still be read */
-    bool refused;           /* what the peer has shown was not admitted: it ends at the next read */
+    bool refused;           /* nothing more is heard from the peer: it ends at the next read */
     bool ended;
     struct zmtp zmtp;
     struct block_pool *pool; /* of payloads */
@@ -144,6 +144,8 @@ bool connection_drain(struct connection *connection);
  * False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 
+/* Bytes that have come of a message that is not whole, but for those of frames' headers. */
+size_t connection_partial(const struct connection *connection);
 /* Bytes of the next message, if its payload has `nbytes`, that have not come, but for those of
  * frames' headers; to be asked when connection_read has found nothing more. */
 size_t connection_wants(const struct connection *connection, size_t nbytes);

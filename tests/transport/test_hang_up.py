@@ -14,7 +14,6 @@ from bench.zmtp import GREETING, HANDSHAKE, dial, frame
 MESSAGES = frame(b"x") * 2500
 REDUCER = """
 import sys, time
-from reducer import tcp_connections
 from reducer.runtime.plain_transport import PlainTransport, make_context
 from reducer.wire.constants import REDUCER_HEARTBEAT_MS
 context = make_context(1)
@@ -22,10 +21,9 @@ transport = PlainTransport("tcp://127.0.0.1:0", context)
 print(transport.port, flush=True)
 changes = []
 while not changes:
-    changes = transport.changes()
-((opened, descriptor, _),) = changes
-name = tcp_connections.name(descriptor)
-while tcp_connections.traffic(descriptor, name).read < int(sys.argv[1]):
+    changes = transport.changes(0.0)
+((_, line),) = changes
+while line.load(None, 0.0).read < int(sys.argv[1]):
     time.sleep(0.01)
 print("has read it", flush=True)
 sys.stdin.readline()

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zmq import curve_public
 from zmq.utils import z85
 
-from reducer.clock import ServingTime
-from reducer.tcp_connections import HEARTBEATS_PER_S
+from reducer.clock import ServingTime, Silence
 from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
@@ -75,10 +74,8 @@ class _Way:
         retry_at: when to begin another one; never while there is a connection.
         delay_s: how long to wait after the next attempt that fails.
         slammed: handshakes in a row that were ended without a word.
-        read: bytes that had come at the last look.
-        looked: when that was,
-        heard: and when some had come, by a clock that stands still while this process does not run.
-        silent_s: since then at that look, once it was too long.
+        silence: the reducer's; None before the handshake is done.
+        silent_s: how long it has lasted, once that was too long.
     """
 
     address: str
@@ -89,9 +86,7 @@ class _Way:
     retry_at: float = 0.0
     delay_s: float = RECONNECT_MS / 1000
     slammed: int = 0
-    read: int = 0
-    looked: float = 0.0
-    heard: float = math.inf
+    silence: Silence | None = None
     silent_s: float = 0.0
 
 
@@ -181,17 +176,12 @@ class CompiledTransport(Transport):
             return
         self._looked = now
         for link, way in enumerate(self._ways):
-            if way.heard == math.inf or way.silent_s:
+            if way.silence is None or way.socket is None or way.silent_s:
                 continue
             read, partial = self._loop.received(link)
-            came, way.read = read - way.read, read
-            # Heartbeats alone do not bring a frame to its end.
-            least = HEARTBEATS_PER_S * (now - way.looked) if partial else 0
-            way.looked = now
-            if came > least or _unread(way.socket):
-                way.heard = now
-            elif now - way.heard > self._patience_s and way.socket is not None:
-                way.silent_s = now - way.heard
+            silent_s = way.silence.listen(read, now, partial=partial)
+            if silent_s > self._patience_s and not _unread(way.socket):
+                way.silent_s = silent_s
                 with contextlib.suppress(OSError):  # it has just ended by itself
                     way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees that, after what has come
 
@@ -213,8 +203,7 @@ class CompiledTransport(Transport):
         if change.ready:
             way.slammed, way.delay_s = 0, RECONNECT_MS / 1000
             way.places = None
-            way.read, way.silent_s = 0, 0.0
-            way.looked = way.heard = self._clock.now()
+            way.silence, way.silent_s = Silence(self._clock.now()), 0.0
             way.since = math.inf
             yield Connected(link)
             return
@@ -325,8 +314,7 @@ class CompiledTransport(Transport):
         self._loop.close(link)
         if way.socket is not None:
             way.socket.close()
-        way.socket = None
-        way.heard = math.inf
+        way.socket = way.silence = None
         way.retry_at = math.inf
 
 
@@ -344,9 +332,9 @@ def _raw(curve: Curve | None) -> tuple[bytes, bytes, bytes] | None:
     return z85.decode(curve_public(secret)), z85.decode(secret), z85.decode(curve.server)
 
 
-def _unread(connection: socket.socket | None) -> bool:
+def _unread(connection: socket.socket) -> bool:
     """Whether something has come that nobody has read."""
     try:
-        return connection is not None and bool(connection.recv(1, socket.MSG_PEEK))
+        return bool(connection.recv(1, socket.MSG_PEEK))
     except OSError:
         return False
