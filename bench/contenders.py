@@ -37,18 +37,28 @@ class Contender:
         reducers: those on hosts of their own.
         wire_dtype: what ours sends float32 as, such as ``bf16``; empty for itself.
         keyed: whether its pool has keys, so that everything is encrypted.
+        chunk, window: sizes of ours that are forced, such as ``256KiB``; empty for the rules.
     """
 
     kind: Kind
     reducers: int = 0
     wire_dtype: str = ""
     keyed: bool = False
+    chunk: str = ""
+    window: str = ""
 
     @property
     def name(self) -> str:
         """A short name, such as ``pool-8``, ``pool-8-bf16-keys``, ``embedded`` or ``gloo``."""
-        parts = (self.kind, str(self.reducers or ""), self.wire_dtype, "keys" * self.keyed)
+        forced = (self.chunk, self.window)
+        parts = (self.kind, str(self.reducers or ""), self.wire_dtype, "keys" * self.keyed, *forced)
         return "-".join(part for part in parts if part)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Settings of its workers."""
+        forced = {"REDUCTION_CHUNK_BYTES": self.chunk, "REDUCTION_WINDOW_BYTES": self.window}
+        return {name: value for name, value in forced.items() if value}
 
     @property
     def pool(self) -> str:
@@ -78,6 +88,7 @@ class Place:
         servers: the reducers as ``host:port``, in the same order at every rank.
         wire_dtype: as of `Contender`.
         keys: directory of the job's keys, empty for none.
+        job: what the job is called at reducers that it shares with others.
     """
 
     rank: int
@@ -87,6 +98,7 @@ class Place:
     servers: tuple[str, ...] = ()
     wire_dtype: str = ""
     keys: str = ""
+    job: str = ""
 
 
 class AllReduce(Protocol):
@@ -126,7 +138,7 @@ class Pool:
             servers=place.servers,
             rank=place.rank,
             world_size=place.world_size,
-            job=f"{KEY}/{len(place.servers)}/{place.wire_dtype}",
+            job=f"{KEY}/{place.job}",
             wire_dtype=place.wire_dtype or None,
             keys=place.keys or None,
         )

@@ -145,6 +145,7 @@ class Crew:
         python += [self.name, self.contender.kind]
         root = self.contender.root
         environment = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        environment |= self.contender.environment
         places = [
             Place(
                 host.index,
@@ -154,6 +155,7 @@ class Crew:
                 self._servers,
                 self.contender.wire_dtype,
                 self._keys,
+                self.name,
             )
             for host in hosts
         ]

@@ -211,6 +211,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_predictions_are_compared_with_the_lab",
             "test_scaling",
             "test_checkouts_side_by_side",
+            "test_auto_is_compared_with_what_could_be_set",
             "test_other_contenders",
         ),
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -256,6 +257,23 @@ def test_checkouts_side_by_side() -> None:
     assert one[4:10] == ["1.000", "of", "one", "(1.000", "to", "1.000),"]
     assert other[1] == "other:"
     assert 0.1 < float(other[4]) < 10
+
+
+@pytest.mark.parametrize("reducers", [0, 2])
+def test_auto_is_compared_with_what_could_be_set(reducers: int) -> None:
+    given = "--unshaped", "--workers", "2", "--reducers", str(reducers), "--sizes", "4KiB,256KiB"
+    few = "--chunks", "64KiB,128KiB", "--windows", "1MiB", "--iterations", "3", "--rounds", "3"
+    done = run("tune_check", *given, *few, "--least", "100")
+    lines = [line for line in done.stdout.splitlines() if "auto" in line]
+    kind = "pool-2" if reducers else "embedded"
+    for line, size in zip(lines, ("4KiB", "256KiB"), strict=True):
+        assert re.fullmatch(
+            rf"{size}: auto takes [0-9.]+ us, [0-9.]+ of the speed of {kind}-(64|128)KiB-1MiB "
+            r"\([0-9.]+ to [0-9.]+\)",
+            line,
+        )
+    assert done.returncode != 0
+    assert "auto is below 100 of the best at 4KiB, 256KiB" in done.stderr
 
 
 @pytest.mark.parametrize("text", ["here", "=.", "lost=/nowhere"])

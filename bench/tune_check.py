@@ -1,0 +1,77 @@
+"""Whether ``auto`` keeps up with the best chunk and window that one could set.
+
+    sudo python -m bench.tune_check --mbit 1000
+
+README.md defines every option and figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from bench import options, report
+from bench.contenders import Contender
+from bench.contest import Contest, hosts_needed
+from bench.crew import CrewError
+from bench.versus import ratio
+from lab import LabUnavailable
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    workers: Annotated[int, typer.Option(min=2, help="Ranks, each on a host of its own.")] = 4,
+    reducers: Annotated[
+        int, typer.Option(min=0, help="Reducers on hosts of their own; 0: ranks host them.")
+    ] = 4,
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 1000.0,
+    unshaped: Annotated[
+        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
+    ] = False,
+    sizes: Annotated[str, typer.Option(help="Bytes per rank.")] = "4KiB,256KiB,1MiB,64MiB",
+    chunks: Annotated[str, typer.Option(help="Sizes to set.")] = "64KiB,256KiB,1MiB",
+    windows: Annotated[str, typer.Option(help="Sizes to set, each with each.")] = "2MiB,16MiB",
+    iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=3, help="How often each has its turn.")] = 7,
+    least: Annotated[float, typer.Option(help="What is enough, of the best one's speed.")] = 0.95,
+) -> None:
+    """Compare ``auto`` with settings of chunk and window in one run, alternating."""
+    auto = Contender("pool", reducers) if reducers else Contender("embedded")
+    fixed = [
+        replace(auto, chunk=chunk, window=window)
+        for chunk in chunks.split(",")
+        for window in windows.split(",")
+    ]
+    options.begin("bench.tune_check")
+    behind = []
+    try:
+        with (
+            options.lab(hosts_needed(workers, [auto]), None if unshaped else mbit) as lab,
+            Contest(lab, workers, [auto, *fixed]) as contest,
+        ):
+            for nbytes in options.sizes(sizes):
+                mine, *others = contest.measure(
+                    nbytes, rounds=rounds, iterations=options.iterations(iterations)
+                )
+                wrong = {row.contender: row.wrong for row in (mine, *others) if row.wrong}
+                if contest.skipped or wrong:
+                    sys.exit(f"bench.tune_check: {contest.skipped or f'wrong elements: {wrong}'}")
+                found = {row.contender: ratio(mine.rounds_us, row.rounds_us) for row in others}
+                best = min(found, key=lambda name: found[name][1])
+                low, speed, high = found[best]
+                print(
+                    f"{report.size(nbytes)}: auto takes {mine.time_us:.1f} us, "
+                    f"{speed:.3f} of the speed of {best} ({low:.3f} to {high:.3f})",
+                    flush=True,
+                )
+                behind += [report.size(nbytes)] * (speed < least)
+    except (CrewError, LabUnavailable) as error:
+        sys.exit(f"bench.tune_check: {error}")
+    if behind:
+        sys.exit(f"bench.tune_check: auto is below {least:g} of the best at {', '.join(behind)}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
