@@ -25,7 +25,7 @@ class Driven:
 
     def __getattr__(self, name: str) -> Any:
         event = getattr(self.session, name)
-        if name not in {"connected", "disconnected", "released", "submit", "tick", "close"}:
+        if name not in {"connected", "disconnected", "submit", "tick", "close"}:
             return event
         return lambda *arguments: event(*arguments) + self.flight.refill(0.0)
 

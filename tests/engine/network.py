@@ -165,12 +165,6 @@ class Network:
         """The session closes a connection, broken or not; its transport then connects anew."""
         if (rank, index) not in self.cut_off:
             self.break_off(rank, index, self.prompt())
-        self.notice(lambda: self.release(rank, index), self.prompt())
-
-    def release(self, rank: int, index: int) -> None:
-        """Nothing that was sent over a connection before it was closed is read any more."""
-        if self.workers[rank].present:
-            self.do(rank, self.workers[rank].session.released(index))
 
     def mend(self, rank: int, index: int) -> None:
         """The worker's transport connects again."""

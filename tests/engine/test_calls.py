@@ -111,7 +111,6 @@ def test_a_reducer_that_is_away_is_told_later_of_a_refusal(lone: Driven) -> None
     lone.disconnected(0, "died")
     (failure,) = errors(lone.submit(refusal(), 0.0))
     assert str(failure) == str(REFUSAL)
-    lone.released(0)
     assert aborts(join(lone, 0)) == {0: [(number(0), MismatchError)]}
 
 

@@ -85,8 +85,9 @@ def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(
     assert errors(actions) == []
     assert resets(actions) == [1]
     assert losses(actions) == [(0, Loss(1, 0)), (2, Loss(1, 0))]
-    assert sent(actions, M.CONTRIBUTION) == [], "its memory may still be read"
-    moved = sent(three.released(1), M.CONTRIBUTION)
+    kinds = [type(action) for action in actions]
+    moved = sent(actions, M.CONTRIBUTION)
+    assert kinds.index(Reset) < len(kinds) - len(moved), "the old connection is closed before"
     assert sorted((link, header.offset) for link, header in moved) == [(0, 192), (2, 128)]
     kept = [(link, header) for link, header in contributions if link != 1]
     ended = [result(three, link, header) for link, header in kept + moved]
@@ -129,7 +130,6 @@ def test_a_lost_reducer_that_never_answered_may_have_a_wrong_address(
 
 def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) -> None:
     three.disconnected(1, "died")
-    three.released(1)
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     found = sorted((link, header.offset) for link, header in contributions)
     assert found == [(0, 0), (0, 64), (0, 192), (2, 128), (2, 256), (2, 320)]
@@ -140,11 +140,10 @@ def test_a_result_that_is_here_is_claimed_and_supplied(three: Driven) -> None:
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     done = next(header for link, header in contributions if link == 1)
     result(three, 1, done)
-    three.disconnected(1, "died")
-    actions = three.released(1)
+    actions = three.disconnected(1, "died")
     ((link, claim),) = sent(actions, M.RETAINED)
     assert claim == done._replace(type=M.RETAINED, watermark=number(0))
-    assert all(not a.payload for a in actions if Header.unpack(a.header).type is M.RETAINED)
+    assert [a.payload for a in actions if isinstance(a, Send) and a.link == link][-1] is None
     (supplied,) = three.receive(link, claim._replace(rank=0).pack(), b"")
     assert (supplied.link, Header.unpack(supplied.header)) == (link, claim)
     assert bytes(supplied.payload) == b"\7" * 64
@@ -157,28 +156,25 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -
         ended = result(three, link, header)
     assert errors(ended) == [None]
     assert three.flight.kept_bytes == 64 * 6
-    three.disconnected(1, "died")
-    assert [header.offset for _, header in sent(three.released(1), M.RETAINED)] == [128, 192]
+    lost = three.disconnected(1, "died")
+    assert [header.offset for _, header in sent(lost, M.RETAINED)] == [128, 192]
     three.receive(0, Header(M.PING, watermark=number(0) + 1).pack(), b"")
     assert three.flight.kept_bytes == 0
     lost = three.disconnected(0, "died")
     assert resets(lost) == [0]
-    assert sent(three.released(0), M.RETAINED) == []
+    assert sent(lost, M.RETAINED) == []
 
 
 def test_a_second_loss_moves_what_was_moved(three: Driven) -> None:
     three.submit(operation(64 * 6), 0.0)
     three.disconnected(1, "died")
-    three.released(1)
     lost = three.disconnected(0, "died too")
     assert losses(lost) == [(2, Loss(0, 0))]
-    three.released(0)
     assert [chunk.offset for chunk in three.flight.carried(2)] == [64 * n for n in range(6)]
 
 
 def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three: Driven) -> None:
     three.disconnected(1, "died")
-    three.released(1)
     assert losses(join(three, 1)) == [(1, Loss(1, 0))]
     links = {link for link, _ in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)}
     assert links == {0, 2}
@@ -208,8 +204,6 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) 
     (failure,) = errors(wait_for_any(session, 10.0))
     assert isinstance(failure, ReducerLostError), "at once"
     assert str(failure).count("set REDUCTION_WAIT_FOR_REDUCERS to wait until one is back") == 1
-    for link in range(2):
-        session.released(link)
     told = join(session, 0)
     assert losses(told) == [(0, Loss(ALL_REDUCERS, 6))]
     ((_, abort),) = sent(told, M.ABORT)
@@ -239,7 +233,6 @@ def served_by(session: Driven, link: int, actions: list) -> int:
 def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -> None:
     for link in range(2):
         three.disconnected(link, "died")
-        three.released(link)
     join(three, 0, "another process")
     mine = operation(64 * 6)
     contributions = sent(three.submit(mine, 0.0), M.CONTRIBUTION)
@@ -249,10 +242,9 @@ def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -
     actions = three.disconnected(2, "died as well")
     assert errors(actions) == []
     assert (0, Loss(2, 0)) in losses(actions)
-    moved = three.released(2)
-    ((_, claim),) = sent(moved, M.RETAINED)
+    ((_, claim),) = sent(actions, M.RETAINED)
     assert claim.offset == ended.offset
-    assert served_by(three, 0, moved) == 5
+    assert served_by(three, 0, actions) == 5
     assert bytes(mine.view) == b"\7" * 64 * 6
     assert {link for link, _ in sent(three.submit(operation(0), 0.0))} == {0}
 
@@ -261,21 +253,16 @@ def test_the_first_that_answers_takes_the_place_of_the_last_one(three: Driven) -
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "died")
-    for link in range(3):
-        three.released(link)
     told = join(three, 1, "another process")
     assert (1, Loss(0, 0, stage=1)) in losses(told), "it would be waited for"
-    assert sent(told, M.CONTRIBUTION) == []
-    assert served_by(three, 1, three.released(0)) == 6
+    assert served_by(three, 1, told) == 6
 
 
 def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three: Driven) -> None:
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "died")
-        three.released(link)
     join(three, 1, "another process")
-    three.released(0)
     join(three, 0, "another process")
     told = [action for lost in range(3) for action in hear_of(three, 1, lost, 1, "1")]
     assert 1 not in resets(told)
@@ -287,7 +274,6 @@ def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "was cut")
-        three.released(link)
     actions = join(three, 1)
     assert resets(actions) == [1]
     assert (1, Loss(1, 2, stage=LAST_STAGE)) not in losses(actions), "it is closed"
@@ -299,10 +285,9 @@ def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -
 def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementation: str) -> None:
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
     session.disconnected(0, "died")
-    session.released(0)
     session.submit(operation(), 0.0)
-    session.disconnected(1, "died")
-    assert any(isinstance(action, HandOver) for action in session.released(1))
+    actions = session.disconnected(1, "died")
+    assert [type(action) for action in actions] == [Reset, HandOver]
 
 
 def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well(
@@ -312,9 +297,9 @@ def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, **own)
     session.submit(operation(), 0.0)
     hear_of(session, 0, 0, LAST_EPOCH, "lost")
-    assert resets(hear_of(session, 0, 1, LAST_EPOCH, "lost")) == [0, 1]
-    assert not any(isinstance(action, HandOver) for action in session.released(0))
-    assert any(isinstance(action, HandOver) for action in session.released(1))
+    actions = hear_of(session, 0, 1, LAST_EPOCH, "lost")
+    assert resets(actions) == [0, 1]
+    assert isinstance(actions[-1], HandOver)
 
 
 def test_another_rank_has_begun_anew(session: Driven) -> None:
@@ -398,7 +383,7 @@ def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
     actions = three.close(RankLostError("closing", rank=0))
     assert [type(a.error) for a in actions if isinstance(a, Finish)] == [RankLostError]
     assert {link for link, _ in sent(actions, M.GOODBYE)} == {0, 2}
-    assert three.released(1) == []
+    assert three.tick(10.0) == []
 
 
 @pytest.mark.parametrize(("reducer", "epoch"), [(-1, (1 << 32) - 1), (0, (1 << 32) - 2)])

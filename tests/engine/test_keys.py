@@ -193,7 +193,6 @@ def test_calls_end_with_why_the_only_reducer_is_closed(lone: Driven) -> None:
     assert [type(failure) for failure in errors(actions)] == [AuthError]
     assert Reset(0) in actions
     assert [type(failure) for failure in errors(lone.submit(operation(), 0.0))] == [AuthError]
-    lone.released(0)
     lone.refused(0, AuthError("not on the list"))
     (failure,) = errors(lone.submit(operation(), 0.0))
     assert str(failure) == "not on the list"

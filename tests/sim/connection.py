@@ -1,7 +1,8 @@
 """One connection between a worker and a reducer: ordered, lossless, until it breaks.
 
-Messages lie in the caller's memory until they have left the worker's process, as libzmq sends them
-from there: what the caller writes before that changes what the reducer gets.
+Messages lie in the caller's memory until they have left the worker's process, as they are sent from
+there: what the caller writes before that changes what the reducer gets. Of what lies there when the
+worker closes the connection some may be with the kernel, and nothing else is read any more.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ class Message(NamedTuple):
         return Header.unpack(self.header).type in _DATA
 
 
+class Leaving:
+    """A message that has yet to leave its process.
+
+    Attributes:
+        message: it.
+    """
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
 class Connection:
     """A connection of one rank's link.
 
@@ -57,7 +69,7 @@ class Connection:
         self.name = name
         self.open = [True, True]  # whether each end believes in it
         self.cut = False  # nothing arrives any more
-        self.leaving: list[Any] = []  # payloads that still lie in the worker's memory
+        self.leaving: list[Leaving] = []  # whose payloads still lie in the worker's memory
         self._clock = clock
         self._rng = rng
         self._ends = ends
@@ -72,18 +84,20 @@ class Connection:
             return
         delay = self._rng.uniform(0.0, self._faults.process_s) if end == 0 else 0.0
         self._leaves[end] = max(self._leaves[end], self._clock.now + delay)
+        leaving = Leaving(message)
         if end == 0:
-            self.leaving.append(message.payload)
-        self._clock.at(self._leaves[end], lambda: self._leave(end, message))
+            self.leaving.append(leaving)
+        self._clock.at(self._leaves[end], lambda: self._leave(end, leaving))
 
-    def _leave(self, end: int, message: Message) -> None:
+    def _leave(self, end: int, leaving: Leaving) -> None:
         if end == 0 and self.open[0] and (self.cut or self._ends[1].stopped):
             # Nobody takes it: it stays in its sender's memory until the connection is closed.
             self._leaves[0] = max(self._leaves[0], self._clock.now + STUCK_S)
-            self._clock.after(STUCK_S, lambda: self._leave(0, message))
+            self._clock.after(STUCK_S, lambda: self._leave(0, leaving))
             return
+        message = leaving.message
         if end == 0:
-            self.leaving = [one for one in self.leaving if one is not message.payload]
+            self.leaving = [one for one in self.leaving if one is not leaving]
         if not self.open[end]:  # some of it had left before, but nothing after what had not
             self._kept_back[end] |= self._rng.random() < 0.5
             if self._kept_back[end]:
@@ -107,7 +121,7 @@ class Connection:
     def close(self, end: int) -> None:
         """Close one end; the other one notices, sooner or later."""
         if self.open[end]:
-            self.open[end] = False
+            self._shut(end)
             self._notice(1 - end)
 
     def reset(self) -> None:
@@ -128,5 +142,14 @@ class Connection:
 
     def _end(self, end: int) -> None:
         if self.open[end]:
-            self.open[end] = False
+            self._shut(end)
             self._ends[end].broken(self)
+
+    def _shut(self, end: int) -> None:
+        self.open[end] = False
+        if end == 1:
+            return
+        for leaving in self.leaving:
+            header, payload = leaving.message
+            leaving.message = Message(header, None if payload is None else bytes(payload))
+        self.leaving = []

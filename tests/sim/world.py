@@ -8,6 +8,7 @@ What must hold is checked with every all-reduce that ends, and when all is over.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -135,7 +136,6 @@ class Worker(Process):
         self.rank = spec.rank
         self.session = session(world.implementation, spec)
         self.connections: dict[int, Connection] = {}
-        self._old: dict[int, Connection] = {}  # that were lost, by link
         self.ended: dict[int, Exception | None] = {}
         self.open: dict[int, tuple[list[Operation], list[Finish]]] = {}  # calls, and their ends
         self.started = 0
@@ -178,7 +178,7 @@ class Worker(Process):
     def _broken(self, connection: Connection) -> None:
         link = connection.link
         if self.connections.get(link) is connection:
-            self._old[link] = self.connections.pop(link)
+            del self.connections[link]
             actions = self.session.disconnected(link, "was cut")
             self._act(actions)
             if Reset(link) not in actions:
@@ -200,19 +200,8 @@ class Worker(Process):
 
     def _reset(self, link: int) -> None:
         if link in self.connections:
-            self._old[link] = self.connections.pop(link)
-            self._old[link].close(0)
+            self.connections.pop(link).close(0)
         self._connect(link, 0.05)
-        self._release_later(link, self._old.get(link))
-
-    def _release_later(self, link: int, connection: Connection | None) -> None:
-        self.world.clock.after(0.002, lambda: self.do(lambda: self._release(link, connection)))
-
-    def _release(self, link: int, connection: Connection | None) -> None:
-        if connection is not None and connection.leaving:
-            self._release_later(link, connection)
-        else:
-            self._act(self.session.released(link))
 
     def _act(self, actions: list[Any]) -> None:
         for action in actions:
@@ -233,9 +222,9 @@ class Worker(Process):
         number = self.world.number_of(finish.operation)
         assert number not in self.ended, f"rank {self.rank}: call {number} ended twice"
         if finish.error is None:
-            reads = [*self.connections.values(), *self._old.values()]
-            mine = [view for connection in reads for view in connection.leaving]
-            mine = [view for view in mine if getattr(view, "obj", 0) is finish.operation.view.obj]
+            reads = [one for connection in self.connections.values() for one in connection.leaving]
+            views = [leaving.message.payload for leaving in reads]
+            mine = [view for view in views if getattr(view, "obj", 0) is finish.operation.view.obj]
             assert not mine, "a buffer is given back that is still read"
         lacking, ends = self.open[number]
         lacking.remove(finish.operation)
@@ -426,6 +415,7 @@ class World:
         self._pieces = [1] * (self.calls + 1)  # all-reduces of each call
         self.odd: dict[int, Odd] = {}
         self._began: dict[tuple[int, int], float] = {}
+        self._amid: defaultdict[int, set[int]] = defaultdict(set)  # in flight with each call
         self._numbers: dict[Operation, int] = {}
         self.partitioned: set[tuple[int, int]] = set()  # (rank, reducer)
         self.addresses = tuple(f"reducer-{index}:1" for index in range(self.pool))
@@ -517,6 +507,7 @@ class World:
         self._numbers.update(dict.fromkeys(operations, number))
         self._began[worker.rank, number] = self.clock.now
         worker.open[number] = list(operations), []
+        self._amid[number] |= worker.open.keys()
         for operation in operations:
             worker.do(partial(worker.submit, operation))
         slow = (0.02, 0.3, 2.0) if self.faults.rolling else ()
@@ -558,7 +549,7 @@ class World:
 
     def _may_disagree(self, number: int) -> bool:
         """Whether ranks ask for different things in a call, or have in one that is in flight."""
-        return any(at in self.odd for at in range(number - self.depth + 1, number + 1))
+        return not self._amid[number].isdisjoint(self.odd)
 
     # -- what goes wrong ----------------------------------------------------------------------
 
@@ -738,7 +729,7 @@ class World:
                 carried = session.flight.carried(link.index)
                 undone = [(c.sequence, c.epoch, c.offset) for c in carried if not c.done]
                 lines.append(
-                    f"  link {link.index}: {link.state.name}, closing {link.closing}, "
+                    f"  link {link.index}: {link.state.name}, "
                     f"connected {link.index in worker.connections}, refusal "
                     f"{link.refusal}, waits {undone[:6]}, holds {len(carried) - len(undone)}"
                 )

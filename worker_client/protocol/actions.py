@@ -27,8 +27,7 @@ class Connect(NamedTuple):
 class Reset(NamedTuple):
     """Close a link's connection with all that it has yet to send, and connect anew.
 
-    The session is to be told with `released` when nothing reads the callers' memory for it any
-    more, and with `connected` as ever.
+    Nothing reads the callers' memory for it from then on.
     """
 
     link: int

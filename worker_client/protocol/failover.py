@@ -42,6 +42,7 @@ class Failover:
         moved: chunks that were sent again to another reducer.
         claimed: chunks whose result is here, of which another reducer was told.
         supplied: results that others needed from here.
+        closed: links whose connection is given up, and whose chunks are yet to be moved.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Failover:
         adopts = (self.replaceable or waits) and not self._fallback
         self.map = ShardMap(self._reducers, spec.hosts, adopts=adopts)
         self.losses = self.moved = self.claimed = self.supplied = 0
+        self.closed: list[Link] = []
         self._links = links
         self._flight = flight
         self._header = header
@@ -112,17 +114,22 @@ class Failover:
         return actions + [Send(link.index, *said) for link in self._links if link.member]
 
     def leave(self, link: Link) -> Reset:
-        """Give up a connection; what it carries is moved when nobody reads it any more."""
+        """Give up a connection; what it carries is moved when it is closed."""
         link.spend(chunk.sequence for chunk in self._flight.carried(link.index))
-        link.close()
+        return self.close(link)
+
+    def close(self, link: Link) -> Reset:
+        """Have the connection of a link closed that nothing in progress needs."""
+        link.disconnect()
         self._flight.shut(link.index)
+        self.closed.append(link)
         return Reset(link.index)
 
     def rehome(self, link: Link, sequence: int | None = None) -> tuple[list[Send], list[int]]:
         """Move what a link carried to the heirs of its reducer.
 
         Args:
-            link: which is lost, and whose messages nobody reads any more.
+            link: whose connection is closed, or whose reducer is out of use.
             sequence: one all-reduce that was not begun there; None for all.
 
         Returns:
@@ -197,7 +204,7 @@ class Failover:
         """Return which reducers this rank could use from now on."""
         reachable = [True] * self._reducers
         for link in self._links:
-            reachable[link.reducer] &= link.state is LinkState.MEMBER and not link.closing
+            reachable[link.reducer] &= link.state is LinkState.MEMBER
         return reachable
 
     def wanted(self) -> bool:

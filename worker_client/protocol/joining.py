@@ -11,7 +11,7 @@ from reducer.errors import AuthError, StaleGenerationError
 from reducer.wire import authentication
 from reducer.wire.messages import Challenge, Hello, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
-from worker_client.protocol.actions import Connect, Reset, Send
+from worker_client.protocol.actions import Connect, Send
 from worker_client.protocol.link import Link
 
 if TYPE_CHECKING:
@@ -170,15 +170,12 @@ class Joining:
         if self.complete or self._spec.patience_s < math.inf or may_pass(error):
             self._retries[link.index] = now + RETRY_S
 
-    def retry(self, now: float) -> list[Reset]:
-        """Try again where it is time."""
+    def retry(self, now: float) -> list[Link]:
+        """Return the links whose reducers are to be asked again, over another connection."""
         due = [self._links[index] for index, at in self._retries.items() if at <= now]
         for link in due:
             del self._retries[link.index]
-        refused = [link for link in due if link.refusal is not None]
-        for link in refused:
-            link.close()
-        return [Reset(link.index) for link in refused]
+        return [link for link in due if link.refusal is not None]
 
     def endpoint(self, link: Link) -> str:
         """Return where the transport connects: ``host:port``, or ``inproc://`` in this process."""

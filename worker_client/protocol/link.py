@@ -32,7 +32,6 @@ class Link:
         address: ``host:port``, for errors.
         state: as in `reducer.wire.states`.
         up: whether the transport is connected.
-        closing: closed, but what it sent may still be read from callers' memory.
         incarnation: what the reducer called itself when it welcomed us last; "" if it never did.
         spent: the one that was lost with something in progress, and the last all-reduce of that.
         unreachable: why, while it is not connected.
@@ -44,7 +43,6 @@ class Link:
 
     __slots__ = (
         "address",
-        "closing",
         "hello",
         "incarnation",
         "index",
@@ -66,7 +64,6 @@ class Link:
         self.address = address
         self.state = LinkState.STRANGER
         self.up = False
-        self.closing = False
         self.incarnation = ""
         self.spent: tuple[str, int] = ("", -1)
         self.unreachable = "is not connected"
@@ -99,8 +96,3 @@ class Link:
         """Take note that the connection has ended."""
         self.up = False
         self.state = LinkState.STRANGER
-
-    def close(self) -> None:
-        """Take note that the connection is given up."""
-        self.disconnect()
-        self.closing = True

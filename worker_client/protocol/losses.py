@@ -83,11 +83,10 @@ class Losses:
         link.unreachable = reason
         if link.reducer in self._spec.hosts:
             return self._lose_host(link, reason)
-        self._flight.shut(link.index)
         if used:
+            self._flight.shut(link.index)
             return self.lose(link, self._lost(link, reason))
-        link.close()
-        return [Reset(link.index)]
+        return [self._failover.close(link)]
 
     def draining(self, link: Link) -> list[Action]:
         """Go on without a reducer that shuts down, if there is another way."""
@@ -105,10 +104,7 @@ class Losses:
             and not self._map.uses(link.reducer)
             and not self._flight.needs(link.index)
         ]
-        for link in drained:
-            link.close()
-            self._flight.shut(link.index)
-        return [Reset(link.index) for link in drained]
+        return [self._failover.close(link) for link in drained]
 
     def told(self, reducer: int, stage: Stage, process: str) -> list[Action]:
         """Go on without a reducer that another rank has lost, a `process` if that is known."""
@@ -208,8 +204,15 @@ class Losses:
             return self._calls.fail(operation, self._none_left(self._unreachable(link)))
         return self.lose(link, self._unreachable(link))
 
+    def rehome_all(self) -> list[Action]:
+        """Move on what links carried whose connections have been given up."""
+        actions: list[Action] = []
+        while self._failover.closed:
+            actions += self.rehome(self._failover.closed.pop(0))
+        return actions
+
     def rehome(self, link: Link, sequence: int | None = None) -> list[Action]:
-        """Move on what a closed link carried, of one all-reduce or of all."""
+        """Move on what a link carried, of one all-reduce or of all."""
         if self.final:
             return []
         claims, stuck = self._failover.rehome(link, sequence)

@@ -178,7 +178,7 @@ class Session:
         """Go on without a reducer that the transport has lost, if that can be."""
         link = self.links[index]
         if self._joining.complete and not self.losses.final:
-            return self.losses.disconnected(link, reason)
+            return self._move_on(self.losses.disconnected(link, reason))
         link.disconnect()
         self.flight.shut(index)
         return []
@@ -193,12 +193,6 @@ class Session:
         self._joining.refuse(link, error, self._now)
         return []
 
-    def released(self, index: int) -> list[Action]:
-        """Move on what a closed link carried: nobody reads it from there any more."""
-        link = self.links[index]
-        link.closing = False
-        return self._hand_over() if self.losses.final else self.losses.rehome(link)
-
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
         self.calls.number(operation)
@@ -206,7 +200,7 @@ class Session:
             self._agreement.called(now)
         if self.spec.fallback and not self._handing.done:
             self._handing.asked(operation.sequence, self.flight.reached)
-        return self._go_on(operation, now)
+        return self._move_on(self._go_on(operation, now))
 
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
         """Start what has its number, as soon as nothing stands in its way."""
@@ -302,18 +296,22 @@ class Session:
             if state is None:
                 raise RemoteProtocolError(f"{header.type.name} is not allowed in {before.name}")
             link.state = state
-            return self._handlers[header.type](link, header, payload)
+            return self._move_on(self._handlers[header.type](link, header, payload))
         except ReductionError as error:
             log.warning("reducer %s: %s", link.address, error)
             if before in {LinkState.MEMBER, LinkState.DRAINING}:
-                return self.losses.lose(link, error)
+                return self._move_on(self.losses.lose(link, error))
             link.state = LinkState.STRANGER
             self._joining.refuse(link, error, self._now)
             return []
 
     def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
-        return self.calls.completed(sequences, now)
+        return self._move_on(self.calls.completed(sequences, now))
+
+    def fail(self, error: ReductionError) -> list[Action]:
+        """End badly what is in progress, and tell the reducers."""
+        return self._move_on(self.calls.fail_all(error))
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
@@ -321,18 +319,16 @@ class Session:
         if now - self._now >= LOOK_S:
             self._now = now
             actions += self._look_around(now)
-        return actions
+        return self._move_on(actions)
 
     def _look_around(self, now: float) -> list[Action]:
         """Do what is seldom due."""
         self._flow.tick(now)
-        actions: list[Action] = list(self._joining.retry(now))
+        actions: list[Action] = [self.failover.close(link) for link in self._joining.retry(now)]
         for reducer in self._joining.give_up(now):
             actions += self.losses.missed(reducer, Stage(self._map.epoch))
         actions += self.losses.leave_drained()
         actions += self.losses.adopt(now)
-        if self.losses.final:
-            actions += self._hand_over()
         self._agreement.wanted = self.failover.wanted()
         for link in self.links:
             actions += self._aborts.pay(link)
@@ -365,9 +361,14 @@ class Session:
         """Return where the transport connects a link to."""
         return self._joining.endpoint(link)
 
+    def _move_on(self, actions: list[Action]) -> list[Action]:
+        """Let others have what was left with connections that these actions close, or all calls."""
+        actions += self.losses.rehome_all()
+        return actions + self._hand_over() if self.losses.final else actions
+
     def _hand_over(self) -> list[Action]:
         """Leave all calls to others, when nothing reads their buffers any more."""
-        if self._handing.done or any(link.closing for link in self.links):
+        if self._handing.done:
             return []
         held, self._held = self._held, []
         waiting = {operation.sequence: operation for operation, _ in held}

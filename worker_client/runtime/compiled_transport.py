@@ -41,7 +41,6 @@ from worker_client.runtime.transport import (
     Event,
     Message,
     Refused,
-    Released,
     Transport,
     silence,
 )
@@ -122,7 +121,6 @@ class CompiledTransport(Transport):
         self._patience_s = heartbeats.patience_s
         self._loop = _loop.Loop(flight, heartbeats.every_s)
         self._ways: list[_Way] = []
-        self._released: list[int] = []  # links that were reset
         self._resolved: list[tuple[_Way, list[tuple[int, Any]]]] = []  # by threads, for this one
         self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
         self._looked = 0.0  # when `listen` looked last, by that clock
@@ -139,7 +137,6 @@ class CompiledTransport(Transport):
         self._hang_up(link)
         way.places, way.slammed, way.delay_s = None, 0, RECONNECT_MS / 1000
         way.retry_at = 0.0
-        self._released.append(link)
         self._mind(time.monotonic())
 
     def wait(self, timeout_s: float) -> None:
@@ -147,13 +144,10 @@ class CompiledTransport(Transport):
         now = time.monotonic()
         self._mind(now)
         due = min((way.retry_at for way in self._ways), default=math.inf)
-        timeout_s = max(0.0, min(timeout_s, due - now)) if not self._released else 0.0
-        self._loop.run(math.ceil(timeout_s * 1000))
+        self._loop.run(math.ceil(max(0.0, min(timeout_s, due - now)) * 1000))
 
     def events(self) -> Iterator[Event]:
         completed, message = self._loop.news()
-        released, self._released = self._released, []
-        yield from map(Released, released)
         if completed:
             yield Completed(completed)
         if message is not None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import LocalProtocolError
 from worker_client.protocol.actions import Connect, Finish, Reset, Send
 from worker_client.runtime.service_thread import STOP_S, forks
-from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused, Released
+from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -278,7 +278,7 @@ class Driver:
         self._start()
         if self._failing is not None:
             error, self._failing = self._failing, None
-            self._do(session.calls.fail_all(error))
+            self._do(session.fail(error))
         now = time.monotonic()
         if overdue := session.tick(now):
             self._do(overdue)
@@ -311,8 +311,6 @@ class Driver:
             return self._session.disconnected(event.link, event.reason)
         if isinstance(event, Refused):
             return self._session.refused(event.link, event.error)
-        if isinstance(event, Released):
-            return self._session.released(event.link)
         return self._session.receive(*event, time.monotonic())
 
     def _do(self, actions: list[Action]) -> None:

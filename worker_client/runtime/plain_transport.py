@@ -36,7 +36,6 @@ from worker_client.runtime.transport import (
     Event,
     Message,
     Refused,
-    Released,
     Transport,
     silence,
 )
@@ -95,7 +94,6 @@ class PlainTransport(Transport):
         self._context: zmq.Context[zmq.Socket[bytes]] = context or zmq.Context(io_threads)
         self._links: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
         self._endpoints: list[str] = []
-        self._released: list[int] = []  # links that were reset
         self._reached: list[int] = []  # links whose sockets tell no story of their own
         self._waker = self._context.socket(zmq.PAIR)
         self._wakened = self._context.socket(zmq.PAIR)
@@ -113,7 +111,6 @@ class PlainTransport(Transport):
     def reset(self, link: int) -> None:
         self._renew(link)
         self._refused.discard(link)
-        self._released.append(link)
 
     def _renew(self, link: int) -> None:
         """Give a link another socket."""
@@ -123,13 +120,10 @@ class PlainTransport(Transport):
         self._links[link] = self._socket(link)
 
     def wait(self, timeout_s: float) -> None:
-        waits = not (self._reached or self._released)
-        self._ready = dict(self._poller.poll(math.ceil(timeout_s * 1000) * waits))
+        self._ready = dict(self._poller.poll(math.ceil(timeout_s * 1000) * (not self._reached)))
 
     def events(self) -> Iterator[Event]:
         reached, self._reached = self._reached, []
-        released, self._released = self._released, []
-        yield from map(Released, released)
         yield from map(Connected, reached)
         ready, self._ready = self._ready, {}
         if self._wakened in ready:

@@ -43,12 +43,6 @@ class Refused(NamedTuple):
     error: AuthError
 
 
-class Released(NamedTuple):
-    """Nothing that was sent over a link before it was reset is read from callers' memory now."""
-
-    link: int
-
-
 class Message(NamedTuple):
     """A reducer said something; the header frame is empty if it cannot be one of ours."""
 
@@ -63,7 +57,7 @@ class Completed(NamedTuple):
     sequences: list[int]
 
 
-Event = Connected | Disconnected | Refused | Released | Message | Completed
+Event = Connected | Disconnected | Refused | Message | Completed
 
 
 class Transport(ABC):
@@ -95,7 +89,10 @@ class Transport(ABC):
 
     @abstractmethod
     def reset(self, link: int) -> None:
-        """Close a link's connection, drop what it has not sent, and connect anew."""
+        """Close a link's connection, drop what it has not sent, and connect anew.
+
+        Nothing that was sent over it is read from callers' memory after this.
+        """
 
     @abstractmethod
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
