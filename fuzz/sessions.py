@@ -80,7 +80,6 @@ class Life:
         self.calls: list[Call] = []
         self.ended: dict[int, type | None] = {}
         self._up: set[int] = set()
-        self._released: list[int] = []  # links that were reset, and not yet released
         self._in_flight: list[tuple[int, Header]] = []
         self._steps: tuple[Callable[[], None], ...] = (
             self._connect,
@@ -94,7 +93,7 @@ class Life:
             self._tell,
             self._tick,
             self._disconnect,
-            self._release,
+            self._tick,
             self._garbage,
         )
 
@@ -111,8 +110,6 @@ class Life:
         self._leave()
 
     def _leave(self) -> None:
-        while self._released:
-            self._release()
         self._do(lambda twin: twin.session.close(LocalProtocolError("closed")))
         session = self.workers.plain
         check(session.active == 0, "nothing is in progress after the end")
@@ -157,7 +154,6 @@ class Life:
 
     def _on_reset(self, link: int) -> None:
         self._up.discard(link)
-        self._released.append(link)
 
     def _on_connect(self, endpoint: str) -> None:
         check(endpoint.rpartition(":")[2].isdigit(), f"{endpoint} has a port")
@@ -197,11 +193,6 @@ class Life:
         if link in self._up:
             self._up.remove(link)
             self._do(lambda twin: twin.session.disconnected(link, "was cut"))
-
-    def _release(self) -> None:
-        if self._released:
-            link = self._released.pop(0)
-            self._do(lambda twin: twin.session.released(link))
 
     def _tick(self) -> None:
         self.now += self._source.pick((0.01, 0.1, 0.3, 1.0, 5.0, 10.0))
