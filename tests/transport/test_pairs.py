@@ -19,6 +19,7 @@ from reducer.wire.header import Header
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually
 from worker_client.client.client import Client
+from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
@@ -91,12 +92,13 @@ class Ends:
 
         eventually(step, 5.0)
 
-    def submit(self, data: np.ndarray, sequence: int) -> None:
+    def submit(self, data: np.ndarray, sequence: int) -> Operation:
         """Begin an all-reduce, of which all is queued at once."""
         operation = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
         operation.sequence = sequence
         self.flight.submit(operation, [LinkShard(0, 0, data.nbytes)], CHUNK, 0)
         self.worker.refill()
+        return operation
 
     @property
     def payloads(self) -> np.ndarray:
@@ -112,7 +114,7 @@ def ends() -> Iterator[Ends]:
 
 @pytest.mark.parametrize("nbytes", [1, 100, CHUNK, 40 * CHUNK + 1])
 def test_what_one_queues_the_other_reads(ends: Ends, nbytes: int) -> None:
-    for sequence in range(3):
+    for sequence in range(1, 4):
         ends.engine.heard.clear()
         data = ramp(nbytes) + np.uint8(sequence)
         ends.submit(data, sequence)
@@ -134,18 +136,23 @@ def test_messages_of_any_size_come_back(ends: Ends) -> None:
 
 def test_a_buffer_that_is_given_back_is_read_no_more(ends: Ends) -> None:
     data = ramp(10 * CHUNK)
-    operation = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
-    operation.sequence = 0
-    ends.flight.submit(operation, [LinkShard(0, 0, data.nbytes)], CHUNK, 0)
-    ends.worker.refill()
-    ends.worker.detach(operation)
+    ends.worker.detach(ends.submit(data, FIRST_PLACE))
     data[:] = 255  # which `ramp` never is
     ends.until(lambda: ends.payloads.nbytes == data.nbytes)
     assert (ends.payloads == ramp(10 * CHUNK)).all()
 
 
+def test_nothing_is_read_of_the_ranks_own_question_after_it_was_sent(ends: Ends) -> None:
+    """Nobody says when it has ended."""
+    data = ramp(100)
+    ends.submit(data, 0)
+    data[:] = 255
+    ends.until(lambda: ends.payloads.nbytes == data.nbytes)
+    assert (ends.payloads == ramp(100)).all()
+
+
 def test_the_reducer_hears_that_a_worker_has_gone(ends: Ends) -> None:
-    ends.submit(ramp(10 * CHUNK), 0)
+    ends.submit(ramp(10 * CHUNK), FIRST_PLACE)
     ends.worker.close()
     eventually(lambda: ends.hear() or bool(ends.engine.lost), 5.0)
 

@@ -65,6 +65,20 @@ def test_ranks_of_a_run_share_what_others_have_not() -> None:
 
 
 @pytest.mark.parametrize("kept", ["memory", "file"])
+def test_what_is_withdrawn_is_gone(kept: str, tmp_path: Path) -> None:
+    dist = torch.distributed
+    store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)
+    ranks = [Rendezvous(rank, [0, 1], store, timeout_s=0.2) for rank in range(2)]
+    ranks[0].share("secret", "sesame")
+    ranks[0].share("job", "train")
+    assert [rank.read("secret", 0) for rank in ranks] == ["sesame"] * 2
+    ranks[0].withdraw("secret")
+    with pytest.raises(ReductionTimeout):
+        ranks[1].read("secret", 0)
+    assert ranks[1].read("job", 0) == "train"
+
+
+@pytest.mark.parametrize("kept", ["memory", "file"])
 def test_a_rank_that_does_not_come_is_named(kept: str, tmp_path: Path) -> None:
     dist = torch.distributed
     store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)

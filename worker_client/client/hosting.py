@@ -76,6 +76,8 @@ def start(group: Rendezvous, *, encrypt: bool) -> Hosted:
     try:
         told = json.dumps([server.address, list(server.lanes), pair and pair.public])
         offers = [json.loads(offer) for offer in group.gather("reducer", told)]
+        if group.rank == 0:
+            group.withdraw("secret")  # who offers a reducer has read it
     except BaseException:
         server.stop()
         raise

@@ -90,6 +90,15 @@ class Rendezvous:
         with self._store_there():
             self._store.set(f"{topic}/{self.rank}", value)
 
+    def withdraw(self, topic: str) -> None:
+        """Take back what this rank has published, when all that need it have read it.
+
+        Raises:
+            MembershipError: the store is gone.
+        """
+        with self._store_there():
+            self._store.delete_key(f"{topic}/{self.rank}")
+
     def read(self, topic: str, rank: int) -> str:
         """Wait for a rank's value and return it.
 

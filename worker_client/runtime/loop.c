@@ -204,6 +204,19 @@ static void set_low_water(struct loop *loop, uint32_t link, int bytes)
 
 /* -- send ------------------------------------------------------------------------------------ */
 
+/* Queues a message, of which nothing is read from the caller's memory after this. */
+static bool send_copy(struct loop *loop, struct connection *connection, const void *header,
+                      const void *payload, size_t nbytes)
+{
+    struct block *copy = block_take(&loop->flight->pool, nbytes);
+    if (copy == NULL)
+        return false;
+    memcpy(copy->data, payload, nbytes);
+    bool sent = connection_send(connection, header, copy->data, nbytes, copy, NO_SEQUENCE);
+    block_drop(&loop->flight->pool, copy);
+    return sent;
+}
+
 /* Queues a contribution. One to a reducer that is not connected is dropped: the session hears of
  * that, or the deadline comes. */
 static void queue_contribution(struct loop *loop, const struct contribution *next)
@@ -214,9 +227,14 @@ static void queue_contribution(struct loop *loop, const struct contribution *nex
     if (connection == NULL || !connection->zmtp.ready)
         return;
     const unsigned char *data = next->chunk->of->of->data + next->header.offset;
-    if (!connection_send(connection, &next->header, data, next->header.nbytes, NULL,
-                         next->header.sequence))
+    if (next->header.sequence % PLACES == 0) { /* the ranks' own question: nobody says when its
+                                                  buffer is let go */
+        if (!send_copy(loop, connection, &next->header, data, next->header.nbytes))
+            connection_break(connection, ENOMEM);
+    } else if (!connection_send(connection, &next->header, data, next->header.nbytes, NULL,
+                                next->header.sequence)) {
         connection_break(connection, ENOMEM);
+    }
     if (next->header.nbytes < LARGE_BYTES) /* its result may come before large ones */
         set_low_water(loop, next->chunk->link, 0);
     if (failpoints_armed) {
@@ -270,18 +288,11 @@ bool loop_send(struct loop *loop, uint32_t link, const void *header, const void 
 {
     pulse_hold(&loop->pulse);
     struct connection *connection = loop->link[link].connection;
-    struct block *copy = NULL;
     bool sent = connection != NULL && connection->zmtp.ready;
-    if (sent && payload != NULL) {
-        copy = block_take(&loop->flight->pool, nbytes);
-        sent = copy != NULL;
-    }
-    if (copy != NULL)
-        memcpy(copy->data, payload, nbytes);
-    sent = sent && connection_send(connection, header, copy == NULL ? NULL : copy->data, nbytes,
-                                   copy, NO_SEQUENCE);
-    if (copy != NULL)
-        block_drop(&loop->flight->pool, copy);
+    if (payload == NULL)
+        sent = sent && connection_send(connection, header, NULL, 0, NULL, NO_SEQUENCE);
+    else
+        sent = sent && send_copy(loop, connection, header, payload, nbytes);
     if (sent)
         flush(loop, link);
     pulse_release(&loop->pulse);
