@@ -49,7 +49,7 @@ class _Line(Line):
         if found is None:
             return None
         read, unread, unsent, waits = found
-        silent_s = self.silence.listen(read, now, partial=unread > 0)
+        silent_s = self.silence.listen(read, now, partial=unread >= tcp_connections.PARTIAL_BYTES)
         return Load(read, unread, unsent, 0.0 if waits else silent_s)
 
     def end(self) -> bool:

@@ -279,6 +279,7 @@ class Driver:
         if self._failing is not None:
             error, self._failing = self._failing, None
             self._do(session.fail(error))
+            self._transport.refill()
         now = time.monotonic()
         if overdue := session.tick(now):
             self._do(overdue)
