@@ -127,7 +127,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_release_memory(loop_t *self) noexcept
     bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
                    size_t nbytes) noexcept
-    bint loop_load(const loop_t *self, uint64_t peer, load *load) noexcept
+    bint loop_load(loop_t *self, uint64_t peer, load *load) noexcept
     bint loop_hang_up(loop_t *self, uint64_t peer) noexcept
     verdict loop_offer(
         loop_t *self, uint64_t peer, const void *frame, size_t frame_bytes, block *payload,

@@ -424,16 +424,18 @@ void loop_admit(struct loop *loop, bool admitted)
     pulse_release(&loop->pulse);
 }
 
-bool loop_load(const struct loop *loop, uint64_t key, struct load *load)
+bool loop_load(struct loop *loop, uint64_t key, struct load *load)
 {
     const struct peer *peer = map_get(&loop->peers, key);
     if (peer == NULL || peer->ended)
         return false;
     const struct connection *connection = &peer->connection;
+    pulse_hold(&loop->pulse); /* a beat changes both ends of a difference */
     load->read = connection->bytes_read;
     load->unread = connection_partial(connection);
     load->unsent = connection->bytes_queued - connection->sent;
     load->waits = connection->readable;
+    pulse_release(&loop->pulse);
     return true;
 }
 

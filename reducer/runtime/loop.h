@@ -104,7 +104,7 @@ bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void 
                size_t nbytes);
 
 /* Returns false if that peer has no connection any more. */
-bool loop_load(const struct loop *loop, uint64_t peer, struct load *load);
+bool loop_load(struct loop *loop, uint64_t peer, struct load *load);
 /* Has a connection end, and nothing more read from it. False: it has gone. */
 bool loop_hang_up(struct loop *loop, uint64_t peer);
 
