@@ -20,7 +20,7 @@ LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 KERNELS = "reducer/kernels"
 # What speaks ZMTP, sans I/O, and over sockets.
 ZMTP = [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]
-ENGINE = [*ZMTP, "reducer/zmtp/connection.c", "reducer/zmtp/pulse.c"]
+ENGINE = [*ZMTP, *(f"reducer/zmtp/{name}.c" for name in ("connection", "pair", "pulse"))]
 # By its extension: what each is built from, besides its own .pyx.
 SOURCES = {
     "reducer.kernels._kernels": [

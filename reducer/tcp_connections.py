@@ -58,8 +58,8 @@ class Reception:
             process does not run.
         heard: when something had come from the peer, as far as is known, by that clock. A process
             that did not run could hear nobody, so what the kernel says of that time does not count.
-        silent_s: since then at that look, or while the rest of a message had not come.
-        whole: when nothing was known to be missing of a message.
+        silent_s: since then at that look, or since more of a message had come that is not whole.
+        whole: when that was, or nothing was known to be missing of one.
         unread: bytes that libzmq had read from the peer then, and nobody had taken.
         beyond: bytes read that were no messages, as heartbeats are.
         taken: bytes that had been taken by then.
@@ -90,9 +90,9 @@ class Reception:
         # that is not saved up for what it may leave unread later.
         heartbeats = HEARTBEATS_PER_S * (now - self.looked)
         self.beyond = min(passed.read - taken, self.beyond + heartbeats)
-        self.unread = int(passed.read - taken - self.beyond)
+        before, self.unread = self.unread, int(passed.read - taken - self.beyond)
         progress, self.taken = taken != self.taken, taken
-        if progress or self.unread < PARTIAL_BYTES:
+        if progress or self.unread < PARTIAL_BYTES or self.unread > before:
             self.whole = now
         self.heard = max(self.heard, now - passed.silent_s)
         self.silent_s = now - min(self.heard, self.whole)

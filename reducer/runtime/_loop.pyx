@@ -1,6 +1,7 @@
 """The compiled loop of a reducer's thread; see `loop.py`, its plain twin, and `loop.h`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
@@ -77,6 +78,8 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         zmtp_t zmtp
         message message
 
+    void pair_leave(pair *pair, unsigned side) noexcept
+
 
 cdef extern from "reducer/runtime/loop.h" nogil:
     enum loop_event:
@@ -148,6 +151,12 @@ def use_sodium(functions):
     curve_use(&_sodium)
 
 
+cdef void leave(object met) noexcept:
+    """Have the worker's end of a pair go that nobody has joined."""
+    if PyCapsule_IsValid(met, b"pair"):
+        pair_leave(<pair *>PyCapsule_GetPointer(met, b"pair"), 1)
+
+
 cdef class Sockets:
     """The connections of one thread, and what is read from them and sent; one thread uses it.
 
@@ -190,18 +199,26 @@ cdef class Sockets:
             loop_end(&self.its, linger_ms)
 
     def meet(self):
-        """Make a peer of a worker of this process; return where the other end of their pair is.
+        """Make a peer of a worker of this process.
 
         Any thread may call this before `end`.
+
+        Returns:
+            The other end of their pair, a capsule; it leaves the pair unless it was joined.
 
         Raises:
             OSError: no files are left, or no memory.
         """
-        # With the GIL, which the thread of these has whenever it is not in its loop.
-        cdef pair *made = loop_meet(&self.its)
+        cdef pair *made
+        with nogil:  # the thread of these may have to end its turn first
+            made = loop_meet(&self.its)
         if made == NULL:
             raise OSError(errno, "no pair can be made")
-        return <uintptr_t>made
+        try:
+            return PyCapsule_New(made, b"pair", leave)
+        except MemoryError:
+            pair_leave(made, 1)
+            raise
 
     def send(self, bytes peer, bytes header, payload):
         """Send a message; False if that peer has no connection any more."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from reducer.wire.header import Buffer
 
 BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+NAMELESS = ("?", "?")  # one that has ended, or whose addresses take a file that is not left
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +80,7 @@ class CompiledTransport(Transport):
     def __init__(
         self,
         endpoint: str,
-        context: dict[str, Callable[[], int]] | None = None,
+        context: dict[str, Callable[[], object]] | None = None,
         keyring: Keyring | None = None,
         *,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
@@ -113,7 +114,7 @@ class CompiledTransport(Transport):
         if context is not None:
             context[self.inproc] = self.meet
 
-    def meet(self) -> int:
+    def meet(self) -> object:
         """Make a pair with a worker of this process; any thread may call this.
 
         Returns:
@@ -134,13 +135,17 @@ class CompiledTransport(Transport):
         number = int.from_bytes(peer, "little")
         return number if number in self._open else 0
 
+    def hang_up(self, peer: bytes) -> None:
+        self.sockets.hang_up(int.from_bytes(peer, "little"))
+
     def changes(self, now: float) -> list[tuple[int, Line | None]]:
         changes: list[tuple[int, Line | None]] = []
         for came, descriptor, number in self.sockets.changes():
             if not came:
                 self._open.discard(number)
                 changes.append((number, None))
-            elif (name := tcp_connections.name(descriptor)) is not None:
+            else:
+                name = tcp_connections.name(descriptor) or NAMELESS
                 self._open.add(number)
                 changes.append((number, _Line(name, self.sockets, number, Silence(now))))
         return changes

@@ -45,7 +45,7 @@ class Connection:
         line: to look at it, and to end it.
         since: when it was accepted, or ceased to be a member's.
         born: when it was accepted.
-        base: bytes that had come over it by `since`, and those that were under way.
+        base: bytes that had come over it when that was, and those that were under way.
         window: bytes that a member may have under way; 0 of a stranger's.
         ended: it was told to go, and has yet to.
         held: bytes that it made the reducer hold at the last look, besides slots.
@@ -152,7 +152,7 @@ class Guard:
             job: whose members are looked at.
             members: takes up those of them that have connections, by these.
             every: in how many looks each member has its turn.
-            now: as of `look`.
+            now: the clock that `look` was given.
 
         Returns:
             What is to be said, and the most that any member makes this reducer hold.
@@ -254,7 +254,9 @@ class Guard:
         for peer in due:
             del self._farewells[peer]
             connection = self._connections.get(self._transport.connection(peer))
-            if connection is not None and not connection.ended:
+            if connection is None:
+                self._transport.hang_up(peer)
+            elif not connection.ended:
                 self._end(connection, "it broke the protocol")
 
     def _end(self, connection: Connection, why: str) -> None:

@@ -426,36 +426,40 @@ void loop_admit(struct loop *loop, bool admitted)
 
 bool loop_load(struct loop *loop, uint64_t key, struct load *load)
 {
-    const struct peer *peer = map_get(&loop->peers, key);
-    if (peer == NULL || peer->ended)
-        return false;
-    const struct connection *connection = &peer->connection;
     pulse_hold(&loop->pulse); /* a beat changes both ends of a difference */
-    load->read = connection->bytes_read;
-    load->unread = connection_partial(connection);
-    load->unsent = connection->bytes_queued - connection->sent;
-    load->waits = connection->readable;
+    const struct peer *peer = map_get(&loop->peers, key);
+    bool here = peer != NULL && !peer->ended;
+    if (here) {
+        const struct connection *connection = &peer->connection;
+        load->read = connection->bytes_read;
+        load->unread = connection_partial(connection);
+        load->unsent = connection->bytes_queued - connection->sent;
+        load->waits = connection_awaits(connection);
+    }
     pulse_release(&loop->pulse);
-    return true;
+    return here;
 }
 
 bool loop_hang_up(struct loop *loop, uint64_t key)
 {
-    struct peer *peer = map_get(&loop->peers, key);
-    if (peer == NULL || peer->ended)
-        return false;
     pulse_hold(&loop->pulse);
-    peer->connection.refused = true;
-    enqueue(loop, peer);
+    struct peer *peer = map_get(&loop->peers, key);
+    bool here = peer != NULL && !peer->ended;
+    if (here) {
+        peer->connection.refused = true;
+        enqueue(loop, peer);
+    }
     pulse_release(&loop->pulse);
-    return true;
+    return here;
 }
 
 void loop_trust(struct loop *loop, uint64_t key)
 {
+    pulse_hold(&loop->pulse);
     struct peer *peer = map_get(&loop->peers, key);
     if (peer != NULL)
         peer->connection.most_bytes = loop->max_frame_bytes;
+    pulse_release(&loop->pulse);
 }
 
 /* Takes the message at hand, if it is a healthy contribution. */

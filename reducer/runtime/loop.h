@@ -80,8 +80,7 @@ struct loop {
 /* Begins to accept connections. False, with errno: out of files or threads. */
 bool loop_listen(struct loop *loop, int listener, uint64_t every_ns);
 /* Makes a peer of a worker of this process, without a socket. Returns the pair whose other end is the
- * worker's; NULL, with errno. Any thread may call this, but not at the same time as any other function
- * than loop_run. */
+ * worker's; NULL, with errno. Any thread may call this, but not at the same time as loop_end. */
 struct pair *loop_meet(struct loop *loop);
 /* Gives what has yet to be sent so much time, then ends all connections. May be called again. */
 void loop_end(struct loop *loop, long linger_ms);

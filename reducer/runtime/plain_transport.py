@@ -133,7 +133,7 @@ class PlainLine(tcp_connections.Reception, Line):
             passed: between libzmq and the kernel.
             taken: by the reducer, bytes on the wire.
             given: by the reducer, likewise.
-            now: as of `load`.
+            now: seconds of a clock that stands still while this thread does not run.
         """
         progress = self.listen(passed, taken, now)
         self.least = min(self.least, given - passed.written)
@@ -273,9 +273,12 @@ class PlainTransport(Transport):
         its.taken += wire_bytes(sizes, self.frame_extra)
 
     def connection(self, peer: bytes) -> int:
-        """Return the connection of a peer, as of `changes`; 0 if it has none, or is in here."""
+        """Return the number that `changes` gives a peer's connection; 0 if there is none."""
         its = self._peers.get(peer)
         return 0 if its is None else its.connection
+
+    def hang_up(self, peer: bytes) -> None:
+        """Do nothing: libzmq ends a connection within the process at the worker's end alone."""
 
     def changes(self, now: float) -> list[tuple[int, Line | None]]:
         """Say which connections came or went, as libzmq's monitor has told."""

@@ -93,14 +93,21 @@ class Transport(ABC):
 
     @abstractmethod
     def connection(self, peer: bytes) -> int:
-        """Return the connection of a peer, as of `changes`; 0 if it has none, or is in here."""
+        """Return the number that `changes` gives a peer's connection.
+
+        0 if the peer has none, or is in this process: of such connections `changes` says nothing.
+        """
+
+    @abstractmethod
+    def hang_up(self, peer: bytes) -> None:
+        """End the connection of a peer of this process; libzmq's end when the worker ends them."""
 
     @abstractmethod
     def changes(self, now: float) -> list[tuple[int, Line | None]]:
         """Say which connections came or went since the last call.
 
         Args:
-            now: as of `Line.load`.
+            now: seconds of a clock that stands still while this thread does not run.
 
         Returns:
             The number of each, which no other one gets; and its line, None if it went.

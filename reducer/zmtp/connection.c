@@ -2,9 +2,7 @@
 
 #include <errno.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 enum {
@@ -12,6 +10,7 @@ enum {
     LARGE = CONNECTION_IN_BYTES, /* after such a payload only the next header is read ahead */
     SEALED_BYTES = 33,           /* that CURVE adds to a frame */
     PENDING_REPLIES = 16,        /* a peer that asks on without reading is answered no more */
+    FRAMES = 16,                 /* of a message; what is behind the second is dropped */
     READS = 16,                  /* without an event: a flood of PINGs has none, nor has an end */
     UNREAD = 256,                /* reads at the end, so that no peer goes on for ever */
     COPIED = 64 << 10            /* bytes from the other end of a pair, while that cannot queue more */
@@ -50,54 +49,6 @@ bool connection_init(struct connection *connection, int fd, bool server,
     return false;
 }
 
-/* -- pairs ----------------------------------------------------------------------------------- */
-
-struct pair *pair_make(void)
-{
-    struct pair *pair = calloc(1, sizeof *pair);
-    if (pair == NULL)
-        return NULL;
-    for (unsigned side = 0; side < 2; side++) {
-        pair->fd[side] = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        pair->sleeps[side] = true;
-    }
-    if (pair->fd[0] >= 0 && pair->fd[1] >= 0 && pthread_mutex_init(&pair->lock, NULL) == 0)
-        return pair;
-    int error = errno;
-    for (unsigned side = 0; side < 2; side++)
-        if (pair->fd[side] >= 0)
-            close(pair->fd[side]);
-    free(pair);
-    errno = error;
-    return NULL;
-}
-
-void connection_join(struct connection *connection, struct pair *pair, unsigned side)
-{
-    pthread_mutex_lock(&pair->lock);
-    connection->pair = pair;
-    connection->side = side;
-    connection->connected = connection->writable = true;
-    pair->end[side] = connection;
-    pthread_mutex_unlock(&pair->lock);
-}
-
-void pair_leave(struct pair *pair, unsigned side)
-{
-    pthread_mutex_lock(&pair->lock);
-    pair->end[side] = NULL;
-    pair->gone[side] = true;
-    close(pair->fd[side]);
-    bool last = pair->gone[!side];
-    if (!last)
-        eventfd_write(pair->fd[!side], 1);
-    pthread_mutex_unlock(&pair->lock);
-    if (last) {
-        pthread_mutex_destroy(&pair->lock);
-        free(pair);
-    }
-}
-
 static struct outgoing *first(struct connection *connection)
 {
     return &connection->queue[connection->first & connection->mask];
@@ -127,6 +78,14 @@ void connection_next(struct connection *connection)
     connection->message.frames = 0;
     connection->message.placed_bytes = 0;
     connection->message.foreign = false;
+}
+
+void connection_join(struct connection *connection, struct pair *pair, unsigned side)
+{
+    connection->pair = pair;
+    connection->side = side;
+    connection->connected = connection->writable = true;
+    pair_join(pair, side, connection);
 }
 
 void connection_free(struct connection *connection)
@@ -307,6 +266,34 @@ static void count_sent(struct connection *connection, size_t nbytes)
     connection->sent += nbytes;
 }
 
+static void advance(struct iovec **places, int *count, size_t nbytes)
+{
+    (*places)->iov_base = (unsigned char *)(*places)->iov_base + nbytes;
+    (*places)->iov_len -= nbytes;
+    if ((*places)->iov_len == 0) {
+        (*places)++;
+        (*count)--;
+    }
+}
+
+size_t connection_take(struct connection *connection, struct iovec **places, int *count)
+{
+    struct iovec queued[2 * GATHERED], *next = queued;
+    int left = gather_all(connection, queued);
+    size_t copied = 0;
+    while (left > 0 && *count > 0 && copied < COPIED) {
+        size_t nbytes = next->iov_len < (*places)->iov_len ? next->iov_len : (*places)->iov_len;
+        if (nbytes > COPIED - copied)
+            nbytes = COPIED - copied;
+        memcpy((*places)->iov_base, next->iov_base, nbytes);
+        advance(&next, &left, nbytes);
+        advance(places, count, nbytes);
+        copied += nbytes;
+    }
+    count_sent(connection, copied);
+    return copied;
+}
+
 /* Gives the kernel what it takes of the first messages. Returns whether it may take more; sets errno
  * to 0 unless it refused. */
 static bool push(struct connection *connection)
@@ -333,18 +320,6 @@ static bool push(struct connection *connection)
     return connection->writable;
 }
 
-/* Has the other end of a pair read what is queued, if this is one. */
-static void wake_other(struct connection *connection)
-{
-    struct pair *pair = connection->pair;
-    unsigned other = !connection->side;
-    if (pair == NULL || pair->gone[other] || !pair->sleeps[other] ||
-        connection->sent == connection->bytes_queued)
-        return;
-    pair->sleeps[other] = false;
-    eventfd_write(pair->fd[other], 1);
-}
-
 void connection_flush(struct connection *connection)
 {
     if (connection->broken || !connection->connected)
@@ -352,7 +327,8 @@ void connection_flush(struct connection *connection)
     hold(connection);
     drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
     bool replied = connection->zmtp.reply_bytes == 0 || send_reply(connection);
-    wake_other(connection);
+    if (connection->pair != NULL && connection->sent < connection->bytes_queued)
+        pair_wake_other(connection->pair, connection->side);
     release(connection);
     if (!replied)
         connection_break(connection, ENOMEM);
@@ -381,13 +357,24 @@ void connection_beat(struct connection *connection)
     }
 }
 
+static ssize_t read_some(struct connection *connection, struct iovec *places, int count)
+{
+    if (connection->pair != NULL)
+        return pair_read(connection->pair, connection->side, places, count);
+    return readv(connection->fd, places, count);
+}
+
 bool connection_drain(struct connection *connection)
 {
-    char unread[4096];
+    unsigned char unread[4096];
     connection_flush(connection);
-    for (int reads = 0; connection->pair == NULL && reads < UNREAD; reads++)
-        if (recv(connection->fd, unread, sizeof unread, MSG_DONTWAIT) <= 0)
+    for (int reads = 0; reads < UNREAD; reads++) {
+        struct iovec place = {unread, sizeof unread};
+        if (read_some(connection, &place, 1) <= 0)
             break;
+    }
+    if (connection->pair != NULL && pair_is_deserted(connection->pair, connection->side))
+        return false;
     return connection->zmtp.ready && !connection->broken && connection->count > 0;
 }
 
@@ -502,8 +489,11 @@ static bool finish_frame(struct connection *connection, bool *whole)
             block_drop(connection->pool, body);
         return event != ZMTP_FAILED;
     }
-    if (message->frames <= 2)
-        message->frames++; /* more is foreign, however many come */
+    if (++message->frames > FRAMES) {
+        if (body != NULL)
+            block_drop(connection->pool, body);
+        return fail(connection, ZMTP_MALFORMED);
+    }
     if (message->frames == 1) {
         message->foreign = zmtp->frame.nbytes != HEADER_BYTES;
         if (!message->foreign)
@@ -555,60 +545,6 @@ static enum connection_event consume(struct connection *connection)
     return CONNECTION_IDLE;
 }
 
-static void advance(struct iovec **places, int *count, size_t nbytes)
-{
-    (*places)->iov_base = (unsigned char *)(*places)->iov_base + nbytes;
-    (*places)->iov_len -= nbytes;
-    if ((*places)->iov_len == 0) {
-        (*places)++;
-        (*count)--;
-    }
-}
-
-/* Copies some of what a connection has queued, which has it sent. */
-static size_t copy_queued(struct connection *from, struct iovec **places, int *count)
-{
-    struct iovec queued[2 * GATHERED], *next = queued;
-    int left = gather_all(from, queued);
-    size_t copied = 0;
-    while (left > 0 && *count > 0 && copied < COPIED) {
-        size_t nbytes = next->iov_len < (*places)->iov_len ? next->iov_len : (*places)->iov_len;
-        if (nbytes > COPIED - copied)
-            nbytes = COPIED - copied;
-        memcpy((*places)->iov_base, next->iov_base, nbytes);
-        advance(&next, &left, nbytes);
-        advance(places, count, nbytes);
-        copied += nbytes;
-    }
-    count_sent(from, copied);
-    return copied;
-}
-
-/* readv for an end of a pair; it also fails as that does. What the other end has left unread when it
- * goes is lost. */
-static ssize_t read_other(struct connection *connection, struct iovec *places, int count)
-{
-    struct pair *pair = connection->pair;
-    ssize_t copied = 0;
-    while (count > 0) {
-        hold(connection);
-        struct connection *other = pair->end[!connection->side];
-        size_t part = other == NULL ? 0 : copy_queued(other, &places, &count);
-        bool gone = pair->gone[!connection->side];
-        if (part == 0)
-            pair->sleeps[connection->side] = true;
-        release(connection);
-        copied += (ssize_t)part;
-        if (part == 0 && copied == 0 && !gone) {
-            errno = EAGAIN;
-            return -1;
-        }
-        if (part == 0)
-            break;
-    }
-    return copied;
-}
-
 /* How much to read ahead: after a large payload no more than up to the next one, of which the first
  * bytes would have to be copied else. */
 static size_t ahead(const struct connection *connection)
@@ -657,9 +593,7 @@ enum connection_event connection_read(struct connection *connection)
         };
         int from = connection->left == 0;
         size_t asked = places[1].iov_len + (from == 0 ? places[0].iov_len : 0);
-        ssize_t got = connection->pair == NULL
-                          ? readv(connection->fd, places + from, 2 - from)
-                          : read_other(connection, places + from, 2 - from);
+        ssize_t got = read_some(connection, places + from, 2 - from);
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0 && errno == EAGAIN) {
@@ -679,6 +613,16 @@ enum connection_event connection_read(struct connection *connection)
         connection->left -= part;
         connection->end = (size_t)got - part;
     }
+}
+
+bool connection_awaits(const struct connection *connection)
+{
+    unsigned char next;
+    if (connection->broken)
+        return false;
+    return connection->readable ||
+           (connection->pair == NULL &&
+            recv(connection->fd, &next, sizeof next, MSG_PEEK | MSG_DONTWAIT) > 0);
 }
 
 size_t connection_partial(const struct connection *connection)

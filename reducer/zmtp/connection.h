@@ -4,16 +4,13 @@
  * such messages from the caller's memory. The socket does not block; who owns the connection polls
  * it, and says when it may be read or written.
  *
- * Within a process there is a pair in place of the sockets. The bytes are the same, but one end reads
- * them out of what the other has queued: they are copied once, and no system call is made unless the
- * other end sleeps.
+ * Within a process there is a pair in place of the sockets; the bytes are the same.
  */
 #ifndef REDUCER_CONNECTION_H
 #define REDUCER_CONNECTION_H
 
-#include <pthread.h>
-
 #include "block.h"
+#include "pair.h"
 #include "reducer/wire/header.h"
 #include "zmtp.h"
 
@@ -51,19 +48,10 @@ struct outgoing {
     uint64_t sequence;   /* the all-reduce whose buffer that is */
 };
 
-/* Two connections of one process that are each other's peers. */
-struct pair {
-    pthread_mutex_t lock;        /* of everything here, and of what both ends have queued */
-    int fd[2];                   /* an eventfd for each end, which its owner polls as it would a socket */
-    struct connection *end[2];   /* NULL: it has not come yet, or has gone */
-    bool gone[2];
-    bool sleeps[2];              /* it has read everything, and is to be woken when there is more */
-};
-
 struct connection {
     int fd;
     struct pair *pair;      /* NULL: fd is a socket */
-    unsigned side;          /* of the pair: 0 is the server's */
+    unsigned side;          /* of the pair */
     int error;              /* errno of a call that has failed, 0 if none has */
     bool connected;         /* TCP's handshake is done */
     bool readable;          /* there may be something to read: cleared when there is no more */
@@ -101,11 +89,6 @@ struct connection {
     unsigned char small[CONNECTION_SMALL_BYTES];
 };
 
-/* Makes a pair whose ends are yet to come. NULL, with errno: out of files or memory. */
-struct pair *pair_make(void);
-/* Has an end go, which perhaps has never come; the other one is told. The pair goes with the latter. */
-void pair_leave(struct pair *pair, unsigned side);
-
 /* Begins the handshake over a socket, which need not be connected yet, and does not block.
  * False: out of memory. The caller closes the socket after connection_free. */
 bool connection_init(struct connection *connection, int fd, bool server,
@@ -136,6 +119,10 @@ void connection_flush(struct connection *connection);
 /* Has it end, for the reason that errno would give, when all that came is read. */
 void connection_break(struct connection *connection, int error);
 
+/* Copies some of what is queued, which has it sent, to where the other end of a pair reads; both
+ * arguments move on. To be called with the pair's lock. */
+size_t connection_take(struct connection *connection, struct iovec **places, int *count);
+
 /* Sends what the kernel takes, at the end of everything, and drops what has come meanwhile: a socket
  * that is closed with something unread drops what it has to send. Whether something is left. */
 bool connection_drain(struct connection *connection);
@@ -144,6 +131,8 @@ bool connection_drain(struct connection *connection);
  * False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 
+/* Whether there may be more to read, which has not been. */
+bool connection_awaits(const struct connection *connection);
 /* Bytes that have come of a message that is not whole, but for those of frames' headers. */
 size_t connection_partial(const struct connection *connection);
 /* Bytes of the next message, if its payload has `nbytes`, that have not come, but for those of

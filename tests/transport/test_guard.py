@@ -11,6 +11,7 @@ import pytest
 
 from bench.intruder import Worker
 from bench.zmtp import LONG, MORE, dial, frame
+from reducer import tcp_connections
 from reducer.engine.limits import Patience
 from reducer.runtime import guard as guards
 from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
@@ -32,6 +33,17 @@ def test_who_joins_no_job_in_time_is_shown_out(post: Post, *, greets: bool) -> N
     post.now = PATIENCE.hello_s + 0.1
     post.until(lambda: ended(peer))
     assert (post.closed, post.guard.connections) == (1, 0)
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+def test_a_stranger_without_a_name_is_shown_out(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find a connection's addresses takes a file, and there may be none left."""
+    monkeypatch.setattr(tcp_connections, "name", lambda _: None)
+    peer = post.stranger()
+    post.now = PATIENCE.hello_s + 0.1
+    post.until(lambda: ended(peer))
 
 
 @pytest.mark.parametrize("impl", ["compiled"])

@@ -17,6 +17,7 @@ from reducer.runtime.guard import STUCK_LOOKS
 from reducer.runtime.plain_transport import PlainLine
 from reducer.tcp_connections import Traffic
 from tests.transport.guarded import MIB, WAIT_S, M, Post, answer, ended, rounds
+from tests.waits import eventually
 
 
 def test_who_sends_beyond_its_window_is_dropped(post: Post) -> None:
@@ -283,6 +284,38 @@ def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post: Post, *, begins
         rounds(post, 2)
         post.now += 0.1
     assert silent(post) == ["job"] * begins
+
+
+def test_a_message_may_come_slowly(post: Post) -> None:
+    worker = post.member("job", patience_ms=500, window=MIB)
+    whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
+    for at in range(0, 20 * 4096, 4096):
+        worker.line.connection.sendall(whole[at : at + 4096])
+        rounds(post, 2)
+        post.now += 0.1
+    assert silent(post) == []
+
+
+@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
+def test_what_waits_to_be_read_was_heard(post: Post) -> None:
+    """The loop may not have polled since, if this process was stopped meanwhile."""
+    worker = post.member("job")
+    ((_, connection),) = post.guard._connections.items()
+    rounds(post)
+    worker.say(worker.common.pack())
+    eventually(lambda: connection.line.load(None, 10.0).silent_s == 0.0, 5.0)
+    rounds(post)
+    assert connection.line.load(None, 30.0).silent_s > 0
+
+
+@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
+def test_frames_without_an_end_end_a_connection(post: Post) -> None:
+    worker = post.member("job")
+    worker.line.connection.sendall(frame(b"", MORE) * 10)
+    rounds(post)
+    assert not ended(worker.line.connection)
+    worker.line.connection.sendall(frame(b"", MORE) * 10)
+    post.until(lambda: ended(worker.line.connection))
 
 
 def test_a_reducer_that_did_not_run_has_missed_nobody(post: Post) -> None:

@@ -13,8 +13,11 @@ import pytest
 
 from reducer import config, kernels, server
 from reducer.engine.engine import Engine
+from reducer.engine.limits import Patience
+from reducer.runtime import compiled_transport
 from reducer.runtime import implementation as reducers
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.runtime.guard import FAREWELL_S, Guard
+from reducer.wire.constants import HEADER_BYTES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually
@@ -23,8 +26,9 @@ from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import compiled_transport as worker_transport
 from worker_client.runtime import implementation as workers
-from worker_client.runtime.transport import Connected, Disconnected
+from worker_client.runtime.transport import Connected, Disconnected, Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,14 +60,14 @@ class Listener(Engine):
 class Ends:
     """Both ends of a pair; each moves on when it is told to."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, engine: type[Engine] = Listener) -> None:
         table = kernels.select(None)
         chosen = reducers.select("compiled", table)
-        context: dict[str, Callable[[], int]] = {}
+        context: dict[str, Callable[[], object]] = {}
         make: Any = chosen.transport
         self.reducer = make("tcp://127.0.0.1:0", context)
         stack.callback(self.reducer.close)
-        self.engine = Listener(
+        self.engine: Any = engine(
             table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1"
         )
         self._loop = chosen.loop(self.engine, self.reducer)
@@ -179,10 +183,67 @@ def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends: Ends) -
     assert looks < 30, "it knocks again and again"
 
 
-def test_nothing_is_left_open(ends: Ends) -> None:
-    def held() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
+def test_who_was_dropped_is_hung_up_on() -> None:
+    with ExitStack() as stack:
+        ends = Ends(stack, Engine)
+        guard = Guard(ends.engine, ends.reducer, Patience(10, 1.0))
+        ends.worker.send(0, bytes(HEADER_BYTES), None)
+        ends.until(lambda: ends.engine.counters.dropped > 0)
+        guard.look(0.0)
+        ends.until(lambda: any(isinstance(event, Message) for event in ends.news))
+        ends.news.clear()
+        guard.look(FAREWELL_S + 0.1)
+        ends.until(lambda: any(isinstance(event, Disconnected) for event in ends.news))
 
+
+def test_two_that_end_together_do_not_wait_for_each_other(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
+    ends.until(lambda: bool(ends.engine.heard))
+    for transport in (compiled_transport, worker_transport):
+        monkeypatch.setattr(transport, "LINGER_MS", 20_000)
+    ends.worker.send(0, Header(MessageType.ABORT).pack(), bytes(MIB))
+    ends.reducer.send(ends.engine.heard[0][0], Header(MessageType.ERROR).pack(), bytes(MIB))
+    begun = time.monotonic()
+    ending = threading.Thread(target=ends.worker.close)
+    ending.start()
+    ends.reducer.close()
+    ending.join()
+    assert time.monotonic() - begun < 10.0
+
+
+def test_nobody_waits_for_who_has_gone(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_transport, "LINGER_MS", 20_000)
+    ends.reducer.close()
+    ends.worker.send(0, Header(MessageType.ABORT).pack(), bytes(MIB))
+    begun = time.monotonic()
+    ends.worker.close()
+    assert time.monotonic() - begun < 10.0
+
+
+def held() -> int:
+    """How many files this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_an_end_that_nobody_joins_is_not_left_open(ends: Ends) -> None:
+    before = held()
+    for _ in range(20):
+        ends.reducer.meet()
+    eventually(lambda: ends.hear() or len(ends.engine.lost) == 20, 5.0)
+    assert held() == before
+
+
+def test_an_end_is_joined_once(ends: Ends) -> None:
+    met = ends.reducer.meet()
+    loop: Any = ends.worker
+    loop._loop.join(0, met)
+    with pytest.raises(ValueError, match="PyCapsule"):
+        loop._loop.join(0, met)
+
+
+def test_nothing_is_left_open(ends: Ends) -> None:
     before = held()
     for _ in range(20):
         ends.worker.reset(0)

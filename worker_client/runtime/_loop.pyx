@@ -1,7 +1,7 @@
 """The loop over a worker's connections, over the structs of `loop.h`."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
@@ -193,17 +193,20 @@ cdef class Loop:
                          NULL if keys is None else &curve):
             raise OSError(errno, "the connection cannot be set up")
 
-    def join(self, link, uintptr_t met):
+    def join(self, link, met):
         """Begin to speak with a reducer of this process.
 
         Args:
             link: whose connection it is.
-            met: what the `meet` of that reducer's `Sockets` has returned, which is used up.
+            met: what the `meet` of that reducer's `Sockets` has returned, which may be used once.
 
         Raises:
             OSError: it cannot be polled, or there is no memory.
         """
-        if not loop_join(&self.its, self._flight.check(link), <pair *>met):
+        cdef uint32_t number = self._flight.check(link)
+        cdef pair *its = <pair *>PyCapsule_GetPointer(met, b"pair")
+        PyCapsule_SetName(met, b"joined")
+        if not loop_join(&self.its, number, its):
             raise OSError(errno, "the connection cannot be set up")
 
     def close(self, link):

@@ -109,7 +109,7 @@ class CompiledTransport(Transport):
         self,
         flight: _flight.CompiledFlight,
         io_threads: int,
-        context: Mapping[str, Callable[[], int]] | None = None,
+        context: Mapping[str, Callable[[], object]] | None = None,
         keys: Keys | None = None,
         heartbeats: Heartbeats = HEARTBEATS,
     ) -> None:
