@@ -287,8 +287,15 @@ class Job:
             self._tally.slowest_join_s = max(self._tally.slowest_join_s, said["seconds"])
         elif what == "leaving":
             member.state = "leaving"
+            self.calm = False  # others may not be told of that step yet, or have passed it
         else:
             member.state, member.why = "over", said["why"]
+
+    def _hear_others(self, member: Member) -> None:
+        """Hear what the others have said already."""
+        for other in self.members:
+            while other is not member and other.alive and other.connection.poll():
+                self.hear(other)
 
     def find(self, member: Member | None, kind: str, detail: str) -> None:
         """Take note of something that must not be."""
@@ -321,6 +328,8 @@ class Job:
         costly = COSTLY_TROUBLES + ("late",) * (self.part.nodes is not None)
         self.calm &= not any(counts[f"trouble {kind}"] for kind in costly)
         if self.settled and self.calm and counts["untroubled error"]:
+            self._hear_others(member)  # who leaves says so before it does
+        if self.settled and self.calm and counts["untroubled error"]:
             self.find(member, "needless error", "; ".join(said["errors"]))
             self.calm = False  # one says it
         member.right += counts["right"]
@@ -348,7 +357,8 @@ def pump(jobs: Iterable[Job], seconds: float, others: Iterable[tuple[Job, Member
         ready = connection.wait(list(whose), left)
         for one in ready:
             job, member = whose[one]  # type: ignore[index]
-            job.hear(member)
+            if member.alive and member.connection.poll():  # else another one's turn has heard it
+                job.hear(member)
             if not member.alive:
                 del whose[one]  # type: ignore[arg-type]
         if not ready or time.monotonic() >= end:
