@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,6 +24,8 @@ from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -168,6 +171,29 @@ def test_a_result_replaces_its_chunk(flight: Flight) -> None:
     assert answer(flight, sends[1]) == [0]
     assert bytes(mine.view) == bytes(255 - byte for byte in range(192))
     assert answer(flight, sends[1]) is None  # it is over
+
+
+@pytest.mark.parametrize("begins", [0, 1, 8])
+def test_results_of_a_long_buffer(impl: str, begins: int) -> None:
+    """They go past the caches, where the buffer is aligned."""
+    nbytes = 16 * MIB + 21
+    memory = bytearray(nbytes + 64)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = -address % 16 + begins
+    view = memoryview(memory)[begin : begin + nbytes]
+    mine = Operation(view, DType.UINT8, ReduceOp.SUM, None, 10.0)
+    flight = opened(impl, window=64 * MIB)
+    submit(flight, mine, [LinkShard(0, 0, 9 * MIB), LinkShard(1, 9 * MIB, nbytes)], 4 * MIB, 0)
+    for place, send in enumerate(sends := flight.refill(1.0)):
+        said = bytes([1 + place]) * header_of(send).nbytes
+        assert answer(flight, send, payload=said) == [0] * (place + 1 == len(sends))
+    expected = bytearray(nbytes)
+    for place, send in enumerate(sends):
+        offset, size = header_of(send).offset, header_of(send).nbytes
+        expected[offset : offset + size] = bytes([1 + place]) * size
+    assert mine.view == expected
+    assert not any(memory[:begin])
+    assert not any(memory[begin + nbytes :])
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ void chunk_list_put(struct chunk_list *list, struct chunk *chunk)
     else
         after->before = chunk;
     list->latest = chunk;
+    list->count++;
 }
 
 void chunk_list_take_out(struct chunk_list *list, struct chunk *chunk)
@@ -122,4 +123,5 @@ void chunk_list_take_out(struct chunk_list *list, struct chunk *chunk)
         chunk->after->before = chunk->before;
     if (list->latest == chunk)
         list->latest = NULL;
+    list->count--;
 }

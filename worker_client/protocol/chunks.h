@@ -52,6 +52,7 @@ struct operation {
 struct chunk_list {
     struct chunk *first, *last;
     struct chunk *latest; /* that was put in, if it is still here: the next one is likely after it */
+    size_t count;
 };
 
 #define FOR_EACH_CHUNK(chunk, operation)                                                           \

@@ -15,8 +15,8 @@ enum {
     MESSAGES_PER_TURN = 64, /* so that no link starves the others */
     LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a pair */
     LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
-    LOW_WATER_BYTES = 128 << 10,   /* at most: more would leave the caches before it is read */
-    PATIENT_NS = 5 * 1000 * 1000,  /* so long a small message may wait for the rest of a large one */
+    LOW_WATER_BYTES = 256 << 10,   /* at most: more would leave the caches before it is read */
+    PATIENT_NS = 50 * 1000 * 1000, /* so long a small message may wait for large ones */
     LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
     PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
@@ -357,15 +357,26 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
     return true;
 }
 
-/* Has the poll tell of a link when its next result has come as a whole: fewer wake-ups. */
-static void await_result(struct loop *loop, uint32_t link)
+/* How many results are worth waiting for, of two or more in flight: half of them, so that the others
+ * keep the link busy until the next contributions are sent; and few while not many are to be sent, as
+ * a short buffer, and the end of a long one, take as long as each chunk does. */
+static size_t together(const struct loop *loop, uint32_t link)
+{
+    const struct flight_link *its = &loop->flight->links[link];
+    size_t most = its->sent.count / 2, few = 1 + its->queue.count / 8;
+    return most < few ? most : few;
+}
+
+/* Has the poll tell of a link when several results have come as a whole: fewer wake-ups. */
+static void await_results(struct loop *loop, uint32_t link)
 {
     struct loop_link *its = &loop->link[link];
     bool any = its->late || its->connection->hung_up || !its->connection->zmtp.ready;
     uint32_t least = any ? 0 : flight_least(loop->flight, link);
     size_t bytes = 0;
     if (least >= LARGE_BYTES)
-        bytes = connection_wants(its->connection, least);
+        bytes = connection_wants(its->connection, least) +
+                (together(loop, link) - 1) * (CONNECTION_HEAD_BYTES + (size_t)least);
     set_low_water(loop, link, (int)(bytes < LOW_WATER_BYTES ? bytes : LOW_WATER_BYTES));
     its->awaited_ns = loop->polled_ns;
     if (bytes > 0 && loop->patient_ns == 0)
@@ -423,7 +434,7 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
     }
     flush(loop, link);
     if (!connection->readable && loop->link[link].connection == connection)
-        await_result(loop, link);
+        await_results(loop, link);
     return LOOP_QUIET;
 }
 
