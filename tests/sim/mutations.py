@@ -11,6 +11,7 @@ from reducer.engine.slots import Round
 from worker_client.protocol.aborts import Aborts
 from worker_client.protocol.calls import Calls
 from worker_client.protocol.failover import Failover
+from worker_client.protocol.losses import Losses
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.protocol.shard_map import ShardMap, Stage
 
@@ -108,6 +109,12 @@ def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
     return reason if min(first for first, _ in self._spoke.values()) < at else None
 
 
+@property
+def _my_own_last_stage(self: Losses) -> Stage:
+    """Take what ends everything for a rank that has yet to begin this epoch for one stage more."""
+    return self._map.final
+
+
 def _decline_nothing(question: Header, call: Header) -> None:
     """Let a question wait for ranks that have gone on without it."""
     del question, call
@@ -149,6 +156,7 @@ MUTATIONS = {
 # What only one world in thousands notices.
 RARE = {
     "comebacks-refused": Mutation(Round, "left_since", _refuse_whoever_left, seed=3048),
+    "latecomers-ended": Mutation(Losses, "_last", _my_own_last_stage, seed=7338),
 }
 
 

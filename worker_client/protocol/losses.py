@@ -71,6 +71,7 @@ class Losses:
         self._why: ReductionError | None = None  # all are lost that were in use,
         self._since: float | None = None  # since when no reducer has been there,
         self._named: int | None = None  # and the one that the log names in their place
+        self._begun = NEVER  # the question with whose answer this epoch began
 
     def disconnected(self, link: Link, reason: str) -> list[Action]:
         """Go on without a reducer whose connection has ended."""
@@ -141,7 +142,7 @@ class Losses:
         if adopts and not set(there).intersection(self._map.used()):
             # One that is there was lost, but not for good: go on to the stage after that.
             lost = min((self._map.lost_for(r) for r in there), default=final)
-            for reducer in self._map.used() if lost < final else ():
+            for reducer in self._map.used() if lost < self._last else ():
                 actions += self.missed(reducer, lost)
         stage, used = self._map.stage(), self._map.used()
         able = [reducer for reducer in used if reducer in there]
@@ -162,6 +163,13 @@ class Losses:
                 actions += self.missed(reducer, final)
         return actions
 
+    @property
+    def _last(self) -> Stage:
+        """The last stage of any rank: others may have yet to begin this epoch."""
+        final = self._map.final
+        begun = self._flight.reached > self._begun
+        return final if begun else final._replace(epoch=final.epoch - 1)
+
     def _carries(self, reducer: int) -> bool:
         """Whether anything is in progress at a reducer."""
         links = (link for link in self._links if link.reducer == reducer)
@@ -178,8 +186,14 @@ class Losses:
             if link.member and link.reducer != adopted and self._flight.needs(link.index)
         ]
 
-    def agreed(self, missed: Iterable[int]) -> list[Action]:
-        """Take note of an agreement, and of reducers in it that this rank cannot use."""
+    def agreed(self, missed: Iterable[int], sequence: int) -> list[Action]:
+        """Take note of an agreement, and of reducers in it that this rank cannot use.
+
+        Args:
+            missed: those.
+            sequence: of the question that was answered.
+        """
+        self._begun = sequence
         stage = Stage(self._map.epoch)
         actions = [action for one in missed for action in self.missed(one, stage)]
         # All of them may have been lost before the answer was here.

@@ -262,7 +262,7 @@ class Session:
             self._roll_call.agreed()
             self._agreement.wanted = False  # as far as is known; it is looked at again soon
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
-            actions += self.losses.agreed(missed)
+            actions += self.losses.agreed(missed, sequence)
         elif _declined(error):
             log.debug("a rank did not ask with the others which reducers to use")
         elif not self.failover.renewed_after(sequence):  # others may have got the answer
