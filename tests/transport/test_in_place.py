@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -11,11 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from bench.zmtp import COMMAND, GREETING, LONG, MORE, frame
 from reducer.errors import ReductionTimeout
 from reducer.wire.constants import HEADER_BYTES
-from reducer.wire.header import Header
-from reducer.wire.messages import Welcome, encode
+from tests.transport.by_hand import Reducer, result
 from tests.transport.scripted import CHUNK, MIB, M, ramp
 from tests.waits import eventually
 from worker_client.client.client import Client
@@ -25,64 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
-READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0", COMMAND)
 HOSTED = {0: 1}  # rank 1 hosts the only reducer
-
-
-class Reducer:
-    """A reducer that can stop in the middle of a message."""
-
-    def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.peer: socket.socket | None = None
-
-    def close(self) -> None:
-        if self.peer is not None:
-            self.peer.close()
-        self.listener.close()
-
-    def _read(self, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            part = self.peer.recv(nbytes - len(data))
-            assert part, "the worker has hung up"
-            data += part
-        return data
-
-    def _frame(self) -> tuple[int, bytes]:
-        flags, size = self._read(2)
-        if flags & LONG:
-            (size,) = struct.unpack(">Q", bytes([size]) + self._read(7))
-        return flags, self._read(size)
-
-    def hear(self, kind: M) -> tuple[Header, np.ndarray]:
-        """Return the next message of a kind; others, and ZMTP's heartbeats, are not answered."""
-        while True:
-            flags, body = self._frame()
-            if flags & COMMAND:
-                continue
-            payload = self._frame()[1] if flags & MORE else b""
-            header = Header.unpack(body)
-            if header.type is kind:
-                return header, np.frombuffer(payload, np.uint8)
-
-    def welcome(self) -> None:
-        self.peer, _ = self.listener.accept()
-        self.peer.settimeout(5)
-        self.peer.sendall(GREETING)
-        self._read(len(GREETING))
-        self.peer.sendall(READY)
-        hello, _ = self.hear(M.HELLO)
-        self.peer.sendall(message(Header(M.WELCOME, window=hello.window), encode(Welcome("1"))))
-
-
-def message(header: Header, payload: bytes) -> bytes:
-    return frame(header.pack(), MORE) + frame(payload)
-
-
-def result(contribution: Header, payload: bytes) -> bytes:
-    header = contribution._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
-    return message(header, payload)
 
 
 @pytest.fixture

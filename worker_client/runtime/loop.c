@@ -16,7 +16,8 @@ enum {
     LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a pair */
     LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
     LOW_WATER_BYTES = 256 << 10,   /* at most: more would leave the caches before it is read */
-    PATIENT_NS = 50 * 1000 * 1000, /* so long a small message may wait for large ones */
+    PATIENT_NS = 50 * 1000 * 1000, /* so long a short message may wait for results, which may be
+                                      settled elsewhere meanwhile */
     LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
     PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
@@ -359,12 +360,16 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
 
 /* How many results are worth waiting for, of two or more in flight: half of them, so that the others
  * keep the link busy until the next contributions are sent; and few while not many are to be sent, as
- * a short buffer, and the end of a long one, take as long as each chunk does. */
+ * a short buffer, and the end of a long one, take as long as each chunk does. One, if they are of
+ * several all-reduces: other ranks may not have begun the later ones. */
 static size_t together(const struct loop *loop, uint32_t link)
 {
     const struct flight_link *its = &loop->flight->links[link];
-    size_t most = its->sent.count / 2, few = 1 + its->queue.count / 8;
-    return most < few ? most : few;
+    size_t half = its->sent.count / 2, spared = 1 + its->queue.count / 8;
+    for (const struct chunk *sent = its->sent.first; sent != NULL; sent = sent->after)
+        if (sent->of->of != its->sent.first->of->of)
+            return 1;
+    return half < spared ? half : spared;
 }
 
 /* Has the poll tell of a link when several results have come as a whole: fewer wake-ups. */
@@ -376,7 +381,7 @@ static void await_results(struct loop *loop, uint32_t link)
     size_t bytes = 0;
     if (least >= LARGE_BYTES)
         bytes = connection_wants(its->connection, least) +
-                (together(loop, link) - 1) * (CONNECTION_HEAD_BYTES + (size_t)least);
+                (together(loop, link) - 1) * (HEADER_BYTES + (size_t)least);
     set_low_water(loop, link, (int)(bytes < LOW_WATER_BYTES ? bytes : LOW_WATER_BYTES));
     its->awaited_ns = loop->polled_ns;
     if (bytes > 0 && loop->patient_ns == 0)
@@ -391,11 +396,13 @@ static void lose_patience(struct loop *loop)
         struct loop_link *its = &loop->link[link];
         if (its->low_water == 0)
             continue;
-        loop->patient_ns = loop->polled_ns + PATIENT_NS;
-        if (loop->polled_ns - its->awaited_ns < PATIENT_NS)
-            continue;
-        set_low_water(loop, link, 0);
-        its->late = its->connection->readable = true;
+        uint64_t until = its->awaited_ns + PATIENT_NS;
+        if (loop->polled_ns >= until) {
+            set_low_water(loop, link, 0);
+            its->late = its->connection->readable = true;
+        } else if (loop->patient_ns == 0 || until < loop->patient_ns) {
+            loop->patient_ns = until;
+        }
     }
 }
 
@@ -450,8 +457,11 @@ static bool may_receive(const struct loop *loop, uint32_t link)
 static enum loop_event wait(struct loop *loop, int timeout_ms)
 {
     struct epoll_event events[EVENTS];
-    if (loop->patient_ns != 0 && timeout_ms > PATIENT_NS / 1000000)
-        timeout_ms = PATIENT_NS / 1000000;
+    if (loop->patient_ns != 0 && timeout_ms > 0) {
+        uint64_t now = now_ns();
+        long left_ms = now < loop->patient_ns ? (long)((loop->patient_ns - now + 999999) / 1000000) : 0;
+        timeout_ms = left_ms < timeout_ms ? (int)left_ms : timeout_ms;
+    }
     if (timeout_ms > 0)
         pulse_release(&loop->pulse);
     int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);

@@ -1,0 +1,124 @@
+"""The poll tells of results when several have come, but waits for none that may not come."""
+
+from __future__ import annotations
+
+import fcntl
+import select
+import socket
+import sys
+import termios
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reducer.wire.constants import HEADER_BYTES, DType, ReduceOp
+from tests.transport.by_hand import Reducer, result
+from tests.transport.scripted import CHUNK, M
+from tests.waits import eventually
+from tests.worker_client.flights import opened, submit
+from worker_client.protocol.flight import LinkShard
+from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reducer.wire.header import Header
+
+_loop = pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
+IN_FLIGHT = 6  # chunks, and results for half of them are awaited
+
+
+class Worker:
+    """A loop over one connection, and the other end of that."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._flight = opened("compiled", links=1, window=IN_FLIGHT * (CHUNK + 8 * HEADER_BYTES))
+        self._loop = _loop.Loop(self._flight, 3600.0)
+        self._loop.add()
+        self._socket = socket.create_connection(reducer.listener.getsockname())
+        self._socket.setblocking(False)
+        self._loop.open(0, self._socket.fileno(), None)
+        reducer.accept()
+        while not self._loop.connected(0):
+            self._loop.run(1000)
+            while self._loop.change() is not None:
+                continue
+        reducer.hear_greeting()
+
+    def close(self) -> None:
+        self._loop.end(0)
+        self._socket.close()
+
+    def submit(self, chunks: int) -> None:
+        data = bytearray(chunks * CHUNK)
+        mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 10.0)
+        submit(self._flight, mine, [LinkShard(0, 0, len(data))], CHUNK, 0)
+
+    def refill(self, sends: int) -> list[Header]:
+        """Send what the window has room for; return those contributions."""
+        self._loop.refill()
+        self._loop.run(0)
+        return [self._reducer.hear(M.CONTRIBUTION)[0] for _ in range(sends)]
+
+    def hear(self, *contributions: Header) -> bool:
+        """Whether the poll tells of the results of these, once they have all come."""
+        said = b"".join(result(one, bytes(CHUNK)) for one in contributions)
+        come = unread(self._socket) + len(said)
+        self._reducer.peer.sendall(said)
+        eventually(lambda: unread(self._socket) == come)
+        return readable(self._socket)
+
+    def take(self, contribution: Header) -> None:
+        """Read its result, and wait for others."""
+        while self._flight.expects(0, contribution.sequence, contribution.offset):
+            self._loop.run(1)
+            self._loop.news()
+
+
+def unread(connection: socket.socket) -> int:
+    """Return how many bytes the kernel has of it."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def readable(connection: socket.socket) -> bool:
+    """Whether the poll tells of it."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    reducer = Reducer()
+    made = Worker(reducer)
+    yield made
+    made.close()
+    reducer.close()
+
+
+def test_several_results_of_a_long_buffer_are_told_of_at_once(worker: Worker) -> None:
+    worker.submit(40)
+    first, *others = worker.refill(IN_FLIGHT)
+    assert worker.hear(first)
+    worker.take(first)
+    assert not worker.hear(others[0])
+    assert not worker.hear(others[1])
+    assert worker.hear(others[2])
+
+
+def test_the_last_results_of_a_call_wait_for_none_of_the_next(worker: Worker) -> None:
+    worker.submit(3)
+    worker.submit(40)
+    first, *others = worker.refill(IN_FLIGHT)
+    assert worker.hear(first)
+    worker.take(first)
+    assert worker.hear(others[0])
+
+
+def test_a_short_buffer_is_told_of_with_every_result(worker: Worker) -> None:
+    worker.submit(IN_FLIGHT)
+    first, *others = worker.refill(IN_FLIGHT)
+    assert worker.hear(first)
+    worker.take(first)
+    assert worker.hear(others[0])
