@@ -193,6 +193,7 @@ class Job:
         self._folder = folder
         self._made = 0
         self._masks: dict[tuple[int, int, int], dict[int, int]] = {}
+        self._unexplained: list[tuple[Member, list[str]]] = []
         self.members = [self._make(rank) for rank in range(part.plan.ranks)]
 
     # -- lives --------------------------------------------------------------------------------
@@ -203,6 +204,7 @@ class Job:
         self.generation += not same_generation
         self._tally.lives += 1
         self._masks = {}
+        self._unexplained = []
         self.settled, self.struck, self.calm = False, 0, True
         if self.part.leader:
             self.part = replace(self.part, leader=f"127.0.0.1:{free_port()}")
@@ -291,11 +293,18 @@ class Job:
         else:
             member.state, member.why = "over", said["why"]
 
-    def _hear_others(self, member: Member) -> None:
-        """Hear what the others have said already."""
-        for other in self.members:
-            while other is not member and other.alive and other.connection.poll():
-                self.hear(other)
+    def judge(self) -> None:
+        """Find out which errors nothing explains that any rank has said by now."""
+        if not self._unexplained:
+            return
+        for member in self.members:
+            while member.alive and member.connection.poll():
+                self.hear(member)
+        for member, errors in self._unexplained:
+            if self.calm:
+                self.find(member, "needless error", "; ".join(errors))
+            self.calm = False  # one says it
+        self._unexplained.clear()
 
     def find(self, member: Member | None, kind: str, detail: str) -> None:
         """Take note of something that must not be."""
@@ -328,10 +337,7 @@ class Job:
         costly = COSTLY_TROUBLES + ("late",) * (self.part.nodes is not None)
         self.calm &= not any(counts[f"trouble {kind}"] for kind in costly)
         if self.settled and self.calm and counts["untroubled error"]:
-            self._hear_others(member)  # who leaves says so before it does
-        if self.settled and self.calm and counts["untroubled error"]:
-            self.find(member, "needless error", "; ".join(said["errors"]))
-            self.calm = False  # one says it
+            self._unexplained.append((member, said["errors"]))  # who leaves says so before it does
         member.right += counts["right"]
         member.failed += counts["error"]
         member.steps = said["steps"]
@@ -357,10 +363,10 @@ def pump(jobs: Iterable[Job], seconds: float, others: Iterable[tuple[Job, Member
         ready = connection.wait(list(whose), left)
         for one in ready:
             job, member = whose[one]  # type: ignore[index]
-            if member.alive and member.connection.poll():  # else another one's turn has heard it
-                job.hear(member)
-            if not member.alive:
-                del whose[one]  # type: ignore[arg-type]
+            job.hear(member)
+        for job in {job for job, _ in whose.values()}:
+            job.judge()
+        whose = {one: (job, member) for one, (job, member) in whose.items() if member.alive}
         if not ready or time.monotonic() >= end:
             return
 
