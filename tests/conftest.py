@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import settings
 
 import reducer
 from reducer.config import load
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from reducer.runtime.keyring import Keyring
     from tests.extended import Row
     from worker_client.client.client import Client
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 # What launchers, and whoever configures this project, tell a process.
 PREFIXES = (

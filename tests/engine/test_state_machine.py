@@ -359,7 +359,6 @@ class Training(RuleBasedStateMachine):
 FEW = settings(
     max_examples=60,
     stateful_step_count=60,
-    deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     derandomize=True,

@@ -35,7 +35,6 @@ def test_no_input_breaks_a_promise(name: str) -> None:
 
     @settings(
         max_examples=EXAMPLES[name],
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import composite
 
@@ -44,7 +44,6 @@ def test_the_rule(workers: int, worker_gbps: float, reducer_gbps: float, needed:
     assert plan.reducers_needed(workers, worker_gbps, reducer_gbps) == needed
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 400), st.integers(1, 400))
 def test_the_rule_gives_the_fewest(workers: int, worker: int, reducer: int) -> None:
     needed = plan.reducers_needed(workers, worker, reducer)
@@ -57,7 +56,6 @@ def pools(draw: st.DrawFn) -> tuple[int, int]:
     return workers, draw(st.integers(1, workers - 1))
 
 
-@settings(deadline=None)
 @given(pools())
 def test_the_mixed_split_is_the_published_one(pool: tuple[int, int]) -> None:
     n, k = pool
@@ -75,7 +73,6 @@ def test_the_mixed_split_is_the_published_one(pool: tuple[int, int]) -> None:
     )
 
 
-@settings(deadline=None)
 @given(pools(), st.integers(1 << 20, 1 << 24))
 def test_the_split_is_the_one_that_buffers_are_cut_by(pool: tuple[int, int], nbytes: int) -> None:
     n, k = pool
@@ -118,7 +115,6 @@ def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring() -> None:
     assert network_model.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 32), st.integers(1 << 10, 1 << 30))
 def test_more_reducers_never_slow_the_cards(workers: int, nbytes: int) -> None:
     network = network_model.Network(1e8, 1e8)

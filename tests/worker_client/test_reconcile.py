@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reducer.errors import RankLostError, ReducerLostError, ReductionTimeout
@@ -176,7 +176,6 @@ def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> Non
     assert not get(both[1], 6).over
 
 
-@settings(deadline=None)  # threads take turns as they like
 @given(st.data())
 def test_whatever_they_have(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(2, 4))
