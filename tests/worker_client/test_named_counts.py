@@ -149,9 +149,9 @@ class Rank:
             submissions=twin(impl),
         )
 
-    def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> int:
-        """Make the calls of some steps; return how many failed. The others' sums are right."""
-        fresh, failed = [], 0
+    def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> list[str]:
+        """Make the calls of some steps; return how some failed. The others' sums are right."""
+        fresh, failed = [], []
         for step in steps:
             time.sleep(2 * SHORT_S * ((self.rank, step) in disturbed.pausing))
             works = []
@@ -163,17 +163,21 @@ class Rank:
                 data = np.full(1, PLACE**self.rank * number)
                 work = self.fusion.submit(data, "sum", name, timeout_s)
                 (fresh if name[0] == "x" else works).append((number, work))
-            failed += sum(self.fails(*one) for one in works)
-        return failed + sum(self.fails(*one) for one in fresh)
+            failed += failures(works)
+        return failed + failures(fresh)
 
-    @staticmethod
-    def fails(number: int, work: Work) -> bool:
+
+def failures(works: list[tuple[int, Work]]) -> list[str]:
+    """Wait for calls by their numbers; return how some failed. The others' sums are right."""
+    failed = []
+    for number, work in works:
         try:
             (total,) = work.wait()
-        except ReductionError:
-            return True
-        assert total == number * sum(PLACE**rank for rank in range(WORLD_SIZE))
-        return False
+        except ReductionError as error:
+            failed.append(f"{number}: {error!r}")
+        else:
+            assert total == number * sum(PLACE**rank for rank in range(WORLD_SIZE))
+    return failed
 
 
 @pytest.mark.parametrize("impl", NAMES)
@@ -195,7 +199,7 @@ def test_whatever_fails_where_only_calls_of_one_step_are_summed(
             list(pool.map(lambda one: one.run(range(STEPS), SHORT_S, disturbed), ranks))
             sums.failing = ()
             steps = range(STEPS, 2 * STEPS)
-            assert list(pool.map(lambda one: one.run(steps, LONG_S, CALM), ranks)) == [0, 0, 0]
+            assert list(pool.map(lambda one: one.run(steps, LONG_S, CALM), ranks)) == [[], [], []]
             for one in ranks:
                 assert len(one.fusion._submissions.calls) <= 4 * MOST, "of 32 names"
         finally:
