@@ -169,15 +169,16 @@ class Rank:
 
 def failures(works: list[tuple[int, Work]]) -> list[str]:
     """Wait for calls by their numbers; return how some failed. The others' sums are right."""
-    failed = []
-    for number, work in works:
-        try:
-            (total,) = work.wait()
-        except ReductionError as error:
-            failed.append(f"{number}: {error!r}")
-        else:
-            assert total == number * sum(PLACE**rank for rank in range(WORLD_SIZE))
-    return failed
+    return [how for number, work in works if (how := failure(number, work))]
+
+
+def failure(number: int, work: Work) -> str | None:
+    try:
+        (total,) = work.wait()
+    except ReductionError as error:
+        return f"{number}: {error!r}"
+    assert total == number * sum(PLACE**rank for rank in range(WORLD_SIZE))
+    return None
 
 
 @pytest.mark.parametrize("impl", NAMES)
