@@ -118,7 +118,7 @@ class CompiledTransport(Transport):
         """Make a pair with a worker of this process; any thread may call this.
 
         Returns:
-            What `_loop.Loop.join` of the worker takes, which must be called with it.
+            What `_loop.Loop.join` of the worker takes, once; unused, it ends by itself.
 
         Raises:
             OSError: this end is closed, or no files are left.

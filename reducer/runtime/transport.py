@@ -100,7 +100,7 @@ class Transport(ABC):
 
     @abstractmethod
     def hang_up(self, peer: bytes) -> None:
-        """End the connection of a peer of this process; libzmq's end when the worker ends them."""
+        """End the connection of a peer of this process, if it has one; libzmq's end with the worker."""
 
     @abstractmethod
     def changes(self, now: float) -> list[tuple[int, Line | None]]:

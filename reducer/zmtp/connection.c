@@ -627,7 +627,9 @@ bool connection_awaits(const struct connection *connection)
 
 size_t connection_partial(const struct connection *connection)
 {
-    size_t before = connection->message.frames == 1 ? HEADER_BYTES : 0;
+    size_t before = connection->message.frames > 0 ? HEADER_BYTES : 0;
+    if (connection->message.payload != NULL) /* and another frame is to follow */
+        before += connection->message.payload->nbytes;
     if (!connection->in_frame)
         return before;
     return before + connection->zmtp.frame.wire_bytes - connection->left;

@@ -272,18 +272,20 @@ def test_each_job_is_patient_for_as_long_as_it_says(post: Post) -> None:
     post.until(lambda: post.guard.connections == 1)
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post: Post, *, begins: bool) -> None:
+@pytest.mark.parametrize("begins", ["not", "half", "all but the last frame"])
+def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post: Post, begins: str) -> None:
     worker = post.member("job", patience_ms=500, window=MIB)
-    if begins:
-        whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
-        worker.line.connection.sendall(whole[: MIB // 2])
+    header = frame(worker.common.pack(), MORE)
+    if begins == "half":
+        worker.line.connection.sendall((header + frame(bytes(MIB)))[: MIB // 2])
+    elif begins != "not":
+        worker.line.connection.sendall(header + frame(bytes(MIB), MORE))
     for _ in range(20):
         if not silent(post):
             worker.line.connection.sendall(frame(b"\x04PING\0\0", COMMAND))
         rounds(post, 2)
         post.now += 0.1
-    assert silent(post) == ["job"] * begins
+    assert silent(post) == ["job"] * (begins != "not")
 
 
 def test_a_message_may_come_slowly(post: Post) -> None:

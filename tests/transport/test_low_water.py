@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reducer.wire.constants import HEADER_BYTES, DType, ReduceOp
-from tests.transport.by_hand import Reducer, result
+from reducer.wire.header import Header
+from tests.transport.by_hand import Reducer, message, result
 from tests.transport.scripted import CHUNK, M
 from tests.waits import eventually
 from tests.worker_client.flights import opened, submit
@@ -21,8 +22,6 @@ from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from reducer.wire.header import Header
 
 _loop = pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 IN_FLIGHT = 6  # chunks, and results for half of them are awaited
@@ -67,7 +66,14 @@ class Worker:
         come = unread(self._socket) + len(said)
         self._reducer.peer.sendall(said)
         eventually(lambda: unread(self._socket) == come)
-        return readable(self._socket)
+        return self.readable
+
+    @property
+    def readable(self) -> bool:
+        """Whether the poll tells of the connection."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def take(self, contribution: Header) -> None:
         """Read its result, and wait for others."""
@@ -75,17 +81,28 @@ class Worker:
             self._loop.run(1)
             self._loop.news()
 
+    def fail(self, sequence: int) -> None:
+        """End an all-reduce before all of its results have come."""
+        self._loop.detach(sequence)
+        self._flight.end(sequence)
+
+    def hear_an_error(self) -> object:
+        """Have the reducer send one; return the message."""
+        self._reducer.peer.sendall(message(Header(M.ERROR), b"{}"))
+        heard: list[object] = []
+
+        def comes() -> bool:
+            self._loop.run(1000)
+            heard[:] = [self._loop.news()[1]]
+            return heard != [None]
+
+        eventually(comes, 1.0)
+        return heard[0]
+
 
 def unread(connection: socket.socket) -> int:
     """Return how many bytes the kernel has of it."""
     return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-def readable(connection: socket.socket) -> bool:
-    """Whether the poll tells of it."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 @pytest.fixture
@@ -122,3 +139,24 @@ def test_a_short_buffer_is_told_of_with_every_result(worker: Worker) -> None:
     assert worker.hear(first)
     worker.take(first)
     assert worker.hear(others[0])
+
+
+def test_a_short_message_waits_for_no_results_for_ever(worker: Worker) -> None:
+    worker.submit(40)
+    first, second, *_ = worker.refill(IN_FLIGHT)
+    assert worker.hear(first)
+    worker.take(first)
+    assert worker.hear_an_error()
+    worker.hear(second)
+    worker.take(second)
+    assert worker.hear_an_error(), "also the second time"
+
+
+def test_results_of_a_call_that_has_failed_are_awaited_no_more(worker: Worker) -> None:
+    worker.submit(40)
+    first, second, *_ = worker.refill(IN_FLIGHT)
+    assert worker.hear(first)
+    worker.take(first)
+    assert not worker.hear(second)
+    worker.fail(first.sequence)
+    assert worker.readable

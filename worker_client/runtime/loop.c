@@ -41,6 +41,26 @@ static void ping_all(void *argument)
             connection_beat(loop->link[link].connection);
 }
 
+/* -- low water marks ------------------------------------------------------------------------- */
+
+static void set_low_water(struct loop *loop, uint32_t link, int bytes)
+{
+    struct loop_link *its = &loop->link[link];
+    int least = bytes > 0 ? bytes : 1;
+    if (its->low_water == bytes || its->connection->pair != NULL) /* what one queues is whole */
+        return;
+    setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    its->low_water = bytes;
+}
+
+/* What is awaited may not come any more, or be longer than what comes instead. */
+static void reset_low_water(struct loop *loop)
+{
+    for (uint32_t link = 0; link < loop->links; link++)
+        if (loop->link[link].low_water > 0)
+            set_low_water(loop, link, 0);
+}
+
 /* -- set-up ---------------------------------------------------------------------------------- */
 
 static bool watch(struct loop *loop, int fd, uint32_t number, uint32_t events)
@@ -169,6 +189,7 @@ void loop_close(struct loop *loop, uint32_t link)
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
         connection_free(connection);
         free(connection);
+        reset_low_water(loop);
     }
     pulse_release(&loop->pulse);
 }
@@ -189,18 +210,6 @@ static bool heed(struct loop *loop)
     eventfd_t count;
     eventfd_read(loop->waker, &count);
     return true;
-}
-
-/* -- low water marks ------------------------------------------------------------------------- */
-
-static void set_low_water(struct loop *loop, uint32_t link, int bytes)
-{
-    struct loop_link *its = &loop->link[link];
-    int least = bytes > 0 ? bytes : 1;
-    if (its->low_water == bytes || its->connection->pair != NULL) /* what one queues is whole */
-        return;
-    setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    its->low_water = bytes;
 }
 
 /* -- send ------------------------------------------------------------------------------------ */
@@ -307,6 +316,7 @@ bool loop_detach(struct loop *loop, uint64_t sequence)
     for (uint32_t link = 0; link < loop->links; link++)
         if (loop->link[link].connection != NULL)
             detached &= connection_detach(loop->link[link].connection, sequence);
+    reset_low_water(loop);
     pulse_release(&loop->pulse);
     return detached;
 }
@@ -384,7 +394,7 @@ static void await_results(struct loop *loop, uint32_t link)
                 (together(loop, link) - 1) * (HEADER_BYTES + (size_t)least);
     set_low_water(loop, link, (int)(bytes < LOW_WATER_BYTES ? bytes : LOW_WATER_BYTES));
     its->awaited_ns = loop->polled_ns;
-    if (bytes > 0 && loop->patient_ns == 0)
+    if (its->low_water > 0 && loop->patient_ns == 0)
         loop->patient_ns = loop->polled_ns + PATIENT_NS;
 }
 
