@@ -100,7 +100,7 @@ class Transport(ABC):
 
     @abstractmethod
     def hang_up(self, peer: bytes) -> None:
-        """End the connection of a peer of this process, if it has one; libzmq's end with the worker."""
+        """End the connection of a peer of this process, if it has one; libzmq's ends by itself."""
 
     @abstractmethod
     def changes(self, now: float) -> list[tuple[int, Line | None]]:
