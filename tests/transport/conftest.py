@@ -11,7 +11,7 @@ import zmq
 
 from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
-from tests.transport.scripted import CHUNK, MIB, Reducer
+from tests.transport.scripted import CHUNK, HOST, MIB, Reducer
 from worker_client.client.client import Client
 from worker_client.protocol.spec import JobSpec
 
@@ -48,7 +48,7 @@ def joined(
             pool = [Reducer(context, receive_limit) for _ in range(reducers)]
             for reducer in pool:
                 stack.callback(reducer.socket.close)
-            addresses = tuple(f"127.0.0.1:{reducer.port}" for reducer in pool)
+            addresses = tuple(f"{HOST}:{reducer.port}" for reducer in pool)
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
             with ThreadPoolExecutor(1) as thread:
                 client = thread.submit(

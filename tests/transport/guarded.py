@@ -16,6 +16,7 @@ from reducer.runtime import implementation
 from reducer.runtime.guard import Guard
 from reducer.runtime.plain_transport import make_context
 from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
+from tests.transport.scripted import HOST
 
 if TYPE_CHECKING:
     import socket
@@ -27,8 +28,6 @@ WAIT_S = 60.0
 PATIENCE = Patience(max_connections=1000, hello_s=10.0)
 M = MessageType
 MIB = 1 << 20
-# Not 127.0.0.1: there workers of other tests look for reducers that are gone, whose ports are free.
-HOST = "127.0.0.2"
 
 
 class Post:

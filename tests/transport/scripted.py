@@ -15,6 +15,8 @@ from reducer.wire.messages import Welcome, encode, encode_error
 M = MessageType
 CHUNK = 64 << 10
 MIB = 1 << 20
+# Not 127.0.0.1: there workers of other tests look for reducers that are gone, whose ports are free.
+HOST = "127.0.0.2"
 
 
 class Heard(NamedTuple):
@@ -34,7 +36,7 @@ class Reducer:
         if receive_limit:
             self.socket.rcvhwm = 1
             self.socket.rcvbuf = receive_limit
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.port = self.socket.bind_to_random_port(f"tcp://{HOST}")
         self.worker = b""
 
     def hear(self, kind: MessageType | None = None, within_s: float = 5.0) -> Heard:

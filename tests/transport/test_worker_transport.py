@@ -15,7 +15,7 @@ from reducer.errors import ReducerLostError, ReductionTimeout, RemoteProtocolErr
 from reducer.wire.constants import LONGEST_PATIENCE_MS, NO_SEQUENCE
 from reducer.wire.header import Header
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
+from tests.transport.scripted import CHUNK, HOST, MIB, M, Reducer, ramp
 from tests.waits import eventually
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.runtime.plain_transport import PlainTransport
@@ -150,7 +150,7 @@ def test_a_connection_that_ends_between_two_frames(
 ) -> None:
     """What was received still counts, wherever the reading is: libzmq looks at each 100th frame."""
     reducer = Reducer(context)
-    transport.connect(f"127.0.0.1:{reducer.port}")
+    transport.connect(f"{HOST}:{reducer.port}")
     eventually(lambda: read(transport) == [Connected(0)])
     transport.send(0, Header(M.HELLO).pack(), None)
     reducer.hear(M.HELLO)
@@ -183,7 +183,7 @@ def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(
     context: zmq.Context, transport: PlainTransport
 ) -> None:
     reducer = Reducer(context)
-    transport.connect(f"127.0.0.1:{reducer.port}")
+    transport.connect(f"{HOST}:{reducer.port}")
     eventually(lambda: read(transport))
     port = reducer.socket.last_endpoint
     reducer.socket.close()
