@@ -10,7 +10,7 @@ import numpy as np
 from bench.zmtp import COMMAND, GREETING, LONG, MORE, frame
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode
-from tests.transport.scripted import M
+from tests.transport.scripted import HOST, M
 
 READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0", COMMAND)
 
@@ -19,7 +19,7 @@ class Reducer:
     """A reducer that can stop in the middle of a message."""
 
     def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener = socket.create_server((HOST, 0))
         self.peer: socket.socket | None = None
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from reducer.errors import ReductionTimeout
 from reducer.wire.constants import HEADER_BYTES
 from tests.transport.by_hand import Reducer, result
-from tests.transport.scripted import CHUNK, MIB, M, ramp
+from tests.transport.scripted import CHUNK, HOST, MIB, M, ramp
 from tests.waits import eventually
 from worker_client.client.client import Client
 from worker_client.protocol.spec import JobSpec
@@ -33,7 +33,7 @@ def reducer() -> Iterator[Reducer]:
 
 @pytest.fixture(params=[HOSTED, {}], ids=["hosted", "of a pool"])
 def client(reducer: Reducer, request: pytest.FixtureRequest) -> Iterator[Client]:
-    address = f"127.0.0.1:{reducer.listener.getsockname()[1]}"
+    address = f"{HOST}:{reducer.listener.getsockname()[1]}"
     spec = JobSpec("job", 0, 0, 2, (address,), MIB, CHUNK, hosts=request.param)
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(Client, spec, timeout_s=0.5, connect_timeout_s=5.0, impl="compiled")

@@ -101,7 +101,7 @@ class Worker:
 
 
 def unread(connection: socket.socket) -> int:
-    """Return how many bytes the kernel has of it."""
+    """Return how many received bytes of a connection wait in the kernel."""
     return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
