@@ -131,6 +131,8 @@ def train(*, through_reducers: bool, epochs: int, batch: int, weights_to: str) -
         bytes_reduced=client.bytes_reduced if client else 0,
         digest=digest(model.module.state_dict()),
     )
+    if client:
+        client.shutdown()
 
 
 def main(spec: str) -> None:
@@ -144,6 +146,9 @@ def main(spec: str) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    # A thread of Gloo may still let go of the last work, and would abort this process if the
+    # interpreter ended meanwhile (PyTorch's pull request 179291).
+    os._exit(0)
 
 
 if __name__ == "__main__":
