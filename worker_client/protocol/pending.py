@@ -14,11 +14,15 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 
 
 class Pending:
-    """The all-reduces in progress, in the order of their sequence numbers."""
+    """The all-reduces in progress, in the order of their sequence numbers.
+
+    Attributes:
+        earliest: no deadline is before this time, in seconds of the caller's clock.
+    """
 
     def __init__(self) -> None:
+        self.earliest = math.inf
         self._operations: dict[int, Operation] = {}
-        self._earliest = math.inf  # no deadline is before it
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -44,8 +48,8 @@ class Pending:
         operation.begun, operation.ask_at = now, now + STRAGGLER_S
         operation.deadline = deadline = now + timeout_s
         operation.ask_last_at = deadline - (LAST_S if timeout_s > 2 * LAST_S else timeout_s / 2)
-        if deadline < self._earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
-            self._earliest = deadline
+        if deadline < self.earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
+            self.earliest = deadline
 
     def end(self, sequence: int) -> Operation:
         """Remove an all-reduce that has ended, and return it."""
@@ -54,21 +58,17 @@ class Pending:
     def expect(self, operation: Operation, deadline: float) -> None:
         """Set the time by which it must be done."""
         operation.deadline = deadline
-        self._earliest = min(self._earliest, deadline)
-
-    def next_deadline(self) -> float | None:
-        """Return a lower bound of all deadlines, None if no all-reduce is in progress."""
-        return self._earliest if self._operations else None
+        self.earliest = min(self.earliest, deadline)
 
     def expired(self, now: float) -> list[Operation]:
         """Return the all-reduces whose deadline has passed, each once for each deadline."""
-        if now < self._earliest:
+        if now < self.earliest:
             return []  # as nearly always; so nothing is kept in order
         due = [each for each in self._operations.values() if each.deadline <= now]
         due.sort(key=lambda each: each.deadline)
         for operation in due:
             operation.deadline = math.inf
-        self._earliest = min(
+        self.earliest = min(
             (each.deadline for each in self._operations.values()), default=math.inf
         )
         return due

@@ -159,9 +159,10 @@ class Session:
         """Ranks that a reducer in use has lost, or that have left."""
         return self._roll_call.lost
 
-    def next_deadline(self) -> float | None:
-        """Time of the next `tick` that matters, in seconds of the caller's clock."""
-        return self.calls.active.next_deadline()
+    @property
+    def earliest(self) -> float:
+        """No all-reduce is to end before this time, in seconds of the caller's clock."""
+        return self.calls.active.earliest
 
     # -- events -------------------------------------------------------------------------------
 
@@ -315,8 +316,11 @@ class Session:
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
+        due = now - self._now >= LOOK_S
+        if not due and now < self.calls.active.earliest:
+            return []  # as nearly always
         actions = self.calls.expire(now)
-        if now - self._now >= LOOK_S:
+        if due:
             self._now = now
             actions += self._look_around(now)
         return self._move_on(actions)
@@ -363,7 +367,8 @@ class Session:
 
     def _move_on(self, actions: list[Action]) -> list[Action]:
         """Let others have what was left with connections that these actions close, or all calls."""
-        actions += self.losses.rehome_all()
+        if self.failover.closed:
+            actions += self.losses.rehome_all()
         return actions + self._hand_over() if self.losses.final else actions
 
     def _hand_over(self) -> list[Action]:

@@ -121,6 +121,8 @@ class CompiledTransport(Transport):
         self._patience_s = heartbeats.patience_s
         self._loop = _loop.Loop(flight, heartbeats.every_s)
         self._ways: list[_Way] = []
+        self._tries = False  # an attempt to connect is in progress
+        self._next_try = 0.0  # when the next one begins
         self._resolved: list[tuple[_Way, list[tuple[int, Any]]]] = []  # by threads, for this one
         self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
         self._looked = 0.0  # when `listen` looked last, by that clock
@@ -142,9 +144,9 @@ class CompiledTransport(Transport):
     def wait(self, timeout_s: float) -> None:
         """Take healthy results until something else happens or an all-reduce is done."""
         now = time.monotonic()
-        self._mind(now)
-        due = min((way.retry_at for way in self._ways), default=math.inf)
-        self._loop.run(math.ceil(max(0.0, min(timeout_s, due - now)) * 1000))
+        if self._tries or self._resolved or now >= self._next_try:
+            self._mind(now)
+        self._loop.run(math.ceil(max(0.0, min(timeout_s, self._next_try - now)) * 1000))
 
     def events(self) -> Iterator[Event]:
         completed, message = self._loop.news()
@@ -194,6 +196,7 @@ class CompiledTransport(Transport):
     def _changed(self, change: _loop.Change) -> Iterator[Event]:
         """Say what a change means, and connect anew if that is to be done."""
         link, way = change.link, self._ways[change.link]
+        self._tries = True  # look whether one still is
         if change.ready:
             way.slammed, way.delay_s = 0, RECONNECT_MS / 1000
             way.places = None
@@ -243,6 +246,10 @@ class CompiledTransport(Transport):
                     self._try_later(way)
             elif way.retry_at <= now and not way.asked:
                 self._try(link, way, now)
+        self._tries = any(way.socket is not None and way.silence is None for way in self._ways)
+        self._next_try = min(
+            (way.retry_at for way in self._ways if not way.asked), default=math.inf
+        )
 
     def _try(self, link: int, way: _Way, now: float) -> None:
         """Begin to connect, or to find out where to."""

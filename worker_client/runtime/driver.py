@@ -259,10 +259,8 @@ class Driver:
     # -- what the leader does -----------------------------------------------------------------
 
     def _patience(self, now: float) -> float:
-        deadline = self._session.next_deadline()
-        if deadline is None or deadline - now >= IDLE_S:
-            return IDLE_S
-        return max(0.0, deadline - now)
+        left_s = self._session.earliest - now
+        return IDLE_S if left_s >= IDLE_S else max(0.0, left_s)
 
     def _start(self) -> None:
         """Start what has been submitted, and send what there is room for."""
