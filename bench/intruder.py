@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from bench.lines import Line
 
-CHUNK = 256 << 10
+CHUNK = 1 << 20
 WINDOW = 4 << 20
 JOB = "intruder"
 _HELD = 256  # connections of a crowd at a time
@@ -67,6 +67,7 @@ class Worker:
             world_size=world_size,
             reducers=1,
             reducer_index=0,
+            chunk_bytes=CHUNK,
             patience_ms=patience_ms,
         )
         self.say(self.common._replace(window=window).pack(), encode(body))

@@ -91,7 +91,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     ] = None,
     max_ranks: Annotated[int | None, typer.Option(help="Ranks that a job may have.")] = None,
     max_chunk_bytes: Annotated[
-        str | None, typer.Option(help="Largest chunk, and so message: 1MiB to 4MiB.")
+        str | None, typer.Option(help="Largest chunk, and so message: 256KiB to 4MiB.")
     ] = None,
     max_connections: Annotated[
         int | None, typer.Option(help="Connections that may be here at once.")

@@ -77,7 +77,7 @@ class ReducerConfig(BaseSettings):
     max_chunk_bytes: Annotated[ByteSize, Field(ge=LARGEST_CHUNK, le=MAX_CHUNK_BYTES)] = ByteSize(
         MAX_CHUNK_BYTES
     )
-    """Bytes of the largest chunk that a job may have, 1 MiB (the largest that a job chooses by
+    """Bytes of the largest chunk that a job may have, 256 KiB (the largest that a job chooses by
     itself) to 4 MiB. A connection that sends a larger message is closed."""
 
     max_connections: int = Field(default=8192, ge=1)

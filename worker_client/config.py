@@ -111,8 +111,9 @@ class WorkerConfig(BaseSettings):
     the launcher's restart count."""
 
     chunk_bytes: AutoBytes = Field(default=ByteSize(0), ge=0, le=MAX_CHUNK_BYTES)
-    """Bytes of a chunk, a multiple of 64 up to 4 MiB. ``auto`` chooses 64 KiB to 1 MiB by the rate
-    of the slowest rank's links, and half of that for short buffers."""
+    """Bytes of a chunk, a multiple of 64 up to 4 MiB. ``auto`` chooses 32 KiB to 256 KiB by
+    the rate of the slowest rank's links and the size of the buffer; 256 KiB where ranks host all
+    reducers."""
 
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
     """Most bytes that this rank has in flight over all reducers; raised to two chunks for each

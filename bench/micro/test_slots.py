@@ -45,7 +45,7 @@ def receiver(impl: str, world_size: int) -> Callable[[bytes, bytes, bytes], Sequ
     table = kernels.select()
     chosen = implementation.select(impl, table)
     engine = Engine(table, chosen.slots, memory_limit=1 << 30, incarnation="1", address="here:1")
-    body = encode(Hello(job="job", world_size=world_size, reducers=1, reducer_index=0))
+    body = encode(Hello("job", world_size, reducers=1, reducer_index=0, chunk_bytes=1 << 20))
     for rank in range(world_size):
         hello = Header(MessageType.HELLO, job=JOB, rank=rank, window=4 << 20)
         engine.receive(name(rank), hello.pack(), body)

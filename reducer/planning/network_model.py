@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import HEADER_BYTES
-from reducer.wire.layout import chunk_size, chunk_size_of, mixed_weights
+from reducer.wire.layout import LARGEST_CHUNK, chunk_size, chunk_size_of, mixed_weights
 
 Topology: TypeAlias = Literal["embedded", "pool", "mixed"]
 
@@ -109,7 +109,8 @@ def card_times(
 
     It carries its bytes from the first to the last. But no result can come before one chunk of
     every rank has come to a reducer, and when nothing is left to send, one chunk is still to go
-    to every rank: so each direction of the card rests for n chunks, and a round trip.
+    to every rank: so each direction of the card rests for n chunks, and a round trip. In an
+    embedded job results go where contributions did, and fill what these leave: it rests for one.
 
     Args:
         nbytes: of the buffer.
@@ -121,11 +122,13 @@ def card_times(
     """
     owned = shares(workers, reducers, topology)
     owners = (reducers if owned.pool else 0) + (workers if owned.ranks else 0)
-    most = chunk_size_of(int(nbytes), owners, chunk_size(network.worker_rate))
+    most = LARGEST_CHUNK
+    if owned.pool:
+        most = chunk_size_of(int(nbytes), owners, chunk_size(network.worker_rate))
     chunk = min(most, float(max(owned)) * nbytes)
     overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
     # A rank's contribution to the reducer that it hosts is on no card.
-    ranks = (workers - 1) * chunk / network.worker_rate if owned.ranks else 0.0
+    ranks = (workers - 1 if owned.pool else 1) * chunk / network.worker_rate if owned.ranks else 0.0
     pool = workers * chunk / network.reducer_rate if owned.pool else 0.0
     busy = nbytes * overhead * busiest_card_s(workers, owned, network)
     return Times(busy, 2 * max(ranks, pool) + network.round_trip_s)

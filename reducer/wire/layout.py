@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MIN_SHARD = 32 << 10  # bytes; a smaller one costs more in messages than it saves in time
 SMALLEST_CHUNK = 64 << 10
-LARGEST_CHUNK = 1 << 20
+LARGEST_CHUNK = 256 << 10  # more of it leaves the caches before it is summed
 CHUNK_S = 0.001  # what a chunk should take on the link
 MANY_CHUNKS = 8  # of a shard: its first and its last ones, when a link rests, cost it little
 
@@ -93,26 +93,27 @@ def mixed_weights(workers: int, pool: int) -> tuple[int, ...]:
 
 
 def chunk_size(rate: float) -> int:
-    """Return the size of chunks by the rule, in bytes.
+    """Return what a link carries in about a millisecond, in bytes: the measure of chunks.
 
     A large chunk costs less per byte, but nothing of it comes back before all of it has arrived
-    from every rank. So it is what a link carries in about a millisecond.
+    from every rank.
 
     Args:
         rate: what the slowest worker's links carry, bytes per second; 0 if that is not known yet.
     """
-    return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, _power_of_two(rate * CHUNK_S)))
+    return max(SMALLEST_CHUNK, _power_of_two(rate * CHUNK_S))
 
 
-def chunk_size_of(total_bytes: int, shard_count: int, most: int) -> int:
+def chunk_size_of(total_bytes: int, shard_count: int, measure: int) -> int:
     """Return the size of the chunks of one buffer, in bytes.
 
     Args:
         total_bytes: of the buffer.
         shard_count: how many reducers share it.
-        most: what `chunk_size` says.
+        measure: what `chunk_size` says.
     """
-    return most if total_bytes >= shard_count * MANY_CHUNKS * most else most // 2
+    short = total_bytes < shard_count * MANY_CHUNKS * measure
+    return min(LARGEST_CHUNK, measure // 2 if short else measure)
 
 
 def _power_of_two(value: float) -> int:

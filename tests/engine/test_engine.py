@@ -21,6 +21,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
+from reducer.wire.layout import LARGEST_CHUNK
 from reducer.wire.messages import Loss, Stragglers, decode, encode, encode_error
 from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told, with_ranks
 
@@ -211,7 +212,7 @@ def test_a_later_generation_ends_the_earlier(reducer: Reducer) -> None:
 
 
 def test_memory_is_refused_before_it_is_taken(implementation: str) -> None:
-    reducer = Reducer(implementation, memory_limit=3 * SPARE_CHUNKS * (1 << 20))
+    reducer = Reducer(implementation, memory_limit=3 * SPARE_CHUNKS * LARGEST_CHUNK)
     assert kinds(reducer.hello(0, window=0)) == [M.WELCOME]
     error = told(reducer.hello(0, peer=b"other", job="other job", chunk_bytes=64))[b"other"]
     assert isinstance(error, CapacityError)

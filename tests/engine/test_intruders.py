@@ -179,7 +179,7 @@ def test_dropped_peers_are_not_remembered_for_ever(reducer: Reducer) -> None:
             {"chunk_bytes": 2 << 20, "generation": 1},
             "max_chunk_bytes",
         ),
-        (Limits(job_memory_limit=13 << 20), {"window": 1 << 20}, "job_memory_limit"),
+        (Limits(job_memory_limit=4 << 20), {"window": 1 << 20}, "job_memory_limit"),
         (Limits(), {"window": (1 << 64) - 1}, "memory_limit"),
     ],
 )

@@ -71,7 +71,7 @@ def test_limits_count_keys_and_not_names(implementation: str) -> None:
 
 
 def test_the_memory_of_a_keys_jobs_counts_together(implementation: str) -> None:
-    guarded = Reducer(implementation, limits=Limits(job_memory_limit=20 << 20))
+    guarded = Reducer(implementation, limits=Limits(job_memory_limit=5 << 20))
     guarded.engine.allow(TWO_KEYS)
     ends = [guarded.hello(0, "key-1", b"%d" % n, job=f"a/{n}") for n in range(4)]
     assert kinds(ends[0]) == [M.WELCOME]

@@ -84,7 +84,7 @@ def test_all_that_ask_are_answered(reducer: Reducer) -> None:
     ("between_s", "often"), [(10.0, 1), (0.5, 1), (0.15, 2), (0.01, 32), (1e-6, 64)]
 )
 def test_how_often_a_rank_asks_that_could_use_one_more(between_s: float, often: int) -> None:
-    agreement = Agreement(needed=True, forced=0, reducers=2)
+    agreement = Agreement(needed=True, fixed=0, reducers=2)
     agreement.wanted = True
     now = 100.0
     for _ in range(50):
@@ -98,7 +98,7 @@ def test_how_often_a_rank_asks_that_could_use_one_more(between_s: float, often: 
 
 
 def test_a_pause_makes_a_rank_ask_at_once() -> None:
-    agreement = Agreement(needed=True, forced=0, reducers=2)
+    agreement = Agreement(needed=True, fixed=0, reducers=2)
     agreement.wanted = True
     for step in range(1000):
         agreement.called(step * 1e-3)

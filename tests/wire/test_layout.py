@@ -82,28 +82,30 @@ def test_an_empty_buffer_is_one_empty_chunk() -> None:
         (119e6, 64 << 10),
         (300e6, 256 << 10),
         (1.2e9, 1 << 20),
-        (1e11, LARGEST_CHUNK),
     ],
 )
-def test_a_chunk_takes_about_a_millisecond(rate: float, nbytes: int) -> None:
+def test_a_link_carries_a_chunk_in_about_a_millisecond(rate: float, nbytes: int) -> None:
     assert chunk_size(rate) == nbytes
 
 
 @pytest.mark.parametrize(
-    ("total", "count", "most", "nbytes"),
+    ("total", "count", "measure", "nbytes"),
     [
         (0, 1, 64 << 10, 32 << 10),
         (256 << 10, 4, 64 << 10, 32 << 10),
         ((2 << 20) - 1, 4, 64 << 10, 32 << 10),
         (2 << 20, 4, 64 << 10, 64 << 10),
-        (3 << 20, 4, 1 << 20, 512 << 10),
-        (64 << 20, 4, 1 << 20, 1 << 20),
-        (64 << 20, 16, 1 << 20, 512 << 10),
+        (3 << 20, 4, 256 << 10, 128 << 10),
+        (3 << 20, 4, 512 << 10, LARGEST_CHUNK),
+        (64 << 20, 4, 256 << 10, LARGEST_CHUNK),
+        (64 << 20, 4, 64 << 20, LARGEST_CHUNK),
         (1 << 40, 1, 64 << 10, 64 << 10),
     ],
 )
-def test_short_shards_have_shorter_chunks(total: int, count: int, most: int, nbytes: int) -> None:
-    assert chunk_size_of(total, count, most) == nbytes
+def test_short_shards_have_shorter_chunks(
+    total: int, count: int, measure: int, nbytes: int
+) -> None:
+    assert chunk_size_of(total, count, measure) == nbytes
 
 
 def test_the_smallest_contribution_takes_something_of_a_window() -> None:

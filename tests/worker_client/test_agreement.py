@@ -26,7 +26,7 @@ def before(call: int) -> Operation:
 
 
 def test_at_which_calls_the_ranks_agree() -> None:
-    agreement = Agreement(needed=True, forced=0, reducers=2)
+    agreement = Agreement(needed=True, fixed=0, reducers=2)
     due = [call + 1 for call in range(400) if agreement.due(number(call))]
     assert due == [3, 6, 12, 24, 48, 96, 192, 288, 384]
     agreement.question(0.0, [True] * 2, before(2))
@@ -35,12 +35,12 @@ def test_at_which_calls_the_ranks_agree() -> None:
 
 
 def test_where_there_is_nothing_to_agree_on() -> None:
-    agreement = Agreement(needed=False, forced=64, reducers=1)
+    agreement = Agreement(needed=False, fixed=64, reducers=1)
     assert not any(agreement.due(number(call)) for call in range(400))
 
 
 def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
-    agreement = Agreement(needed=True, forced=0, reducers=3)
+    agreement = Agreement(needed=True, fixed=0, reducers=3)
     assert agreement.chunk_bytes == 64 * KIB
     assert agreement.chunk_bytes_of(1 << 20, 4) == 64 * KIB, "of links that nobody has measured"
     question = agreement.question(1.2e9, [True, False, True], before(2))
@@ -59,7 +59,7 @@ def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
 
 
 def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
-    agreement = Agreement(needed=True, forced=0, reducers=1)
+    agreement = Agreement(needed=True, fixed=0, reducers=1)
     agreement.question(1.2e9, [True], before(2))
     agreement.answer()
     assert agreement.chunk_bytes > 64 * KIB
@@ -68,8 +68,8 @@ def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.2e9])
-def test_a_forced_size_stays(rate: float) -> None:
-    agreement = Agreement(needed=True, forced=640, reducers=1)
+def test_a_fixed_size_stays(rate: float) -> None:
+    agreement = Agreement(needed=True, fixed=640, reducers=1)
     assert agreement.chunk_bytes == 640
     agreement.question(rate, [True], before(2))
     agreement.answer()

@@ -60,7 +60,7 @@ def run(flow: FlowControl, path: Path, rounds: int, nbytes: int = 64 * MIB) -> N
     ("forced", "chunk", "reducers", "expected"),
     [
         (0, 0, 4, 4 * MIB),
-        (0, 0, 300, 2 * MIB),  # two of the largest chunks
+        (0, 0, 300, 512 * KIB),  # two of the largest chunks
         (0, 4 * MIB, 4, 8 * MIB),
         (32 * MIB, 0, 4, 8 * MIB),
         (1, 64 * KIB, 4, 128 * KIB),

@@ -17,7 +17,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from reducer.wire.layout import chunk_size, chunk_size_of
+from reducer.wire.layout import LARGEST_CHUNK, chunk_size, chunk_size_of
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Agreement:
 
     Args:
         needed: whether there is anything to agree on.
-        forced: size of all chunks, bytes; 0 to choose it.
+        fixed: size of all chunks, bytes; 0 to choose it.
         reducers: number of them.
 
     Attributes:
@@ -44,14 +44,14 @@ class Agreement:
         chunk_bytes: size of the chunks of large buffers.
     """
 
-    def __init__(self, needed: bool, forced: int, reducers: int) -> None:
+    def __init__(self, needed: bool, fixed: int, reducers: int) -> None:
         self.every = EVERY
         self.wanted = False
         self._called_at = 0.0  # when the latest call was made, in seconds of the caller's clock,
         self._between_s = 0.0  # the time since the one before, and the mean of such times
         self._mean_s = 0.0
         self._needed = needed
-        self._forced = forced
+        self._fixed = fixed
         self._asked = 0  # number after the latest call before which ranks were to agree
         self._layout = struct.Struct(f"<{1 + reducers}q")
         self._buffer = bytearray(self._layout.size)
@@ -59,14 +59,13 @@ class Agreement:
 
     def reset(self) -> None:
         """Go back to the chunks that every rank begins with."""
-        self.chunk_bytes = self._forced or chunk_size(0.0)
-        self._rate_known = False
+        self._measure(0)
 
     def chunk_bytes_of(self, total_bytes: int, shard_count: int) -> int:
         """Return the size of the chunks of a buffer of `total_bytes`, cut into so many shards."""
-        if self._forced or not self._rate_known:
+        if self._carried == 0:
             return self.chunk_bytes
-        return chunk_size_of(total_bytes, shard_count, self.chunk_bytes)
+        return chunk_size_of(total_bytes, shard_count, self._carried)
 
     def called(self, now: float) -> None:
         """Take note of the time of a call, in seconds of the caller's clock."""
@@ -113,6 +112,11 @@ class Agreement:
     def answer(self) -> list[bool]:
         """Take the result of the latest question: which reducers every rank can use."""
         rate, *usable = self._layout.unpack(self._buffer)
-        self.chunk_bytes = self._forced or chunk_size(rate)
-        self._rate_known = rate > 0
+        self._measure(rate)
         return [bool(all_can) for all_can in usable]
+
+    def _measure(self, rate: int) -> None:
+        """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""
+        carried = chunk_size(rate)
+        self._carried = 0 if self._fixed or not rate else carried
+        self.chunk_bytes = self._fixed or min(LARGEST_CHUNK, carried)

@@ -68,9 +68,7 @@ class Pending:
         due.sort(key=lambda each: each.deadline)
         for operation in due:
             operation.deadline = math.inf
-        self.earliest = min(
-            (each.deadline for each in self._operations.values()), default=math.inf
-        )
+        self.earliest = min((each.deadline for each in self._operations.values()), default=math.inf)
         return due
 
     def straggling(self, now: float) -> list[Operation]:

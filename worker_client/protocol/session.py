@@ -21,6 +21,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, PLACES, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
+from reducer.wire.layout import LARGEST_CHUNK
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error
 from reducer.wire.states import LinkState, Role, after
 from worker_client.protocol.aborts import Aborts
@@ -74,8 +75,11 @@ class Session:
         self.failover = Failover(spec, self.links, self.flight, self._header)
         self._map = self.failover.map
         reducers = len(spec.reducers)
-        choose = spec.world_size > 1 and not spec.chunk_bytes
-        self._agreement = Agreement(choose or self.failover.replaceable, spec.chunk_bytes, reducers)
+        # A card that carries contributions and results alike rests for no chunk, however large.
+        embedded = len(spec.hosts) == reducers
+        chunk_bytes = spec.chunk_bytes or (LARGEST_CHUNK if embedded else 0)
+        choose = spec.world_size > 1 and not chunk_bytes
+        self._agreement = Agreement(choose or self.failover.replaceable, chunk_bytes, reducers)
         weights = spec.weights or (1,) * reducers
         self._plan = Plan(weights, spec.chunk_bytes)
         self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
