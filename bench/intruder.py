@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from bench.lines import Line
 
-CHUNK = 1 << 20
+CHUNK = 256 << 10
+LARGEST_CHUNK = 1 << 20  # that its HELLO asks for, and tests send
 WINDOW = 4 << 20
 JOB = "intruder"
 _HELD = 256  # connections of a crowd at a time
@@ -67,7 +68,7 @@ class Worker:
             world_size=world_size,
             reducers=1,
             reducer_index=0,
-            chunk_bytes=CHUNK,
+            chunk_bytes=LARGEST_CHUNK,
             patience_ms=patience_ms,
         )
         self.say(self.common._replace(window=window).pack(), encode(body))

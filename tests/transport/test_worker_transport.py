@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, HOST, MIB, M, Reducer, ramp
 from tests.waits import eventually
+from tests.worker_client.flights import opened
 from worker_client.protocol.plain_flight import PlainFlight
+from worker_client.runtime import implementation
 from worker_client.runtime.plain_transport import PlainTransport
 from worker_client.runtime.transport import Connected, Disconnected, Message
 
@@ -325,3 +328,24 @@ def test_the_last_results_of_a_reducer_that_goes_count(joined: Callable) -> None
     assert (work.wait(20) == ramp(4 * CHUNK) + np.uint8(1)).all()
     with pytest.raises(ReducerLostError):
         client.all_reduce(ramp(8), op="max").wait(5)
+
+
+def test_nothing_is_looked_for_while_a_name_is_being_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, look_up = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *arguments: Any, **others: Any) -> Any:
+        if host == "slow.pool" and not others.get("flags"):
+            answered.wait(10)
+        return look_up(host, *arguments, **others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    chosen: Any = implementation.select("compiled")
+    with contextlib.closing(chosen.transport(opened("compiled", links=1, window=CHUNK), 1)) as one:
+        one.connect("slow.pool:1")
+        one.wait(0.0)
+        start = time.monotonic()
+        one.wait(0.2)  # nobody wakes it
+        assert time.monotonic() - start > 0.1
+        answered.set()

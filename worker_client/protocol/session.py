@@ -165,7 +165,7 @@ class Session:
 
     @property
     def earliest(self) -> float:
-        """No all-reduce is to end before this time, in seconds of the caller's clock."""
+        """No deadline is before this time, in seconds of the caller's clock."""
         return self.calls.active.earliest
 
     # -- events -------------------------------------------------------------------------------
