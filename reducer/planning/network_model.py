@@ -110,7 +110,8 @@ def card_times(
     It carries its bytes from the first to the last. But no result can come before one chunk of
     every rank has come to a reducer, and when nothing is left to send, one chunk is still to go
     to every rank: so each direction of the card rests for n chunks, and a round trip. In an
-    embedded job results go where contributions did, and fill what these leave: it rests for one.
+    embedded job it rests for no chunk: results go where contributions did, and fill what these
+    leave.
 
     Args:
         nbytes: of the buffer.
@@ -128,10 +129,10 @@ def card_times(
     chunk = min(most, float(max(owned)) * nbytes)
     overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
     # A rank's contribution to the reducer that it hosts is on no card.
-    ranks = (workers - 1 if owned.pool else 1) * chunk / network.worker_rate if owned.ranks else 0.0
-    pool = workers * chunk / network.reducer_rate if owned.pool else 0.0
+    ranks = (workers - 1) * chunk / network.worker_rate if owned.ranks else 0.0
+    pool = workers * chunk / network.reducer_rate
     busy = nbytes * overhead * busiest_card_s(workers, owned, network)
-    return Times(busy, 2 * max(ranks, pool) + network.round_trip_s)
+    return Times(busy, (2 * max(ranks, pool) if owned.pool else 0.0) + network.round_trip_s)
 
 
 def all_reduce_s(
