@@ -110,7 +110,7 @@ def card_times(
     It carries its bytes from the first to the last. But no result can come before one chunk of
     every rank has come to a reducer, and when nothing is left to send, one chunk is still to go
     to every rank: so each direction of the card rests for n chunks, and a round trip. In an
-    embedded job it rests for no chunk: results go where contributions did, and fill what these
+    embedded job it hardly rests for any: results go where contributions did, and fill what these
     leave.
 
     Args:
