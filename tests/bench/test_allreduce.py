@@ -218,15 +218,18 @@ def test_growth_is_told_from_a_plateau() -> None:
     assert second.bytes_per_1000 == pytest.approx(1 << 20)
 
 
-@pytest.mark.parametrize(("contender", "k"), [("pool-2", 2), ("mixed-2", 2), ("embedded", 0)])
-def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int) -> None:
+@pytest.mark.parametrize(
+    ("contender", "k", "least"), [("pool-2", 2, 1.001), ("mixed-2", 2, 1.001), ("embedded", 0, 0.996)]
+)
+def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int, least: float) -> None:
     row = SimpleNamespace(workers=4, reducers=k, contender=contender, nbytes=64 << 20)
     predicted = plan.predict(row, 100.0)
     rate = 100e6 / 8 * network_model.payload_share()
     kind, _, _ = contender.partition("-")
     limit = theory.limit(Contender(kind, k), 4, rate)
-    # On top of what the links allow there are headers and a few chunks.
-    assert 1.001 < predicted / (row.nbytes / limit) < 1.02
+    # On top of what the links allow there are headers and, but for embedded jobs, a few chunks; the
+    # shaper's burst is had for nothing.
+    assert least < predicted / (row.nbytes / limit) < 1.02
     times = network_model.card_times(
         row.nbytes, 4, k, kind, network_model.Network(rate, rate, 0.0002)
     )

@@ -75,7 +75,7 @@ class Session:
         self.failover = Failover(spec, self.links, self.flight, self._header)
         self._map = self.failover.map
         reducers = len(spec.reducers)
-        # A card that carries contributions and results alike hardly rests, however large chunks are.
+        # A card that carries contributions and results alike hardly rests, whatever their size.
         embedded = len(spec.hosts) == reducers
         chunk_bytes = spec.chunk_bytes or (LARGEST_CHUNK if embedded else 0)
         choose = spec.world_size > 1 and not chunk_bytes
