@@ -20,8 +20,10 @@ from reducer.commands.keygen import keygen
 from worker_client.commands.demo.ranks import pipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
+ALONE, FAIR = "alone", "beside an honest job"
+BAR = 1.10
 PYTHON = [sys.executable, "-m"]
 
 
@@ -154,6 +156,51 @@ def intruder(kind: str, address: str, keys: Path | None = None) -> Iterator[list
         counts.append(json.loads(pipe(running.stdout).readline())["count"])
 
 
-def ratio(times: list[float], others: list[float]) -> float:
-    """Return the median of some times over that of others."""
-    return statistics.median(times) / statistics.median(others)
+class Comparison:
+    """An honest job's times alone, beside an honest second job, and beside each kind of company.
+
+    Args:
+        honest, second: the jobs.
+        count: all-reduces per measurement.
+        kinds: of company.
+    """
+
+    def __init__(self, honest: Job, second: Job, count: int, kinds: Iterable[str]) -> None:
+        self._honest = honest
+        self._second = second
+        self._count = count
+        self._times: dict[str, list[float]] = {kind: [] for kind in (ALONE, FAIR, *kinds)}
+        honest.median(count)
+
+    def measure_usual(self) -> None:
+        """Measure what others are held to: alone, and with a fair share."""
+        self.measure(ALONE)
+        self._second.begin(2 * self._count)
+        self.measure(FAIR)
+        self._second.end()
+
+    def measure(self, kind: str) -> None:
+        """Measure while there is company of this kind."""
+        self._times[kind].append(self._honest.median(self._count))
+
+    def report(self, headings: str, columns: Mapping[str, str]) -> int:
+        """Print medians over rounds, and what else there is to say of a kind.
+
+        Returns:
+            1 if a result was wrong or a kind took more than `BAR` of the fair share, else 0.
+        """
+        alone, fair = (statistics.median(self._times[kind]) for kind in (ALONE, FAIR))
+        print(f"{'':24}{'median':>10}{'of alone':>10}{'of fair':>10}{headings}")
+        above = []
+        for kind, times in self._times.items():
+            median = statistics.median(times)
+            print(
+                f"{kind:24}{median * 1e3:8.2f}ms{median / alone:10.2f}{median / fair:10.2f}"
+                f"{columns.get(kind, '')}"
+            )
+            above += [kind] * (median / fair > BAR)
+        wrong = self._honest.wrong + self._second.wrong
+        print(
+            f"wrong elements: {wrong}; beyond {BAR:.2f} of a fair share: {', '.join(above) or '-'}"
+        )
+        return int(wrong > 0 or bool(above))

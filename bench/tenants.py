@@ -17,9 +17,6 @@ import typer
 from bench import company, options
 from bench.intruder import JOB, TENANTS
 
-ALONE, BESIDE = "alone", "beside an honest job"
-BAR = 1.10
-
 
 def main(  # noqa: PLR0917 (options have names on the command line)
     ranks: Annotated[int, typer.Option(help="Of each honest job.")] = 2,
@@ -35,8 +32,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
 ) -> None:
     """Measure, print a table, exit 1 if a result was wrong or a ratio above the bar."""
     (nbytes,) = options.sizes(size)
-    times: dict[str, list[float]] = {kind: [] for kind in (ALONE, BESIDE, *kinds.split(","))}
-    acts = dict.fromkeys(times, 0)
+    acts = dict.fromkeys(kinds.split(","), 0)
     serve = ("--memory-limit", memory_limit, "--impl", impl)
     with (
         company.keys_for("honest", "second", JOB) if encrypted else nullcontext() as keys,
@@ -44,27 +40,14 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         company.job(reducer.address, "honest", ranks, nbytes, keys) as honest,
         company.job(reducer.address, "second", ranks, nbytes, keys) as second,
     ):
-        honest.median(count)
+        comparison = company.Comparison(honest, second, count, acts)
         for _ in range(rounds):
-            times[ALONE].append(honest.median(count))
-            second.begin(2 * count)
-            times[BESIDE].append(honest.median(count))
-            second.end()
-            for kind in kinds.split(","):
+            comparison.measure_usual()
+            for kind in acts:
                 with company.intruder(kind, reducer.address, keys) as counts:
-                    times[kind].append(honest.median(count))
+                    comparison.measure(kind)
                 acts[kind] += sum(counts)
-        wrong = honest.wrong + second.wrong
-    print(f"{'':24}{'median':>10}{'of alone':>10}{'of fair':>10}{'times':>8}")
-    above = []
-    for kind, found in times.items():
-        fair = company.ratio(found, times[BESIDE])
-        median = sorted(found)[len(found) // 2]
-        alone = company.ratio(found, times[ALONE])
-        print(f"{kind:24}{median * 1e3:8.2f}ms{alone:10.2f}{fair:10.2f}{acts[kind]:8}")
-        above += [kind] * (kind in TENANTS and fair > BAR)
-    print(f"wrong elements: {wrong}; beyond {BAR:.2f} of a fair share: {', '.join(above) or '-'}")
-    sys.exit(int(wrong > 0 or bool(above)))
+    sys.exit(comparison.report(f"{'times':>8}", {kind: f"{acts[kind]:8}" for kind in acts}))
 
 
 if __name__ == "__main__":

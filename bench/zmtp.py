@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import struct
 import time
@@ -10,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import MessageType
-from reducer.wire.header import Header
+from reducer.wire.header import Header, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,8 @@ def frame(body: bytes, flags: int = 0) -> bytes:
     return bytes([flags, len(body)]) + body
 
 
+_GUESS = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\x05\0%b"
+_GUESSES = 64  # connections of a small reducer, if it counts them
 HANDSHAKE = GREETING + frame(_READY, COMMAND)
 
 
@@ -98,6 +101,21 @@ def endless(address: str) -> socket.socket:
     return say(address, HANDSHAKE, *[frames] * 64)
 
 
+def guess(address: str) -> socket.socket:
+    """Claim the routing id of another connection, and say goodbye for a rank of job "honest"."""
+    number = random.randrange(_GUESSES)  # noqa: S311 (no secret)
+    ready = frame(_GUESS % number.to_bytes(4, "big"), COMMAND)
+    goodbye = Header(MessageType.GOODBYE, job=fingerprint("honest"), rank=number % 2)
+    return say(address, GREETING, ready, frame(goodbye.pack(), MORE) + frame(b""))
+
+
+def pings(address: str) -> socket.socket:
+    """Shake hands, and send 4 MiB of PINGs; no answer is read."""
+    ping = frame(b"\x04PING\0\0" + bytes(16), COMMAND)
+    return say(address, HANDSHAKE, ping * ((4 << 20) // len(ping)))
+
+
 STRANGERS: dict[str, Callable[[str], socket.socket]] = {
-    said.__name__: said for said in (idle, http, tls, zmtp1, huge, noise, loris, partial, endless)
+    said.__name__: said
+    for said in (idle, http, tls, zmtp1, huge, noise, loris, partial, endless, guess, pings)
 }
