@@ -66,7 +66,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                         settle(reducer, before)  # they are still there: the reducer closes them
                 came[kind] += sum(counts)
                 seen = (before, meanwhile, settle(reducer, before))
-                files[kind] = tuple(map(max, files[kind], seen))
+                files[kind] = max(files[kind], seen)
     columns = {
         kind: f"{came[kind]:8}" + "".join(f"{seen:7}" for seen in files[kind]) for kind in came
     }

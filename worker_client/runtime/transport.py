@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation
 
 LOOK_S = 0.2  # how often to look when reducers were heard last
-RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+# A quarter of losses.ADOPT_S at most: whoever waits for any reducer tries each one several times.
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
 CONNECT_S, HANDSHAKE_S = 2.0, 5.0  # for TCP's handshake, and for that and ZMTP's
 LINGER_MS = 500  # for the farewell
 SLAMMED = 3  # handshakes in a row that were ended without a word: not by chance
