@@ -48,7 +48,7 @@ class Ranks:
         servers: list[str],
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.running = len(hosts)
+        self.running = 0
         self._hosts = hosts
         self._command = [sys.executable, "-m", module, json.dumps(arguments)]
         self._environment = {
@@ -70,18 +70,31 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         for rank, host in enumerate(self._hosts):
-            self._said.append(self._stack.enter_context(tempfile.TemporaryFile("w+")))
-            process = host.start(
-                self._command,
-                env={**self._environment, "RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said[rank],
-            )
-            self._stack.callback(_end, process)
-            threading.Thread(target=self._forward, args=(rank, process), daemon=True).start()
-            self._processes.append(process)
+            self.start(host, RANK=str(rank))
         return self
+
+    def start(self, host: Host, **environment: str) -> int:
+        """Start one more process; return the rank that it has for this object.
+
+        Args:
+            host: where.
+            environment: besides that of all ranks.
+        """
+        rank = len(self._processes)
+        said = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 (it is)
+        self._said.append(said)
+        process = host.start(
+            self._command,
+            env={**self._environment, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+        )
+        self._stack.callback(_end, process)
+        threading.Thread(target=self._forward, args=(rank, process), daemon=True).start()
+        self._processes.append(process)
+        self.running += 1
+        return rank
 
     def __exit__(
         self,

@@ -50,6 +50,7 @@ PLAIN_ROWS = tuple(
         "tests/integration/test_out_of_step.py",
         "tests/integration/test_pauses.py",
         "tests/integration/test_elastic.py",
+        "tests/integration/test_join.py",
         "tests/integration/test_topologies.py",
         "tests/integration/test_wire_dtype.py",
         "tests/security/",
@@ -101,6 +102,12 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_the_first_rank_is_like_any_other",
         ),
         "test_a_minority_does_not_go_on": ("test_several_die_at_about_the_same_time",),
+    },
+    "tests/integration/test_join.py": {
+        "test_some_have_gone_on_with_a_newcomer": (
+            "test_ranks_are_lost_while_others_join",
+            "test_many_changes_while_reducers_come_and_go",
+        ),
     },
     "tests/integration/test_ddp_failover.py": {
         "test_all_reducers_are_replaced_one_by_one": (

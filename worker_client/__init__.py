@@ -41,6 +41,8 @@ def init(**settings: Unpack[InitSettings]) -> Client:
         cycle_time: seconds that a tensor with a name waits for the next one, if nobody waits.
         on_rank_lost: ``"error"``: all-reduces that need a lost rank fail; ``"continue"``: the
             others make them without it and go on, means being over those that are present.
+        join: whether this rank joins a job that runs already, with ``on_rank_lost="continue"``, as
+            soon as its ranks call `worker_client.elastic.sync` or `Client.admit`.
         hierarchy: ``"auto"``: if several nodes have equally many ranks, those of a node reduce
             among themselves first, so that its network card carries each buffer once, and results
             may differ in the last place; or ``"off"``.

@@ -170,6 +170,10 @@ class WorkerConfig(BaseSettings):
     """What all-reduces do when a rank is lost. ``error``: those that need it fail. ``continue``:
     the other ranks make them without it and go on."""
 
+    join: bool = False
+    """``1``: join a job that runs already and goes on without lost ranks, as soon as its ranks call
+    ``worker_client.elastic.sync()`` or ``client.admit()``. Rank and world size need not be set."""
+
     hierarchy: Literal["off", "auto"] = "off"
     """``auto``: where several nodes have equally many ranks, more than one, the ranks of a node
     reduce among themselves first, so that the node's network card carries each buffer once. Results
@@ -264,6 +268,7 @@ class InitSettings(TypedDict, total=False):
     fusion_threshold: int | str | None
     cycle_time: float | str | None
     on_rank_lost: str | None
+    join: bool | None
     hierarchy: str | None
     wire_dtype: str | None
     keys: str | PathLike[str] | None

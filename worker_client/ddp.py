@@ -215,11 +215,15 @@ def attach(
     state = ReductionState(client)
     group = model.process_group
     mine, theirs = (state.client.rank, state.client.world_size), (group.rank(), group.size())
-    if mine != theirs:
+    # Process groups cannot grow: where ranks may join, each has a group of its own.
+    grows = state.client.spec.elastic and theirs == (0, 1)
+    if mine != theirs and not grows:
         raise ConfigError(
             f"the model's process group has this process as rank {theirs[0]} of {theirs[1]}, the "
             f"client as rank {mine[0]} of {mine[1]}: both must have the same members"
         )
+    if grows and not model.find_unused_parameters:
+        raise ConfigError(_REARRANGED)
     hook = reduction_hook
     if wrapper is not None:
         hook = wrapper(reduction_hook)
@@ -238,6 +242,11 @@ _SECOND_HOOK = (
     "the model already has a communication hook, and DDP takes one: remove the other "
     "attach() or register_comm_hook() call, or pass it our hook, such as "
     "fp16_compress_wrapper(reduction_hook)"
+)
+_REARRANGED = (
+    "a model whose process group has this rank alone belongs to a job that ranks may join: wrap it "
+    "with DistributedDataParallel(module, find_unused_parameters=True). Otherwise DDP rearranges "
+    "its buckets after the first step, and a rank that joins later has others than the rest"
 )
 _PYTHON_REDUCER = (
     "torch._dynamo's optimize_ddp='python_reducer' gives hooks no buckets: leave "

@@ -7,11 +7,20 @@ import json
 import logging
 import math
 import secrets
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import ConfigError, MismatchError
+from reducer.errors import (
+    ConfigError,
+    DuplicateRankError,
+    LocalProtocolError,
+    MembershipError,
+    MismatchError,
+    RankLostError,
+    ReductionTimeout,
+)
 from reducer.failpoints import parse
 from reducer.units import is_loopback
 from reducer.wire.header import fingerprint
@@ -20,6 +29,8 @@ from worker_client import config
 from worker_client.client import autotune, rendezvous, summary
 from worker_client.client.client import Client
 from worker_client.client.hierarchical import HierarchicalClient
+from worker_client.communicators.flat import FlatCommunicator
+from worker_client.communicators.lobby import Application
 from worker_client.communicators.membership import PATIENCE_S
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
@@ -34,13 +45,15 @@ from worker_client.runtime.credentials import load as load_keys
 from worker_client.staging.wire_cast import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from typing_extensions import Unpack
 
+    from reducer.errors import ReductionError
     from reducer.server import Server
     from worker_client.client.hosting import Hosted
     from worker_client.client.rendezvous import Rendezvous
+    from worker_client.communicators.elastic import Ended, Left
     from worker_client.communicators.fallback import Fallback
     from worker_client.communicators.placement import Place
     from worker_client.config import InitSettings, WorkerConfig
@@ -61,6 +74,10 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
     part = group is not None and bool(group.name)
     rank, world_size = given.pop("rank", None), given.pop("world_size", None)
     settings = config.load(**given)
+    if settings.join:
+        client = _join(settings)
+        summary.begin(client)
+        return client
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
         group = rendezvous.current()
@@ -83,6 +100,76 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
             )
         summary.begin(client)
     return client
+
+
+def _join(settings: WorkerConfig) -> Client:
+    """Join a job that runs, as soon as its ranks let this one in.
+
+    Raises:
+        ConfigError: settings do not go with that.
+        ReductionTimeout: nobody has let this rank in in time.
+        ReductionError: as `worker_client.init`.
+    """
+    if settings.on_rank_lost != "continue" or not settings.servers or settings.embedded:
+        raise ConfigError(
+            "REDUCTION_JOIN=1 joins a job whose ranks go on by themselves, at the reducers of a "
+            "pool: set REDUCTION_ON_RANK_LOST=continue and REDUCTION_SERVERS, as at its other "
+            "ranks, and leave out REDUCTION_EMBEDDED"
+        )
+    if settings.fallback != "error" or settings.hierarchy != "off" or settings.autotune:
+        raise ConfigError(
+            "REDUCTION_JOIN=1 goes with none of REDUCTION_FALLBACK, REDUCTION_HIERARCHY and "
+            "REDUCTION_AUTOTUNE: leave them out, at all ranks of the job"
+        )
+    keys = load_keys(settings.keys)
+    chosen = implementation.select(settings.impl)
+
+    def enter(spec: JobSpec, ended: Ended, left: Left) -> FlatCommunicator:
+        return FlatCommunicator(
+            spec,
+            chosen,
+            io_threads=settings.io_threads,
+            context=None,
+            keys=keys,
+            ended=ended,
+            left=left,
+            hand_over=lambda _: None,
+        )
+
+    known = JobSpec(
+        job=job_name(settings, None, keys, alone=False),
+        generation=settings.generation,
+        rank=0,
+        world_size=1,
+        reducers=settings.servers,
+        window_bytes=0,
+        process=secrets.token_hex(8),
+        heartbeats=Heartbeats(settings.heartbeat, settings.patience),
+        host_name=host_name(),
+    )
+    until = time.monotonic() + settings.timeout
+    error: ReductionError | None = None
+    while time.monotonic() < until:
+        try:
+            application = Application(enter, known, settings.connect_timeout, until)
+        except _NOT_NOW as why:
+            error = why
+            time.sleep(JOIN_AGAIN_S)
+            continue
+        who = application.offer.world_size - 1, application.offer.world_size
+        try:
+            return enlist(settings, None, who, who, lambda _: Client, application=application)
+        except _NOT_NOW as why:
+            log.info("not in yet: %s", why)
+            error = why
+        finally:
+            application.close()
+    raise ReductionTimeout(
+        f"no rank of job {known.job!r} has let this one in within {settings.timeout:g} s"
+        f"{f' ({error})' if error else ''}: check that it runs with REDUCTION_ON_RANK_LOST="
+        "continue at the same reducers, and that its ranks call worker_client.elastic.sync() or "
+        "client.admit() between their steps"
+    )
 
 
 def _through_node(group: Rendezvous, place: Place, topic: str) -> Callable[..., Client]:
@@ -234,6 +321,11 @@ def _place(settings: WorkerConfig, group: Rendezvous | None) -> Place | None:
 DEFAULT = Default()
 
 
+JOIN_AGAIN_S = 0.3  # between two attempts to join a job that runs
+# Another rank joins right now, or the ranks have changed meanwhile: a later attempt may succeed.
+_NOT_NOW = (
+    *(DuplicateRankError, LocalProtocolError, MembershipError, RankLostError, ReductionTimeout),
+)
 BEGIN_WITHOUT_S = 3.0  # longer than a reducer that is well takes to answer anywhere
 
 
@@ -243,6 +335,8 @@ def enlist(
     who: tuple[int, int],
     member: tuple[int, int],
     create: Callable[[str], Callable[..., Client]],
+    *,
+    application: Application | None = None,
 ) -> Client:
     """Join a job at the reducers.
 
@@ -252,6 +346,7 @@ def enlist(
         who: rank and world size of the client.
         member: rank and world size in the job at the reducers.
         create: returns what makes a client, for calls in order or for those with names.
+        application: lets this rank in, where the job runs already.
     """
     rank, world_size = member
     fallback = _fallback(settings, group)
@@ -299,7 +394,7 @@ def enlist(
                 "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
                 "REDUCTION_WIRE_DTYPE": settings.wire_dtype,
             },
-            run=_run(group, world_size),
+            run=_run(group, world_size) if application is None else application.offer.run,
             process=secrets.token_hex(8),
             heartbeats=Heartbeats(settings.heartbeat, settings.patience),
             host_name=host_name(),
@@ -318,33 +413,49 @@ def enlist(
         threshold = int(settings.fusion_threshold)
         if settings.autotune:
             spec, threshold = _tune(settings, spec, partial(Client, **common))
-        named = replace(spec, job=f"{spec.job}{NAMED}")
-
-        def open_channel() -> Client:
-            # Who begins when a reducer is lost already does not wait for it.
-            whole = client is None or all(client.in_use)
-            patient = replace(named, patience_s=math.inf if whole else PATIENCE_S)
-            return create("named")(patient, fallback=named_fallback, **common)
-
         client: Client | None = None
-        fusion = Fusion(
-            open_channel,
-            *who,
-            threshold=threshold,
-            cycle_s=settings.cycle_time,
-            timeout_s=settings.timeout,
-            submissions=tensor_queue.twin(implementation.select(settings.impl).name),
-        )
+
+        def new_fusion(ranks: int, lost: Collection[int] | None) -> Fusion[Client]:
+            named = replace(spec, job=f"{spec.job}{NAMED}", world_size=max(ranks, world_size))
+
+            def open_channel() -> Client:
+                # Who begins when a reducer is lost already does not wait for it.
+                whole = client is None or all(client.in_use)
+                patient = replace(named, patience_s=math.inf if whole else PATIENCE_S)
+                channel = create("named")
+                return channel(patient, fallback=named_fallback, lost=lost, **common)
+
+            return Fusion(
+                open_channel,
+                rank if application else who[0],
+                max(ranks, who[1]),
+                threshold=threshold,
+                cycle_s=settings.cycle_time,
+                timeout_s=settings.timeout,
+                submissions=tensor_queue.twin(implementation.select(settings.impl).name),
+            )
+
         on_shutdown = hosted.stop if hosted else None
+        lost = None if application is None else application.offer.lost
+        fusion = new_fusion(0, lost)
         client = create("ordered")(
-            spec, fusion=fusion, fallback=fallback, on_shutdown=on_shutdown, **common
+            spec,
+            fusion=fusion,
+            fallback=fallback,
+            on_shutdown=on_shutdown,
+            lost=lost,
+            application=application,
+            new_fusion=new_fusion,
+            **common,
         )
-        if spec.fallback or spec.elastic:
-            try:
+        try:
+            if application is not None:
+                client.settle_in()
+            elif spec.fallback or spec.elastic:
                 fusion.open()  # later some of those that it goes on without may be lost
-            except BaseException:
-                client.shutdown()
-                raise
+        except BaseException:
+            client.shutdown()
+            raise
         return client
     except BaseException:
         if hosted is not None:

@@ -8,10 +8,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import ConfigError, LocalProtocolError, ReductionError
+from reducer.errors import ConfigError, LocalProtocolError, MembershipError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.communicators.elastic import ElasticCommunicator
+from worker_client.communicators.elastic import Change, ElasticCommunicator
 from worker_client.communicators.flat import FlatCommunicator
+from worker_client.communicators.lobby import LOOK_S, Lobby, Offer
+from worker_client.communicators.membership import Membership
 from worker_client.communicators.returning import Past, Returning
 from worker_client.protocol.names import own, refused
 from worker_client.protocol.operation import Operation
@@ -25,11 +27,12 @@ from worker_client.staging.wire_cast import WireCast
 from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from reducer.failpoints import Failpoint
     from worker_client.communicators.elastic import Ended, Left
     from worker_client.communicators.fallback import Fallback
+    from worker_client.communicators.lobby import Application
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
     from worker_client.protocol.operation import Unfinished
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from worker_client.staging.host_buffer import HostBuffer
     from worker_client.staging.split_call import Call
     from worker_client.work import Work
+
+
+ENDS_S = 5.0  # for a call to end whose caller has heard that it has
 
 
 class Counters(NamedTuple):
@@ -78,6 +84,11 @@ class Client:
         failpoints: what tests make happen at the worker's places; of all clients of a process that
             have the compiled implementation, the latest one's count.
         wire_dtype: what float32 buffers travel as, FLOAT16 or BFLOAT16; None for what they are.
+        lost: ranks of the spec that the job goes on without already, if it has been going on with
+            `spec.elastic`; None for a job that begins.
+        application: lets this rank join a job that runs.
+        new_fusion: makes what reduces tensors with names when ranks have joined, from the ranks
+            that have ever taken part and those that are lost.
 
     Attributes:
         on_end: called once, with this client, when it begins to shut down.
@@ -103,6 +114,9 @@ class Client:
         on_shutdown: Callable[[], None] | None = None,
         failpoints: Sequence[Failpoint] = (),
         wire_dtype: DType | None = None,
+        lost: Collection[int] | None = None,
+        application: Application | None = None,
+        new_fusion: Callable[[int, Collection[int]], Fusion[Client]] | None = None,
     ) -> None:
         self.spec = spec
         self.timeout_s = timeout_s
@@ -114,6 +128,10 @@ class Client:
         self._fusion = fusion
         self._fallback = fallback
         self._on_shutdown = on_shutdown
+        self._new_fusion = new_fusion
+        self._lobby: Lobby | None = None
+        self._newcomer = application is not None  # and has not called `admit` yet
+        self._on_membership: list[Callable[[Change], None]] = []
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
@@ -138,16 +156,20 @@ class Client:
                 hand_over=_keep if fallback is None else fallback.stay(ended, back).take,
             )
 
+        self._enter = enter
         self._elastic: ElasticCommunicator | None = None
         self._returning: Returning | None = None
         if spec.elastic:
+            whole = Membership.whole(spec)
             self._elastic = ElasticCommunicator(
-                spec,
+                whole if lost is None else whole.without(lost, ()),
                 enter,
                 self._end,
                 self._leave,
                 timeout_s=timeout_s,
                 connect_timeout_s=connect_timeout_s,
+                joins=application is not None,
+                changed=self._tell_of_membership,
             )
         elif fallback is not None:
             self._returning = Returning(
@@ -158,6 +180,8 @@ class Client:
         self._driver = self._elastic or self._returning or self._whole.driver
         try:
             self._communicator.join(connect_timeout_s)
+            if application is not None:
+                self._enter_job(application)
         except BaseException:
             self.shutdown()
             raise
@@ -169,8 +193,10 @@ class Client:
 
     @property
     def world_size(self) -> int:
-        """Number of workers that the job began with."""
-        return self.spec.world_size
+        """Number of workers that the job began with, and of those that have joined since."""
+        if self._elastic is None:
+            return self.spec.world_size
+        return self._elastic.membership.all.world_size
 
     @property
     def wire_dtype(self) -> str:
@@ -181,8 +207,9 @@ class Client:
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks that take part: all of them, but for those that the job goes on without."""
-        lost = self._elastic.lost if self._elastic is not None else ()
-        return tuple(rank for rank in range(self.world_size) if rank not in lost)
+        if self._elastic is None:
+            return tuple(range(self.world_size))
+        return self._elastic.membership.present
 
     @property
     def lanes(self) -> list[int]:
@@ -347,6 +374,79 @@ class Client:
             raise ConfigError("this client makes no calls with names, which join() is about")
         return self._fusion.join(data, stand_in)
 
+    def admit(self, *, timeout: float | str | None = None) -> bool:
+        """Let ranks join that wait for it; every rank calls this at the same point, as any call.
+
+        Between two steps, say: no all-reduce may be in progress. Afterwards the ranks that have
+        joined take part in all calls, and `present` has them; they got what `worker_client.init`
+        with ``join=True`` returns, and the first call of this of theirs returns at once. They have
+        nothing of the training's state yet: `worker_client.elastic.sync` calls this, and sends it.
+
+        Args:
+            timeout: as of `all_reduce`.
+
+        Returns:
+            Whether ranks have joined, the same at every rank.
+
+        Raises:
+            ConfigError: the job does not go on without lost ranks, its ranks host reducers, or a
+                call is in progress.
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
+            ReductionError: as `all_reduce`.
+        """
+        self._check_usable()
+        if self._elastic is None or self.spec.hosts or self._new_fusion is None:
+            raise ConfigError(
+                "ranks can join only where REDUCTION_ON_RANK_LOST=continue is set, and reducers "
+                "are those of a pool (REDUCTION_SERVERS)"
+            )
+        _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
+        self._await_calls()
+        if self._newcomer:
+            self._newcomer = False
+            return True
+        more = self._ready()
+        joined = self._elastic.admit(more, timeout_s)
+        if more and self._lobby is not None:
+            self._lobby.decide(admitted=joined)
+        if joined:
+            earlier = self._fusion
+            self._fusion = self._new_fusion(self.world_size, self._elastic.lost_at_admission)
+            self.settle_in()
+            if earlier is not None:  # all have left it behind
+                earlier.stop()
+                self._bytes_reduced += earlier.bytes_reduced
+                self._calls += earlier.calls
+                self._waited_s += earlier.waited_s
+        return joined
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether this rank has joined a job that runs, and not called `admit` yet."""
+        return self._newcomer
+
+    def settle_in(self) -> None:
+        """Be ready for calls with names, and wait until all ranks are, in a new membership."""
+        assert self._fusion is not None, "ranks join where there are calls with names"
+        assert self._elastic is not None, "ranks join where lost ones are gone on without"
+        self._fusion.open()
+        self._lose_named()
+        self._elastic.admit(0, self.timeout_s)
+
+    def on_membership(self, callback: Callable[[Change], None]) -> None:
+        """Have a function called with every new membership, before any result of it is there.
+
+        It is called by a thread of the client's, and must not wait for all-reduces. At a rank that
+        joins it is called at once, with the membership that this one has joined.
+
+        Args:
+            callback: takes what has changed: ranks that are ``present``, that ``joined`` and that
+                were ``lost``.
+        """
+        self._on_membership.append(callback)
+        if self._newcomer:
+            callback(Change(self.present, (self.rank,), ()))
+
     def decline(self, why: BaseException, *, name: str | None = None) -> None:
         """Take no part in the next call: the other ranks get an error that says why.
 
@@ -423,6 +523,8 @@ class Client:
         """Leave the job and free everything; what is in progress fails. May be called again."""
         if forks() != self._forks:
             return  # the sockets and the thread belong to the parent process
+        if self._lobby is not None:
+            self._lobby.stop()
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)
@@ -439,6 +541,56 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+    # -- ranks that join ----------------------------------------------------------------------
+
+    def _enter_job(self, application: Application) -> None:
+        """Wait until the others let this rank in.
+
+        Raises:
+            MembershipError: they have another membership by now.
+            ReductionError: they cannot be waited for.
+        """
+        assert self._elastic is not None, "who joins a job goes on without lost ranks"
+        application.accept()
+        self._elastic.join()
+        while not self._elastic.await_members(timeout_s=LOOK_S):
+            if application.refused.is_set():
+                raise MembershipError("the membership has changed before this rank was in it")
+
+    def _ready(self) -> int:
+        """Return how many ranks are ready to join, if it is this rank that lets them in."""
+        if self.present[0] != self.rank:
+            if self._lobby is not None:
+                self._lobby.stop()
+                self._lobby = None
+            return 0
+        if self._lobby is None:
+            self._lobby = Lobby(self._enter, self.spec, self._offer)
+        return int(self._lobby.ready())
+
+    def _offer(self) -> Offer:
+        assert self._elastic is not None, "ranks join where lost ones are gone on without"
+        return Offer(self.world_size + 1, sorted(self._elastic.lost), self.spec.run)
+
+    def _await_calls(self) -> None:
+        """Wait for the moments that a call takes to end after its caller has heard of the end."""
+        until = time.monotonic() + ENDS_S
+        while self._works or not self._staging.in_order:
+            if time.monotonic() > until:
+                raise ConfigError("ranks join between calls: wait for all calls before admit()")
+            time.sleep(0.001)
+
+    def _lose_named(self) -> None:
+        """Go on without lost ranks in calls with names as well, where they may never have been."""
+        named = self._named
+        if self._elastic is not None and named is not None and named._elastic is not None:  # noqa: SLF001 (of this class)
+            named._elastic.lose(self._elastic.lost)  # noqa: SLF001
+
+    def _tell_of_membership(self, change: Change) -> None:
+        self._lose_named()
+        for callback in self._on_membership:
+            callback(change)
 
     # -- the way of an all-reduce -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Going on without ranks that are lost: the others make a new membership of the job by themselves.
+"""Going on without lost ranks, and with ranks that join: a new membership of the job.
 
 Every all-reduce is all or nothing. Either some rank that is left has its full result, with the lost
 rank's contribution, and then all get that; or all make the call again, without the lost rank. To
@@ -8,74 +8,109 @@ in it, and its first all-reduces end only when all of these have come.
 
 Nobody goes on alone by mistake: those that are left must be more than half of those before, or half
 with the lowest rank among them.
+
+Ranks join behind an admission, a call whose result is how many do: all ranks get it or none. A rank
+that has it goes to the membership with those that join, and waits there for all others. If a rank
+is lost then, or later, some of the others may have gone on already, and some not even have the
+result. So all ranks that made the admission reconcile among themselves first, where it comes to
+light, and then with those that have joined. Only the next admission proves that all have gone on.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
+from array import array
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
-from worker_client.communicators.membership import Membership
+from reducer.wire.constants import DType, ReduceOp
 from worker_client.communicators.reconcile import NewLossError, Reconciliation
 from worker_client.communicators.replay_log import Entry, ReplayLog
 from worker_client.protocol.names import own
+from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker_client.communicators.flat import FlatCommunicator
-    from worker_client.protocol.operation import Operation
+    from worker_client.communicators.membership import Membership
     from worker_client.protocol.spec import JobSpec
 
     Ended = Callable[[Operation, ReductionError | None], None]
     Left = Callable[[ReductionError], None]
 
 KNOWN_S = 2.0  # after the job's patience: by then every reducer has said who is gone
+JOIN_S = 10.0  # for a rank that joins to come, when all others are here
 LOOK_S = 0.1  # how often to look, while the ranks reconcile, whether they are still all there
 
 log = logging.getLogger(__name__)
+
+
+class Change(NamedTuple):
+    """A new membership.
+
+    Attributes:
+        present: ranks that take part from now on, ascending.
+        joined: those of them that did not before.
+        lost: ranks that took part before and do not any more.
+    """
+
+    present: tuple[int, ...]
+    joined: tuple[int, ...]
+    lost: tuple[int, ...]
 
 
 class ElasticCommunicator:
     """Stands in for the driver of a client that goes on without lost ranks.
 
     Args:
-        spec: of the job with all ranks.
+        membership: that this rank begins in, or joins.
+        joins: whether the others of it are at work already, and let this rank in.
         enter: makes a communicator in a membership, from its spec and whom to tell of ends.
         ended, left: as of `Driver`.
         timeout_s: for the ranks that are left to reconcile.
         connect_timeout_s: for the reducers to admit them.
+        changed: called by the thread that reconciles, with every new membership.
 
     Attributes:
         communicator: in the current membership.
         lost: ranks that the job goes on without.
+        membership: who is present.
     """
 
     def __init__(
         self,
-        spec: JobSpec,
+        membership: Membership,
         enter: Callable[[JobSpec, Ended, Left], FlatCommunicator],
         ended: Ended,
         left: Left,
         *,
         timeout_s: float,
         connect_timeout_s: float,
+        joins: bool = False,
+        changed: Callable[[Change], None] = lambda _: None,
     ) -> None:
         self.closing = False
-        self.lost: frozenset[int] = frozenset()
+        self.membership = membership
+        everybody = range(membership.all.world_size)
+        self.lost: frozenset[int] = frozenset(everybody).difference(membership.present)
+        self._changed = changed
         self._enter = enter
         self._ended = ended
         self._left = left
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
-        self._membership = Membership.whole(spec)
-        self._replay_log = ReplayLog()
+        self._replay_log = ReplayLog(joins=joins)
+        self._joins = joins  # and is not in yet
+        # Where ranks were admitted last, and how many: if this rank was there, and not admitted.
+        self._origin: Membership | None = None
+        self._more = 0
         self._attempts: dict[Operation, Entry] = {}  # in progress in the current membership
         self._questions: dict[Operation, queue.SimpleQueue[ReductionError | None]] = {}
         self._suspects: set[int] = set()  # ranks that were lost since it began
@@ -93,7 +128,7 @@ class ElasticCommunicator:
         self._has_left = False
         self._ends: list[Entry] = []  # calls that reconciling has ended, to be told of
         self._last_question = -1  # sequence number of the reconciliation's last all-reduce
-        self.communicator = self._connect(spec)
+        self.communicator = self._connect(membership.spec)
 
     # -- as of Driver -------------------------------------------------------------------------
 
@@ -118,18 +153,87 @@ class ElasticCommunicator:
                 if begun.attempt is not None and not begun.over:
                     self.communicator.driver.submit(operation)  # which ends the attempt
                 return
-            self._replay_log.add(entry)
-            if self._failure is not None and not entry.over:
-                entry.finish(None, self._failure)
-            doomed = entry.over
-            if not doomed and self._recovery is None:
-                self._begin(entry)
+            doomed = self._enter_call(entry)
         if doomed:
             self._report([entry])
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Lead for as long as the membership stays; see `Driver.wait`."""
         self.communicator.driver.wait(lambda: done() or self._recovery is not None, until)
+
+    def admit(self, more: int, timeout_s: float) -> bool:
+        """Let ranks in that wait: all ranks call this with no call in progress.
+
+        Args:
+            more: how many are ready to join, as far as this rank knows.
+            timeout_s: for the other ranks to call this.
+
+        Returns:
+            Whether ranks have joined, the same at all ranks.
+
+        Raises:
+            LocalProtocolError: the client has stopped.
+            ReductionError: it failed.
+        """
+        numbers = memoryview(array("q", [more])).cast("B")
+        entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, "ranks that join", timeout_s))
+        entry.admits = True
+        with self._gate:
+            if self.closing:
+                raise LocalProtocolError("this client was shut down")
+            before = self.membership.all.world_size
+            self._enter_call(entry)
+        while not (entry.over or self.closing or self._recovery is not None):
+            self.wait(lambda: entry.over, math.inf)
+        self.await_members(lambda: entry.over)
+        if entry.error is not None:
+            raise own(entry.error, entry.operation)
+        return self.membership.present[-1] >= before
+
+    @property
+    def lost_at_admission(self) -> frozenset[int]:
+        """Ranks that were lost when ranks joined last, the same at every rank."""
+        assert self._origin is not None, "ranks have joined"
+        return frozenset(range(self._origin.all.world_size)).difference(self._origin.present)
+
+    def lose(self, ranks: frozenset[int]) -> None:
+        """Go on without ranks that are lost elsewhere: these reducers may never have seen them."""
+        with self._gate:
+            news = sorted(
+                (ranks - self.lost - self._suspects).intersection(self.membership.present)
+            )
+            if not news or self.closing:
+                return
+            self._suspects.update(news)
+            why = RankLostError(f"rank {news[0]} is lost", rank=news[0])
+            self._cause = self._cause or why
+            self._recover()
+            present = self.membership.present
+        # What is in progress waits for it, here and at others.
+        self.communicator.driver.fail(RankLostError(str(why), rank=present.index(news[0])))
+
+    def join(self) -> None:
+        """Begin to wait for the others of the membership that this rank joins."""
+        with self._gate:
+            self._recover()
+
+    def await_members(
+        self, done: Callable[[], bool] = lambda: True, timeout_s: float | None = None
+    ) -> bool:
+        """Wait until the ranks have reconciled, if they are about to; false: not in that time.
+
+        Raises:
+            LocalProtocolError: the client has stopped.
+            ReductionError: they cannot go on.
+        """
+        with self._gate:
+            settled = self._idle.wait_for(
+                lambda: self.closing or (done() and self._recovery is None), timeout_s
+            )
+            self._check_open()
+            if self._failure is not None:
+                raise self._failure
+            return settled
 
     def stop(self) -> None:
         """Leave the job; what is in progress fails. May be called again.
@@ -153,6 +257,15 @@ class ElasticCommunicator:
 
     # -- calls --------------------------------------------------------------------------------
 
+    def _enter_call(self, entry: Entry) -> bool:
+        """Begin a call, now or when the ranks have reconciled; return whether it has failed."""
+        self._replay_log.add(entry)
+        if self._failure is not None and not entry.over:
+            entry.finish(None, self._failure)
+        if not entry.over and self._recovery is None:
+            self._begin(entry)
+        return entry.over
+
     def _begin(self, entry: Entry) -> None:
         attempt = entry.begin()
         self._attempts[attempt] = entry
@@ -167,12 +280,14 @@ class ElasticCommunicator:
                 return  # it has merely ended another one
             entry = self._attempts.pop(attempt)
             if error is not None and self._may_be_made_again(error):
-                self._cause = self._cause or self._membership.renumbered(error)
+                self._cause = self._cause or self.membership.renumbered(error)
                 self._recover()
                 self._idle.notify_all()
                 return
-            told = None if error is None else self._membership.renumbered(error)
+            told = None if error is None else self.membership.renumbered(error)
             entry.finish(bytes(attempt.view) if told is None else None, told)
+            if self._admits(entry):
+                self._recover()
             reached = self.communicator.session.flight.reached
             self._replay_log.prune(reached)
             if self._behind and reached > self._last_question:
@@ -187,10 +302,19 @@ class ElasticCommunicator:
         if self.closing:
             return False
         if isinstance(error, RankLostError) and error.rank != self.communicator.session.spec.rank:
-            self._suspects.add(self._membership.present[error.rank])
+            self._suspects.add(self.membership.present[error.rank])
             return True
         # When ranks have heard of a loss in the middle of an agreement they begin anew.
         return isinstance(error, MismatchError) and error.field == "epoch"
+
+    def _admits(self, entry: Entry) -> bool:
+        """Take note of how many ranks a call lets in that has just ended; whether it does."""
+        if not entry.admits or entry.result is None:
+            return False
+        (more,) = memoryview(entry.result).cast("q")
+        if more:
+            self._origin, self._more = self.membership, more
+        return more > 0
 
     # -- recovery -----------------------------------------------------------------------------
 
@@ -203,7 +327,7 @@ class ElasticCommunicator:
         try:
             with self._gate:
                 self._idle.wait_for(lambda: self.closing or not self._attempts)
-            if not self._await_loss(self.lost):
+            if not (self._grows or self._joins or self._await_loss(self.lost)):
                 self._give_up(self._why)
                 return
             while not self._reconcile():
@@ -216,7 +340,7 @@ class ElasticCommunicator:
 
     def _await_loss(self, known: frozenset[int]) -> bool:
         """Wait until somebody is lost besides those that are known; false: nobody, it seems."""
-        end = time.monotonic() + self._membership.all.heartbeats.patience_s + KNOWN_S
+        end = time.monotonic() + self.membership.all.heartbeats.patience_s + KNOWN_S
         while not self.closing:
             with self._gate:
                 for communicator, present in self._places():
@@ -236,30 +360,84 @@ class ElasticCommunicator:
         """
         with self._gate:
             lost = self.lost | frozenset(self._suspects)
-        try:
-            membership = self._membership.without(lost, self.communicator.session.links)
-            if not membership.may_follow(self._membership):
-                raise self._why
-        except RankLostError as error:
-            self._failure = error  # now and later: others may go on
-            raise
-        communicator = self._connect(membership.spec)
+            if self._grows and not self._coming:
+                lost = self.lost  # those that join wait there, and hear of losses from who comes
+        links = self.communicator.session.links
+        if self._origin is not None and lost != self.lost:
+            # What has ended at any of these, an admission as well, ends at all of them here.
+            reconciled = self._meet(self._origin.without(lost, links), lost)
+            if reconciled is None:
+                return False
+        while True:
+            try:
+                membership = self._next(lost)
+            except RankLostError as error:
+                self._failure = error  # now and later: others may go on
+                raise
+            reconciled = self._meet(membership, lost)
+            if reconciled is None:
+                return False
+            if self._next(lost).all.world_size == membership.all.world_size:
+                break  # else an admission has come to light
+        communicator, last = reconciled
+        self._go_on(communicator, membership, lost, last)
+        return True
+
+    @property
+    def _grows(self) -> bool:
+        """Whether ranks were admitted that this rank has yet to wait for."""
+        return (
+            self._origin is not None
+            and self._origin.all.world_size + self._more > self.membership.all.world_size
+        )
+
+    def _next(self, lost: frozenset[int]) -> Membership:
+        """Return the membership to go on in without these ranks.
+
+        Raises:
+            RankLostError: this rank is lost itself, or too few are left.
+        """
+        links = self.communicator.session.links
+        base, more = self.membership, 0
+        if self._origin is not None:
+            base, more = self._origin, self._more
+        before = base.without(self.lost, links, more) if self._grows else self.membership
+        membership = base.without(lost, links, more)
+        if not membership.may_follow(before):
+            raise self._why
+        return membership
+
+    def _meet(
+        self, membership: Membership, lost: frozenset[int]
+    ) -> tuple[FlatCommunicator, int] | None:
+        """Reconcile with the other ranks of a membership; None: more were lost.
+
+        Returns:
+            Where, and the sequence number of the last all-reduce there.
+
+        Raises:
+            ReductionError: that cannot be.
+        """
+        here = self._joins and membership.spec.job == self.membership.spec.job
+        communicator = self.communicator if here else self._connect(membership.spec)
         with self._gate:
             self._coming.append((communicator, membership.present))
-        ask = partial(self._ask, communicator, lost)
+        ask = partial(self._ask, communicator, membership, lost)
         reconciliation = Reconciliation(communicator.session.spec, ask, self._why)
         try:
             self._check_open()
             communicator.join(self._connect_timeout_s)
             reconciliation.run(self._replay_log, self._timeout_s)
         except (RankLostError, MismatchError, NewLossError) as error:
-            return self._fail_to_reconcile(communicator, membership, lost, error)
+            self._fail_to_reconcile(communicator, membership, lost, error)
+            return None
         except ReductionError as error:
             raise membership.renumbered(error) from None
         finally:
             self._ends += reconciliation.ends
-        self._go_on(communicator, membership, lost, reconciliation.last)
-        return True
+            for entry in reconciliation.ends:
+                self._admits(entry)
+        return communicator, reconciliation.last
 
     def _fail_to_reconcile(
         self,
@@ -267,7 +445,7 @@ class ElasticCommunicator:
         membership: Membership,
         lost: frozenset[int],
         error: Exception,
-    ) -> bool:
+    ) -> None:
         """Find out who else is lost, and tell those that still wait there."""
         if isinstance(error, RankLostError):
             with self._gate:
@@ -276,8 +454,8 @@ class ElasticCommunicator:
             raise membership.renumbered(error) if isinstance(error, ReductionError) else self._why
         for rank in sorted(self._suspects - lost):
             why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
-            communicator.driver.fail(RankLostError(why, rank=membership.present.index(rank)))
-        return False
+            if rank in membership.present:
+                communicator.driver.fail(RankLostError(why, rank=membership.present.index(rank)))
 
     def _go_on(
         self,
@@ -289,26 +467,31 @@ class ElasticCommunicator:
         """Make all calls that have no result, in the new membership."""
         with self._gate:
             self._check_open()
-            others = (other for other, _ in self._coming if other is not communicator)
-            self._behind += [self.communicator, *others]
+            places = [self.communicator, *(other for other, _ in self._coming)]
+            self._behind += [place for place in places if place is not communicator]
             self._coming = []
-            self.communicator, self._membership, self.lost = communicator, membership, lost
+            before, self.membership = self.membership.present, membership
+            self.communicator, self.lost, self._joins = communicator, lost, False
             self._last_question = last_question
             self._suspects, self._cause = set(), None
             ends, self._ends = self._ends, []
             self._recovery = None
-            log.warning(
-                "going on without rank %s; ranks that go on: %s "
-                "(numbered from 0 on at the reducers)",
-                ", ".join(map(str, sorted(lost))),
-                ", ".join(map(str, membership.present)),
+            change = Change(
+                membership.present,
+                tuple(rank for rank in membership.present if rank not in before),
+                tuple(rank for rank in before if rank in lost),
             )
+            _log(change, lost)
             for entry in self._replay_log:
                 if entry.over:
                     entry.last = last_question
                 else:
+                    if entry.admits:  # those who were ready wait for an earlier membership
+                        entry.contribution = bytes(len(entry.contribution))
                     self._begin(entry)
+            self._idle.notify_all()
         self._report(ends)
+        self._changed(change)
 
     def _check_open(self) -> None:
         if self.closing:
@@ -316,22 +499,30 @@ class ElasticCommunicator:
 
     def _places(self) -> list[tuple[FlatCommunicator, tuple[int, ...]]]:
         """Return where this rank hears of losses, and the ranks that are present there."""
-        return [(self.communicator, self._membership.present), *self._coming]
+        return [(self.communicator, self.membership.present), *self._coming]
 
     @property
     def _why(self) -> ReductionError:
-        assert self._cause is not None, "there is a recovery because of something"
-        return self._cause
+        lost = sorted(self._suspects - self.lost)
+        if self._cause is None and lost:
+            return RankLostError(f"rank {lost[0]} is lost while others join", rank=lost[0])
+        return self._cause or LocalProtocolError("ranks that join could not be waited for")
 
     def _ask(
-        self, communicator: FlatCommunicator, lost: frozenset[int], question: Operation
+        self,
+        communicator: FlatCommunicator,
+        membership: Membership,
+        lost: frozenset[int],
+        question: Operation,
     ) -> None:
         """Make an all-reduce of a reconciliation, and wait for its end.
 
         Raises:
-            NewLossError: one of those that are to reconcile is lost in the current membership.
+            NewLossError: one of those that are to reconcile is lost in the current membership, or
+                one that joins does not come.
             ReductionError: it failed.
         """
+        until = time.monotonic() + JOIN_S
         answer: queue.SimpleQueue[ReductionError | None] = queue.SimpleQueue()
         self._questions[question] = answer
         communicator.driver.submit(question)
@@ -341,8 +532,13 @@ class ElasticCommunicator:
                 error = answer.get(timeout=LOOK_S)
             except queue.Empty:
                 lost_too = {
-                    self._membership.present[rank] for rank in self.communicator.session.lost_ranks
+                    self.membership.present[rank] for rank in self.communicator.session.lost_ranks
                 }
+                missing = {membership.present[rank] for rank in question.missing}
+                if time.monotonic() > until and missing.isdisjoint(self.membership.present):
+                    with self._gate:
+                        self._suspects |= missing
+                    lost_too |= missing
                 if not lost_too <= lost:
                     raise NewLossError from None
                 continue
@@ -357,6 +553,8 @@ class ElasticCommunicator:
             coming, self._coming = self._coming, []
             self._suspects, self._cause = set(), None
             ends, self._ends = self._ends, []
+            if self._joins or self._grows:
+                self._failure = self._failure or error  # others may have gone on
             for entry in self._replay_log:
                 if entry.over:
                     continue
@@ -369,6 +567,7 @@ class ElasticCommunicator:
             # Who does not go on must not be waited for.
             left = [communicator for communicator, _ in coming]
             left += [] if self._failure is None else [self.communicator]
+            self._idle.notify_all()
         self._report(ends)
         for communicator in left:
             communicator.driver.stop()
@@ -390,6 +589,19 @@ class ElasticCommunicator:
 
         communicator = self._enter(spec, self._attempt_ended, left)
         return communicator
+
+
+def _log(change: Change, lost: frozenset[int]) -> None:
+    present = ", ".join(map(str, change.present))
+    if change.joined:
+        joined = ", ".join(map(str, change.joined))
+        log.warning("rank %s joins; ranks that go on: %s", joined, present)
+    if change.lost:
+        log.warning(
+            "going on without rank %s; ranks that go on: %s (numbered from 0 on at the reducers)",
+            ", ".join(map(str, sorted(lost))),
+            present,
+        )
 
 
 def _same_call(entry: Entry, operation: Operation) -> bool:

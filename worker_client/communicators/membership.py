@@ -1,4 +1,4 @@
-"""Who takes part in a job that goes on without lost ranks."""
+"""Who takes part in a job that goes on without lost ranks, and with ranks that join."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _MARK_BYTES = 17  # of a job's name: what tells its memberships from each other
 class Membership:
     """The ranks that are present, and what they tell reducers.
 
-    Reducers number them from 0 on without gaps.
+    Ranks that join get the next numbers, and no number is used twice. Reducers number those that
+    are present from 0 on without gaps.
 
     Attributes:
-        all: spec of the job with all ranks.
+        all: spec of the job with all ranks that have ever taken part.
         spec: of this membership.
         present: ranks of `all`, ascending.
     """
@@ -42,17 +43,18 @@ class Membership:
         """Return the membership that a job begins with."""
         return cls(spec, spec, tuple(range(spec.world_size)))
 
-    def without(self, lost: Collection[int], links: Iterable[Link]) -> Membership:
-        """Return the membership of those that are left.
+    def without(self, lost: Collection[int], links: Iterable[Link], more: int = 0) -> Membership:
+        """Return the membership of those that are left, and of ranks that join.
 
         Args:
-            lost: ranks of `all`.
+            lost: ranks of `all`, or that join.
             links: of the current membership, which know where reducers' lanes are.
+            more: how many ranks join.
 
         Raises:
             RankLostError: this rank itself is among the lost.
         """
-        s = self.all
+        s = replace(self.all, world_size=self.all.world_size + more)
         if s.rank in lost:
             raise RankLostError("reducers have lost this rank, and others go on", rank=s.rank)
         present = tuple(rank for rank in range(s.world_size) if rank not in lost)
@@ -67,7 +69,7 @@ class Membership:
         weights = mixed_weights(len(present), len(pool)) if hosted else (1,) * len(pool)
         spec = replace(
             s,
-            job=marked(s.job, (present, reducers)),
+            job=marked(s.job, (s.world_size, sorted(lost), reducers)),
             rank=present.index(s.rank),
             world_size=len(present),
             reducers=reducers,
@@ -78,7 +80,7 @@ class Membership:
             patience_s=PATIENCE_S,
             fallback=False,
         )
-        return replace(self, spec=spec, present=present)
+        return Membership(s, spec, present)
 
     def may_follow(self, before: Membership) -> bool:
         """Whether no other ranks of an earlier membership could go on beside these."""

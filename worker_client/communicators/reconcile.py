@@ -56,6 +56,7 @@ class Reconciliation:
         bounds = array("q", [-replay_log.unfinished(), replay_log.ended()])
         self._all_reduce(bounds, ReduceOp.MAX, "which calls are unfinished", timeout_s)
         first, end = -bounds[0], bounds[1]
+        replay_log.begin_at(first)
         calls = replay_log.calls(first, end)
         facts = array("q")  # per call: who supplies the result, whether nobody lacks it, or failed
         for entry, lacks in calls:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from reducer.errors import ReductionError
 
 
+_NEVER = (1 << 63) - 1  # a call that none comes after
+
+
 class Entry:
     """One call.
 
@@ -24,9 +27,10 @@ class Entry:
         error: why it has failed.
         last: the all-reduce of the current membership that every rank must have finished before
             this call may be forgotten.
+        admits: whether the result says how many ranks join behind it.
     """
 
-    __slots__ = ("attempt", "contribution", "error", "last", "operation", "result")
+    __slots__ = ("admits", "attempt", "contribution", "error", "last", "operation", "result")
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
@@ -35,6 +39,7 @@ class Entry:
         self.result: bytes | None = None
         self.error: ReductionError | None = None
         self.last = -1
+        self.admits = False
 
     @property
     def over(self) -> bool:
@@ -67,12 +72,16 @@ class Entry:
 class ReplayLog:
     """Calls in their order, numbered from 0; threads may share it.
 
+    Args:
+        joins: whether this rank joins a job that runs, and so learns of its number first.
+
     Attributes:
         next: number of the next call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, joins: bool = False) -> None:
         self.next = 0
+        self._joins = joins
         self._entries: dict[int, Entry] = {}
         self._doomed: dict[int, ReductionError] = {}
         self._lock = threading.Lock()  # of both, and `next`
@@ -88,6 +97,12 @@ class ReplayLog:
             if (doom := self._doomed.pop(self.next, None)) is not None:
                 entry.finish(None, doom)
             self.next += 1
+
+    def begin_at(self, number: int) -> None:
+        """Give the first call of a rank that joins this number, which is the others' next one."""
+        with self._lock:
+            if self._joins:
+                self.next, self._joins = number, False
 
     def latest(self) -> Entry | None:
         """Return the call that was entered last, if some rank may not have finished it."""
@@ -124,6 +139,8 @@ class ReplayLog:
     def unfinished(self) -> int:
         """Return the number of the first call that has not ended here."""
         with self._lock:
+            if self._joins:
+                return _NEVER
             calls = self._entries.items()
             return next((number for number, entry in calls if not entry.over), self.next)
 

@@ -36,6 +36,7 @@ class Operation:
         ask_last_at: when to ask that for the last time, shortly before the deadline.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
         missing: ranks that it waits for, as a reducer has said.
+        quiet: whether others may take their time, so that no warning says whom it waits for.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Operation:
         "name",
         "op",
         "overdue",
+        "quiet",
         "refusal",
         "sequence",
         "since",
@@ -82,7 +84,7 @@ class Operation:
         self.sequence = -1
         self.since = self.history = 0
         self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
-        self.overdue = False
+        self.overdue = self.quiet = False
         self.missing: tuple[int, ...] = ()
 
     def __str__(self) -> str:

@@ -26,12 +26,16 @@ class RollCall:
         links: the session's.
         shard_map: knows which reducers are in use.
         active: the all-reduces in progress.
+        elastic: whether the ranks that are left go on elsewhere when one is lost.
     """
 
-    def __init__(self, links: Sequence[Link], shard_map: ShardMap, active: Pending) -> None:
+    def __init__(
+        self, links: Sequence[Link], shard_map: ShardMap, active: Pending, *, elastic: bool
+    ) -> None:
         self._links = links
         self._map = shard_map
         self._active = active
+        self._elastic = elastic
         self._outdated: set[int] = set()  # links whose next PING may be from before the agreement
         self._lost: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
 
@@ -68,13 +72,14 @@ class RollCall:
         self, operation: Operation, link: Link, missing: Collection[int], now: float
     ) -> RankLostError | None:
         """Say whom an all-reduce waits for; return why it waits in vain, if it does."""
-        if lost := sorted(self.lost.intersection(missing)):
+        # One that is missing may have gone on elsewhere without another one, which is lost.
+        if lost := sorted(self.lost if self._elastic else self.lost.intersection(missing)):
             # This reducer cannot know: it was restarted, and that rank has never been there.
             why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
             return RankLostError(why, rank=lost[0])
         operation.missing = tuple(missing)
         waited = now - operation.begun
-        if waited >= STRAGGLER_S:
+        if waited >= STRAGGLER_S and not operation.quiet:
             log.warning(
                 "%s: reducer %s waits for rank %s, %.0f s so far",
                 operation,

@@ -111,7 +111,7 @@ class Session:
             aborts=self._aborts,
             renewed=self._renewed,
         )
-        self._roll_call = RollCall(self.links, self._map, self.calls.active)
+        self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
         self._handing = HandingOver()
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.CHALLENGE: self._challenge,

@@ -1,0 +1,374 @@
+"""Ranks leave a training and join it: the ranks that are there have the same bits in every step."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from bench.chaos_run import Pool
+from bench.ranks import Ranks
+from reducer.errors import ConfigError, ReductionTimeout
+from tests.integration.calls import ones
+from tests.ranks import Loopback, environments, ranks
+from worker_client.client.bootstrap import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.client.client import Client
+    from worker_client.communicators.elastic import Change
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
+
+PATIENCE_S = 60.0
+MODULE = "tests.integration.join_rank"
+
+
+class Training:
+    """A training whose ranks come and go, its reducers, and what the ranks have said."""
+
+    def __init__(self, lab: Loopback, ranks: Ranks, pool: Pool, workers: int) -> None:
+        self.pool = pool
+        self.present = set(range(workers))  # processes
+        self.steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)  # by step and rank
+        self.latest: dict[int, dict[str, Any]] = {}  # by process
+        self._started = workers
+        self.ended: set[int] = set()
+        self.missed = False
+        self._lab = lab
+        self._ranks = ranks
+
+    def kill(self, process: int) -> None:
+        self.present.discard(process)
+        self._ranks.kill(process)
+
+    def join(self) -> None:
+        self._ranks.start(self._lab, REDUCTION_JOIN="1", PROCESS=str(self._started))
+        self.present.add(self._started)
+        self._started += 1
+
+    def until(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not done():
+            if time.monotonic() > end:
+                raise self._ranks.stalled(f"{self.present}: {self.latest}")
+            said = self._ranks.hear(0.05)
+            if said is None:
+                continue
+            if said["event"] == "missed":
+                self.missed = True
+            elif said["event"] == "end":
+                self.ended.add(said["process"])
+            else:
+                self.steps[said["step"]][said["rank"]] = self.latest[said["process"]] = said
+
+    def rest(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
+
+    def settle(self, steps: int = 3) -> None:
+        """Wait until those that are here have made some steps among themselves."""
+        until = [0]
+
+        def among_themselves() -> bool:
+            here = [self.latest.get(process) for process in self.present]
+            ranks = {one["rank"] for one in here if one}
+            if any(one is None or set(one["present"]) != ranks for one in here):
+                until[0] = max((one["step"] for one in here if one), default=0) + steps
+                return False
+            return min(one["step"] for one in here if one) >= until[0]
+
+        self.until(among_themselves)
+
+    def finish(self) -> None:
+        self._ranks.tell(str(max(self.steps) + 20))
+        self.until(lambda: self.ended >= self.present)
+        self.until(lambda: not self._ranks.running)
+
+    def check(self) -> None:
+        """Hold every step against its own ranks, and the last loss against the first."""
+        for step, said in sorted(self.steps.items()):
+            one = next(iter(said.values()))
+            for rank, other in said.items():
+                assert other["digest"] == one["digest"], f"step {step}: {rank} has other weights"
+                assert other["over"] == one["over"], f"step {step}"
+                assert rank in other["over"], f"step {step}: {other['over']}"
+                assert rank in other["named"], f"step {step}: {other['named']}"
+        losses = [next(iter(self.steps[step].values()))["loss"] for step in sorted(self.steps)]
+        assert losses[-1] < 0.7 * losses[0]
+
+
+def run(
+    workers: int, reducers: int, action: Callable[[Training], None], **settings: str
+) -> Training:
+    with Loopback(workers + reducers) as lab:
+        pool = Pool(lab.hosts[workers:])
+        try:
+            arguments = {"REDUCTION_JOB": "grows", "REDUCTION_TIMEOUT": "40s", **settings}
+            hosts = lab.hosts[:workers]
+            with Ranks(MODULE, hosts, {}, pool.addresses, arguments) as ranks:
+                training = Training(lab, ranks, pool, workers)
+                training.settle()
+                action(training)
+                training.settle()
+                training.finish()
+        finally:
+            pool.stop()
+    training.check()
+    return training
+
+
+def test_four_ranks_become_three_four_six_and_five() -> None:
+    def action(training: Training) -> None:
+        training.kill(1)
+        training.settle()
+        training.join()
+        training.settle()
+        for _ in range(2):
+            training.join()
+        training.settle()
+        training.kill(0)
+        training.settle()
+
+    training = run(4, 2, action)
+    sizes = [len(next(iter(said.values()))["over"]) for _, said in sorted(training.steps.items())]
+    found = [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
+    assert found[:3] == [4, 3, 4]
+    assert found[-2:] == [6, 5]
+    assert training.present == {2, 3, 4, 5, 6}
+    latest = training.latest[6]
+    assert latest["changes"][0][1] == [latest["rank"]]
+    assert latest["changes"][-1][2] == [0]
+
+
+def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost() -> None:
+    """Rank 1 lacks the last result of the meeting with rank 3, and rank 2 dies; rank 0 has it."""
+
+    def action(training: Training) -> None:
+        training.join()
+        training.until(lambda: training.missed)
+        training.rest(0.5)  # the others have it and go on
+        training.kill(2)
+
+    training = run(3, 2, action, MISSES="1")
+    assert training.present == {0, 1, 3}
+    assert training.latest[3]["present"] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_are_lost_while_others_join(seed: int) -> None:
+    rng = random.Random(seed)
+
+    def action(training: Training) -> None:
+        for _ in range(4):
+            training.join()
+            training.rest(rng.choice((0.0, 0.5, 1.0, 2.0)))
+            training.kill(rng.choice(sorted(training.present)))
+            training.settle()
+
+    run(4, 2, action)
+
+
+def test_many_changes_while_reducers_come_and_go() -> None:
+    rng = random.Random(0)
+
+    def action(training: Training) -> None:
+        for change in range(50):
+            if len(training.present) > 3 and (len(training.present) > 5 or rng.random() < 0.5):
+                training.kill(rng.choice(sorted(training.present)))
+            else:
+                training.join()
+            reducer = change % 2
+            training.pool.end(reducer, signal.SIGKILL)
+            training.pool.start(reducer)
+            training.settle()
+
+    run(4, 2, action)
+
+
+CONTINUE = {"on_rank_lost": "continue", "timeout": "30s"}
+
+
+class Newcomer:
+    """A rank that joins, in a thread of this process."""
+
+    def __init__(self, servers: list[str], job: str, arguments: dict[str, Any]) -> None:
+        self.client: Client | None = None
+        self.error: BaseException | None = None
+        defaults = {"servers": servers, "job": job, "join": True, **CONTINUE}
+        self._arguments = {**defaults, **arguments}
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.client = connect(**self._arguments)
+        except BaseException as error:  # noqa: BLE001 (the test's own thread looks at it)
+            self.error = error
+
+    def end(self) -> None:
+        self.thread.join()
+        if self.client is not None:
+            self.client.shutdown()
+
+
+@pytest.fixture
+def newcomers(
+    servers: list[str], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Newcomer]]:
+    """Make ranks that want to join the test's job."""
+    made: list[Newcomer] = []
+
+    def make(**arguments: Any) -> Newcomer:
+        made.append(Newcomer(servers, request.node.name[:100], arguments))
+        return made[-1]
+
+    yield make
+    for newcomer in made:
+        newcomer.end()
+
+
+def each(clients: list[Client], what: Callable[[Client], Any]) -> list[Any]:
+    """What a collective call returns or raises at each rank."""
+
+    def call(client: Client) -> Any:
+        try:
+            return what(client)
+        except Exception as error:  # noqa: BLE001 (the test looks at it)
+            return error
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(call, clients))
+
+
+def admit_until(clients: list[Client], done: Callable[[list[Any]], bool]) -> list[Any]:
+    """Let the ranks make steps until they report something."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        found = each(clients, lambda client: client.admit())
+        if done(found):
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"it has not come to that: {found}")
+
+
+def total(clients: list[Client], name: str | None = None) -> list[float]:
+    def call(client: Client) -> float:
+        given = np.full(1000, 10.0**client.rank)
+        client.all_reduce(given, "sum", name=name).wait(30)
+        assert len(set(given)) == 1
+        return float(given[0])
+
+    return each(clients, call)
+
+
+def test_calls_of_all_kinds_are_over_whoever_has_joined(
+    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
+) -> None:
+    clients = job(2, **CONTINUE)
+    assert total(clients, "named") == [11, 11]
+    before = clients[0].calls
+    told: list[Change] = []
+    clients[1].on_membership(told.append)
+    newcomer = newcomers()
+    admit_until(clients, lambda found: found == [True, True])
+    newcomer.thread.join()
+    assert newcomer.client is not None
+    newcomer.client.on_membership(told.append)
+    assert [(change.present, change.joined, change.lost) for change in told] == [
+        ((0, 1, 2), (2,), ())
+    ] * 2
+    everybody = [*clients, newcomer.client]
+    assert newcomer.client.admit()  # as the others' that has let it in
+    assert each(everybody, lambda client: client.admit()) == [False] * 3
+    assert total(everybody) == total(everybody, "named") == [111] * 3
+    assert [(client.rank, client.world_size) for client in everybody] == [(0, 3), (1, 3), (2, 3)]
+    assert clients[0].calls > before
+
+
+def test_a_rank_that_is_lost_and_one_that_takes_its_place(
+    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
+) -> None:
+    clients = job(3, **CONTINUE)
+    assert total(clients) == [111] * 3
+    clients.pop(1).shutdown()
+    assert total(clients) == [101] * 2
+    newcomer = newcomers()
+    admit_until(clients, lambda found: found == [True, True])
+    newcomer.thread.join()
+    assert newcomer.client is not None
+    assert newcomer.client.admit()
+    everybody = [*clients, newcomer.client]
+    assert total(everybody) == total(everybody, "named") == [1101] * 3
+    assert newcomer.client.present == clients[0].present == (0, 2, 3)
+
+
+def test_who_dies_before_it_is_in_costs_nothing(
+    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
+) -> None:
+    clients = job(2, **CONTINUE)
+    each(clients, lambda client: client.admit())
+    newcomers(timeout="1s").thread.join()  # nobody calls admit()
+    newcomer = newcomers()
+    admit_until(clients, lambda found: found == [True, True])
+    newcomer.thread.join()
+    assert newcomer.client is not None
+    assert newcomer.client.admit()
+    everybody = [*clients, newcomer.client]
+    assert total(everybody) == [11 + 10.0**newcomer.client.rank] * 3
+
+
+def test_nobody_is_there_to_let_a_rank_in(newcomers: Callable[..., Newcomer]) -> None:
+    newcomer = newcomers(timeout="1s")
+    newcomer.thread.join()
+    assert isinstance(newcomer.error, ReductionTimeout)
+    assert "client.admit()" in str(newcomer.error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"on_rank_lost": "error"}, "REDUCTION_ON_RANK_LOST=continue"),
+        ({"servers": ()}, "REDUCTION_SERVERS"),
+        ({"hierarchy": "auto"}, "REDUCTION_HIERARCHY"),
+    ],
+)
+def test_what_does_not_go_with_joining(
+    newcomers: Callable[..., Newcomer], settings: dict[str, Any], said: str
+) -> None:
+    newcomer = newcomers(**settings)
+    newcomer.thread.join()
+    assert isinstance(newcomer.error, ConfigError)
+    assert said in str(newcomer.error)
+
+
+def test_ranks_join_between_calls(job: Callable[..., list[Client]]) -> None:
+    clients = job(2, **CONTINUE)
+    work = clients[0].all_reduce(ones())
+    with pytest.raises(ConfigError, match=r"wait for all calls before admit\(\)"):
+        clients[0].admit()
+    clients[1].all_reduce(ones()).wait(30)
+    work.wait(30)
+    (client,) = job(1, job="other")
+    with pytest.raises(ConfigError, match="REDUCTION_ON_RANK_LOST=continue"):
+        client.admit()
+
+
+def test_the_example_trains_alike_at_old_ranks_and_new_ones(servers: list[str]) -> None:
+    arguments = ["examples/elastic_digits.py", "--steps", "120", "--pause", "0.01"]
+    settings = {"REDUCTION_JOB": "digits", "REDUCTION_TIMEOUT": "60s"}
+    started = environments(2, servers, **settings)
+    newcomer = {k: v for k, v in started[0].items() if k not in {"RANK", "WORLD_SIZE"}}
+    with ranks([*started, {**newcomer, "REDUCTION_JOIN": "1"}], *arguments) as running:
+        ends = [line for text in running.outputs() for line in text.splitlines() if "ends" in line]
+    assert len({line.split("weights")[1] for line in ends}) == 1
+    assert len(ends) == 3

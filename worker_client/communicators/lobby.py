@@ -1,0 +1,270 @@
+"""Where a rank that joins meets the job: all-reduces between it and the lowest rank of the others.
+
+A job of two at the same reducers, in which the lowest rank is rank 0 and whoever joins is rank 1.
+One joins at a time; others are refused as duplicates meanwhile, and try again. Each of the two
+fills its half of a buffer with JSON:
+
+| all-reduce | rank 0 | rank 1 |
+|---|---|---|
+| 1 | | that it is there |
+| 2 | the membership to join: how many ranks have ever been in the job, it included; who is lost | |
+| 3 | | that reducers have admitted it to that membership |
+| 4 | whether the ranks have let it in | |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reducer.errors import LocalProtocolError, ReductionError
+from reducer.wire.constants import DType, ReduceOp
+from worker_client.protocol.operation import Operation
+from worker_client.runtime.service_thread import STOP_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.communicators.flat import FlatCommunicator
+    from worker_client.protocol.spec import JobSpec
+
+    Enter = Callable[..., FlatCommunicator]
+
+NAME = "/join"  # behind the job's
+LOOK_S = 0.1
+RETRY_S = 0.5  # until the reducers have forgotten who was here before
+GRACE_S = 10.0  # several times what ranks take to go on without a lost one
+_HALF = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+class Offer(NamedTuple):
+    """A membership to join.
+
+    Attributes:
+        world_size: ranks that have ever taken part, with the one that joins, which is the last.
+        lost: those that do not any more.
+        run: what tells this run of the job from another.
+    """
+
+    world_size: int
+    lost: list[int]
+    run: str
+
+
+def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
+    """Return what the lobby of a job is for one of the two.
+
+    Args:
+        spec: of the job, with all ranks or those that are known.
+        rank: 0 lets in, 1 joins.
+    """
+    return replace(
+        spec,
+        job=f"{spec.job}{NAME}",
+        rank=rank,
+        world_size=2,
+        elastic=False,
+        fallback=False,
+        agreed={},
+        run="",
+        hosts={},
+        inproc={},
+        weights=(),
+    )
+
+
+class _Table:
+    """One visit to the lobby.
+
+    Args:
+        enter: makes a communicator.
+        spec: of the lobby.
+
+    Attributes:
+        stopped: set when this rank is to leave.
+    """
+
+    def __init__(self, enter: Enter, spec: JobSpec, stopped: threading.Event) -> None:
+        self._stopped = stopped
+        self._rank = spec.rank
+        self._ends: queue.SimpleQueue[ReductionError | None] = queue.SimpleQueue()
+        self._communicator = enter(spec, lambda _, error: self._ends.put(error), lambda _: None)
+
+    def join(self, timeout_s: float) -> None:
+        self._communicator.join(timeout_s)
+
+    def exchange(self, said: dict[str, Any], *, timeout_s: float = math.inf) -> dict[str, Any]:
+        """Say something to the other one; return what that one says.
+
+        Raises:
+            ReductionError: the other one has left, or this one is to leave.
+        """
+        data = bytearray(2 * _HALF)
+        text = json.dumps(said).encode()
+        data[self._rank * _HALF : self._rank * _HALF + len(text)] = text
+        operation = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, None, timeout_s)
+        operation.quiet = True
+        self._communicator.driver.submit(operation)
+        while True:
+            with suppress(queue.Empty):
+                error = self._ends.get(timeout=LOOK_S)
+                break
+            self.check()
+        if error is not None:
+            raise error
+        theirs = (1 - self._rank) * _HALF
+        found: dict[str, Any] = json.loads(data[theirs : theirs + _HALF].rstrip(b"\0"))
+        return found
+
+    def check(self) -> None:
+        """Raise a ReductionError if the other one has left, or this one is to leave."""
+        if self._stopped.is_set():
+            raise LocalProtocolError("this client was shut down")
+        if self._communicator.session.lost_ranks:
+            raise LocalProtocolError("the other one has left")
+
+    def close(self) -> None:
+        self._communicator.driver.stop()
+
+
+class Lobby:
+    """The lowest rank's side: offers the next membership to whoever comes.
+
+    Args:
+        enter: makes a communicator, from its spec and whom to tell of ends.
+        spec: of the job.
+        offer: returns the membership that one more rank would join.
+    """
+
+    def __init__(self, enter: Enter, spec: JobSpec, offer: Callable[[], Offer]) -> None:
+        self._enter = enter
+        self._spec = lobby_spec(spec, 0)
+        self._offer = offer
+        self._lock = threading.Lock()
+        self._ready: Offer | None = None  # what the one accepted who is here
+        self._verdict: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
+        self._thread.start()
+
+    def ready(self) -> bool:
+        """Whether a rank is ready to join the membership that comes next.
+
+        One that is ready for another membership is told to begin anew.
+        """
+        with self._lock:
+            if self._ready is not None and self._ready != self._offer():
+                self._answer(admitted=False)
+            return self._ready is not None
+
+    def decide(self, *, admitted: bool) -> None:
+        """Tell the rank that was ready whether it is in."""
+        with self._lock:
+            self._answer(admitted=admitted)
+
+    def stop(self) -> None:
+        """Let nobody in any more."""
+        self._stopped.set()
+        self._thread.join(STOP_S)
+
+    def _answer(self, *, admitted: bool) -> None:
+        self._ready = None
+        self._verdict.put(admitted)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            if not self._receive_one():
+                self._stopped.wait(RETRY_S)
+
+    def _receive_one(self) -> bool:
+        """Wait until a rank comes, and tell it what becomes of it; false: that has failed."""
+        table: _Table | None = None
+        try:
+            table = _Table(self._enter, self._spec, self._stopped)
+            table.join(STOP_S)
+            table.exchange({})
+            offer = self._offer()
+            table.exchange(offer._asdict())
+            table.exchange({})
+            self._verdict = queue.SimpleQueue()
+            with self._lock:
+                self._ready = offer
+            while True:
+                with suppress(queue.Empty):
+                    admitted = self._verdict.get(timeout=LOOK_S)
+                    break
+                table.check()
+            table.exchange({"admitted": admitted}, timeout_s=STOP_S)
+        except ReductionError as error:
+            log.debug("nobody has joined: %s", error)
+            return False
+        finally:
+            with self._lock:
+                self._ready = None
+            if table is not None:
+                table.close()
+        return True
+
+
+class Application:
+    """The side of a rank that joins.
+
+    Args:
+        enter: as of `Lobby`.
+        spec: of the job, as far as this rank knows it.
+        timeout_s: for the reducers to answer.
+        until: when to give up, in seconds of the monotonic clock.
+
+    Attributes:
+        offer: the membership to join.
+
+    Raises:
+        ReductionError: nobody lets this rank in now.
+    """
+
+    def __init__(self, enter: Enter, spec: JobSpec, timeout_s: float, until: float) -> None:
+        self._stopped = threading.Event()
+        self._table = _Table(enter, lobby_spec(spec, 1), self._stopped)
+        self.refused = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            self._table.join(timeout_s)
+            self._table.exchange({}, timeout_s=max(LOOK_S, until - time.monotonic()))
+            self.offer = Offer(**self._table.exchange({}))
+        except BaseException:
+            self._table.close()
+            raise
+
+    def accept(self) -> None:
+        """Say that this rank is in the membership and waits for the others."""
+        self._table.exchange({})
+        self._thread = threading.Thread(target=self._hear, name="lobby", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the lobby."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+        self._table.close()
+
+    def _hear(self) -> None:
+        try:
+            verdict = self._table.exchange({})
+        except ReductionError as error:
+            log.debug("the lobby has ended: %s", error)
+            # The others may have let this rank in all the same, and go on without the lowest one.
+            if self._stopped.wait(GRACE_S):
+                return
+            verdict = {"admitted": False}
+        if not verdict["admitted"]:
+            self.refused.set()
