@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,11 @@ import worker_client
 from bench.ddp_worker import digest
 from reducer.errors import RankLostError
 from worker_client import elastic
+from worker_client.communicators.elastic import ADMISSION, ElasticCommunicator
 from worker_client.communicators.reconcile import Reconciliation
+
+if TYPE_CHECKING:
+    from worker_client.protocol.operation import Operation
 
 PROCESS = int(
     os.environ.get("PROCESS") or os.environ["RANK"]
@@ -100,7 +104,25 @@ def train(stop_at: list[int]) -> None:
     client.shutdown()
 
 
-def miss_the_end() -> None:
+LOST = RankLostError("rank 2 is lost", rank=2)
+
+
+def miss_the_admission(*processes: int) -> None:
+    """Have some ranks not hear that another one joins, until a rank is lost."""
+    ended = ElasticCommunicator._attempt_ended
+
+    def end_badly(self: ElasticCommunicator, attempt: Operation, error: Any) -> None:
+        if attempt.name == ADMISSION and attempt.view[0] and error is None and PROCESS in processes:
+            say("missed")
+            time.sleep(3.0)
+            ElasticCommunicator._attempt_ended = ended
+            error = LOST
+        ended(self, attempt, error)
+
+    ElasticCommunicator._attempt_ended = end_badly
+
+
+def miss_the_meeting() -> None:
     """Have rank 1 not hear the last result of the meeting of four, until a rank is lost."""
     run = Reconciliation.run
 
@@ -109,14 +131,18 @@ def miss_the_end() -> None:
         if (self._me, self._ranks) == (1, 4):
             say("missed")
             time.sleep(3.0)
-            raise RankLostError("rank 2 is lost", rank=2)
+            raise LOST
 
     Reconciliation.run = run_and_miss
 
 
 def main() -> None:
     if "MISSES" in os.environ:
-        miss_the_end()
+        missed = os.environ["MISSES"]
+        if missed == "meeting":
+            miss_the_meeting()
+        else:
+            miss_the_admission(*([1] if missed == "admission" else [0, 1]))
     torch.set_num_threads(1)
     stop_at: list[int] = []
     threading.Thread(target=listen, args=(stop_at,), daemon=True).start()

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     Left = Callable[[ReductionError], None]
 
 KNOWN_S = 2.0  # after the job's patience: by then every reducer has said who is gone
+ADMISSION = "ranks that join"
 JOIN_S = 10.0  # for a rank that joins to come, when all others are here
 LOOK_S = 0.1  # how often to look, while the ranks reconcile, whether they are still all there
 
@@ -176,7 +177,7 @@ class ElasticCommunicator:
             ReductionError: it failed.
         """
         numbers = memoryview(array("q", [more])).cast("B")
-        entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, "ranks that join", timeout_s))
+        entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
         entry.admits = True
         with self._gate:
             if self.closing:
