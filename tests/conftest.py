@@ -60,7 +60,10 @@ LABS = (
 # Files that take longest begin, so that no process is left alone with one of them at the end.
 LONGEST = (
     *LABS,
-    *(f"tests/integration/test_{name}.py" for name in ("demo", "ddp", "horovod", "elastic")),
+    *(
+        f"tests/integration/test_{name}.py"
+        for name in ("demo", "ddp", "horovod", "join", "elastic")
+    ),
     "tests/faults/test_failpoints.py",
     "tests/worker_client/test_driver_signals.py",
     *(f"tests/integration/test_{name}.py" for name in ("readme", "failures", "rank_loss")),

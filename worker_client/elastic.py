@@ -9,6 +9,7 @@ for step in range(steps):
 from __future__ import annotations
 
 import io
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from worker_client.client.client import Client
 
 _NOBODY = 1 << 40  # larger than any rank
+_LENGTH = struct.Struct("<Q")  # of a rank's state: others may have larger ones
 
 
 def sync(
@@ -40,8 +42,8 @@ def sync(
         module: whose parameters and buffers are sent; ranks that have joined load them.
         optimizer: whose state goes with them.
         client: the one to use; `worker_client.init()`'s by default.
-        extra: what else the ranks have in common, such as the number of the step: numbers, text,
-            tensors, and lists and dicts of these.
+        extra: what else the ranks have in common, such as the number of the step: Python's numbers,
+            text, tensors, and lists and dicts of these.
 
     Returns:
         The lowest rank's `extra` if ranks have joined, at every rank; None if nobody has.
@@ -73,7 +75,7 @@ def _save(
         "extra": extra,
     }
     torch.save(state, saved)
-    return saved.getvalue()
+    return _LENGTH.pack(saved.getbuffer().nbytes) + saved.getvalue()
 
 
 def _receive(client: Client, saved: bytes | None) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def _receive(client: Client, saved: bytes | None) -> dict[str, Any]:
             if error.rank != root:
                 raise
             continue  # all ranks have found that out alike: the next one sends
-        loaded: dict[str, Any] = torch.load(
-            io.BytesIO(sent.tobytes()), map_location="cpu", weights_only=True
-        )
+        (length,) = _LENGTH.unpack_from(sent.data)
+        state = io.BytesIO(sent[_LENGTH.size : _LENGTH.size + length].tobytes())
+        loaded: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)
         return loaded

@@ -16,7 +16,7 @@ import pytest
 
 from bench.chaos_run import Pool
 from bench.ranks import Ranks
-from reducer.errors import ConfigError, ReductionTimeout
+from reducer.errors import ConfigError, MismatchError, ReductionTimeout
 from tests.integration.calls import ones
 from tests.ranks import Loopback, environments, ranks
 from worker_client.client.bootstrap import connect
@@ -354,12 +354,51 @@ def test_what_does_not_go_with_joining(
     assert said in str(newcomer.error)
 
 
+def test_settings_that_differ_are_an_error_of_who_joins_alone(
+    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
+) -> None:
+    clients = job(2, chunk_bytes="64KiB", **CONTINUE)
+    each(clients, lambda client: client.admit())
+    time.sleep(0.5)  # the lobby is open
+    other = newcomers(chunk_bytes="64KiB", wire_dtype="bf16")
+    begun = time.monotonic()
+    while other.thread.is_alive():
+        assert each(clients, lambda client: client.admit()) == [False] * 2
+    assert time.monotonic() - begun < 5.0
+    assert isinstance(other.error, MismatchError)
+    assert "REDUCTION_WIRE_DTYPE" in str(other.error)
+    assert total(clients) == [11, 11]
+    newcomer = newcomers(chunk_bytes="64KiB", generation=3)  # as of a rank that was restarted
+    admit_until(clients, lambda found: found == [True, True])
+    newcomer.thread.join()
+    assert newcomer.client is not None
+
+
+def test_a_callback_that_fails_costs_nothing(
+    job: Callable[..., list[Client]], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(change: Change) -> None:
+        raise ValueError(change)
+
+    clients = job(3, **CONTINUE)
+    clients[0].on_membership(fail)
+    assert total(clients) == [111] * 3
+    clients.pop(1).shutdown()
+    assert total(clients) == [101] * 2
+    assert "a callback of on_membership() failed" in caplog.text
+
+
 def test_ranks_join_between_calls(job: Callable[..., list[Client]]) -> None:
     clients = job(2, **CONTINUE)
     work = clients[0].all_reduce(ones())
     with pytest.raises(ConfigError, match=r"wait for all calls before admit\(\)"):
         clients[0].admit()
     clients[1].all_reduce(ones()).wait(30)
+    work.wait(30)
+    work = clients[0].all_reduce(ones(), name="named")
+    with pytest.raises(ConfigError, match=r"wait for all calls before admit\(\)"):
+        clients[0].admit()
+    clients[1].all_reduce(ones(), name="named").wait(30)
     work.wait(30)
     (client,) = job(1, job="other")
     with pytest.raises(ConfigError, match="REDUCTION_ON_RANK_LOST=continue"):

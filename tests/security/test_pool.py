@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +27,7 @@ from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import all_reduce, errors_of, ones
-from tests.security.conftest import WAIT_S, busy
+from tests.security.conftest import WAIT_S, busy, reduces
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
@@ -350,3 +352,17 @@ def test_a_file_that_does_not_answer_holds_up_nobody(
         assert not ended.is_alive()
     finally:
         answered.set()
+
+
+def test_a_rank_joins_with_its_jobs_key(pool: Pool) -> None:
+    clients = pool.join("one", on_rank_lost="continue")
+    keys = pool.home / "jobs" / "one"
+    common = {"servers": pool.address, "job": "one", "on_rank_lost": "continue", "join": True}
+    with ThreadPoolExecutor(3) as threads:
+        joining = threads.submit(connect, keys=keys, **common)
+        until = time.monotonic() + WAIT_S
+        while not any(threads.map(lambda client: client.admit(), clients)):
+            assert time.monotonic() < until
+        with joining.result() as newcomer:
+            assert newcomer.admit()
+            assert reduces([*clients, newcomer])

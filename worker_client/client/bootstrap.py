@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import math
+import random
 import secrets
 import time
 from dataclasses import replace
@@ -142,7 +143,9 @@ def _join(settings: WorkerConfig) -> Client:
         rank=0,
         world_size=1,
         reducers=settings.servers,
-        window_bytes=0,
+        window_bytes=int(settings.window_bytes),
+        chunk_bytes=int(settings.chunk_bytes),
+        agreed=_agreed(settings),
         process=secrets.token_hex(8),
         heartbeats=Heartbeats(settings.heartbeat, settings.patience),
         host_name=host_name(),
@@ -154,7 +157,7 @@ def _join(settings: WorkerConfig) -> Client:
             application = Application(enter, known, settings.connect_timeout, until)
         except _NOT_NOW as why:
             error = why
-            time.sleep(JOIN_AGAIN_S)
+            time.sleep(JOIN_AGAIN_S * random.uniform(0.5, 1.5))  # noqa: S311 (no secret)
             continue
         who = application.offer.world_size - 1, application.offer.world_size
         try:
@@ -374,7 +377,7 @@ def enlist(
     try:
         spec = JobSpec(
             job=job_name(settings, group, keys, alone=world_size == 1),
-            generation=settings.generation,
+            generation=settings.generation if application is None else application.offer.generation,
             rank=rank,
             world_size=world_size,
             reducers=addresses,
@@ -387,13 +390,7 @@ def enlist(
             weights=weights,
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},
-            agreed={
-                "REDUCTION_ENCRYPT": str(int(_encrypts(settings))),
-                "REDUCTION_FALLBACK": settings.fallback,
-                "REDUCTION_FUSION_THRESHOLD": str(int(settings.fusion_threshold)),
-                "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
-                "REDUCTION_WIRE_DTYPE": settings.wire_dtype,
-            },
+            agreed=_agreed(settings),
             run=_run(group, world_size) if application is None else application.offer.run,
             process=secrets.token_hex(8),
             heartbeats=Heartbeats(settings.heartbeat, settings.patience),
@@ -461,6 +458,17 @@ def enlist(
         if hosted is not None:
             hosted.stop()
         raise
+
+
+def _agreed(settings: WorkerConfig) -> dict[str, str]:
+    """Return what else ranks must have in common, by the names of variables."""
+    return {
+        "REDUCTION_ENCRYPT": str(int(_encrypts(settings))),
+        "REDUCTION_FALLBACK": settings.fallback,
+        "REDUCTION_FUSION_THRESHOLD": str(int(settings.fusion_threshold)),
+        "REDUCTION_ON_RANK_LOST": settings.on_rank_lost,
+        "REDUCTION_WIRE_DTYPE": settings.wire_dtype,
+    }
 
 
 def job_name(settings: WorkerConfig, group: Rendezvous | None, keys: Keys, *, alone: bool) -> str:

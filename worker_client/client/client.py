@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import suppress
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 
-ENDS_S = 5.0  # for a call to end whose caller has heard that it has
+log = logging.getLogger(__name__)
+ENDS_S = 1.0  # for a call to end whose caller has heard that it has
 
 
 class Counters(NamedTuple):
@@ -408,16 +410,18 @@ class Client:
         more = self._ready()
         joined = self._elastic.admit(more, timeout_s)
         if more and self._lobby is not None:
-            self._lobby.decide(admitted=joined)
+            self._lobby.decide(admitted=joined and self.present[-1] == self.world_size - 1)
         if joined:
             earlier = self._fusion
             self._fusion = self._new_fusion(self.world_size, self._elastic.lost_at_admission)
-            self.settle_in()
-            if earlier is not None:  # all have left it behind
-                earlier.stop()
-                self._bytes_reduced += earlier.bytes_reduced
-                self._calls += earlier.calls
-                self._waited_s += earlier.waited_s
+            try:
+                self.settle_in()
+            finally:
+                if earlier is not None:  # all have left it behind
+                    earlier.stop()
+                    self._bytes_reduced += earlier.bytes_reduced
+                    self._calls += earlier.calls
+                    self._waited_s += earlier.waited_s
         return joined
 
     @property
@@ -429,9 +433,14 @@ class Client:
         """Be ready for calls with names, and wait until all ranks are, in a new membership."""
         assert self._fusion is not None, "ranks join where there are calls with names"
         assert self._elastic is not None, "ranks join where lost ones are gone on without"
-        self._fusion.open()
-        self._lose_named()
-        self._elastic.admit(0, self.timeout_s)
+        try:
+            self._fusion.open()
+            self._check_usable()  # or nobody would stop that any more
+            self._lose_named()
+            self._elastic.admit(0, self.timeout_s)
+        except BaseException:
+            self._fusion.stop()
+            raise
 
     def on_membership(self, callback: Callable[[Change], None]) -> None:
         """Have a function called with every new membership, before any result of it is there.
@@ -567,16 +576,21 @@ class Client:
             return 0
         if self._lobby is None:
             self._lobby = Lobby(self._enter, self.spec, self._offer)
+            if not self.usable:  # it was shut down meanwhile
+                self._lobby.stop()
         return int(self._lobby.ready())
 
     def _offer(self) -> Offer:
         assert self._elastic is not None, "ranks join where lost ones are gone on without"
-        return Offer(self.world_size + 1, sorted(self._elastic.lost), self.spec.run)
+        if self._elastic.failed or not self.usable:
+            raise LocalProtocolError("this rank goes on no more, and lets nobody in")
+        lost = sorted(self._elastic.lost)
+        return Offer(self.world_size + 1, lost, self.spec.run, self.spec.generation)
 
     def _await_calls(self) -> None:
         """Wait for the moments that a call takes to end after its caller has heard of the end."""
         until = time.monotonic() + ENDS_S
-        while self._works or not self._staging.in_order:
+        while self._works or not self._staging.in_order or (self._fusion and self._fusion.busy):
             if time.monotonic() > until:
                 raise ConfigError("ranks join between calls: wait for all calls before admit()")
             time.sleep(0.001)
@@ -590,7 +604,7 @@ class Client:
     def _tell_of_membership(self, change: Change) -> None:
         self._lose_named()
         for callback in self._on_membership:
-            callback(change)
+            _tell(callback, change)
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
@@ -735,6 +749,13 @@ class Client:
             )
         if self._driver.closing:
             raise LocalProtocolError("this client was shut down: call worker_client.init() again")
+
+
+def _tell(callback: Callable[[Change], None], change: Change) -> None:
+    try:
+        callback(change)
+    except Exception:  # the job goes on all the same
+        log.exception("a callback of on_membership() failed")
 
 
 def _keep(calls: list[Unfinished]) -> None:

@@ -109,9 +109,9 @@ class ElasticCommunicator:
         self._connect_timeout_s = connect_timeout_s
         self._replay_log = ReplayLog(joins=joins)
         self._joins = joins  # and is not in yet
-        # Where ranks were admitted last, and how many: if this rank was there, and not admitted.
-        self._origin: Membership | None = None
-        self._more = 0
+        # Where ranks were admitted, and how many: if this rank was there, and not admitted. None
+        # is ever forgotten, as no rank can know that all others have forgotten it.
+        self._origins: list[tuple[Membership, int]] = []
         self._attempts: dict[Operation, Entry] = {}  # in progress in the current membership
         self._questions: dict[Operation, queue.SimpleQueue[ReductionError | None]] = {}
         self._suspects: set[int] = set()  # ranks that were lost since it began
@@ -170,7 +170,7 @@ class ElasticCommunicator:
             timeout_s: for the other ranks to call this.
 
         Returns:
-            Whether ranks have joined, the same at all ranks.
+            Whether ranks have joined, the same at all ranks. They may be lost by now.
 
         Raises:
             LocalProtocolError: the client has stopped.
@@ -182,20 +182,23 @@ class ElasticCommunicator:
         with self._gate:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
-            before = self.membership.all.world_size
             self._enter_call(entry)
-        while not (entry.over or self.closing or self._recovery is not None):
-            self.wait(lambda: entry.over, math.inf)
+        self.wait(lambda: entry.over, math.inf)
         self.await_members(lambda: entry.over)
         if entry.error is not None:
             raise own(entry.error, entry.operation)
-        return self.membership.present[-1] >= before
+        return any(entry.result or b"")
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank cannot go on any more, and others may."""
+        return self._failure is not None
 
     @property
     def lost_at_admission(self) -> frozenset[int]:
         """Ranks that were lost when ranks joined last, the same at every rank."""
-        assert self._origin is not None, "ranks have joined"
-        return frozenset(range(self._origin.all.world_size)).difference(self._origin.present)
+        origin, _ = self._origins[-1]
+        return frozenset(range(origin.all.world_size)).difference(origin.present)
 
     def lose(self, ranks: frozenset[int]) -> None:
         """Go on without ranks that are lost elsewhere: these reducers may never have seen them."""
@@ -209,9 +212,9 @@ class ElasticCommunicator:
             why = RankLostError(f"rank {news[0]} is lost", rank=news[0])
             self._cause = self._cause or why
             self._recover()
-            present = self.membership.present
+            present, communicator = self.membership.present, self.communicator
         # What is in progress waits for it, here and at others.
-        self.communicator.driver.fail(RankLostError(str(why), rank=present.index(news[0])))
+        communicator.driver.fail(RankLostError(str(why), rank=present.index(news[0])))
 
     def join(self) -> None:
         """Begin to wait for the others of the membership that this rank joins."""
@@ -314,7 +317,7 @@ class ElasticCommunicator:
             return False
         (more,) = memoryview(entry.result).cast("q")
         if more:
-            self._origin, self._more = self.membership, more
+            self._origins.append((self.membership, more))
         return more > 0
 
     # -- recovery -----------------------------------------------------------------------------
@@ -364,11 +367,13 @@ class ElasticCommunicator:
             if self._grows and not self._coming:
                 lost = self.lost  # those that join wait there, and hear of losses from who comes
         links = self.communicator.session.links
-        if self._origin is not None and lost != self.lost:
+        visited = 0
+        while lost != self.lost and visited < len(self._origins):
             # What has ended at any of these, an admission as well, ends at all of them here.
-            reconciled = self._meet(self._origin.without(lost, links), lost)
-            if reconciled is None:
+            origin = self._origins[visited][0].without(lost, links)
+            if len(origin.present) > 1 and self._meet(origin, lost) is None:
                 return False
+            visited += 1
         while True:
             try:
                 membership = self._next(lost)
@@ -387,10 +392,10 @@ class ElasticCommunicator:
     @property
     def _grows(self) -> bool:
         """Whether ranks were admitted that this rank has yet to wait for."""
-        return (
-            self._origin is not None
-            and self._origin.all.world_size + self._more > self.membership.all.world_size
-        )
+        if not self._origins:
+            return False
+        origin, more = self._origins[-1]
+        return origin.all.world_size + more > self.membership.all.world_size
 
     def _next(self, lost: frozenset[int]) -> Membership:
         """Return the membership to go on in without these ranks.
@@ -399,12 +404,13 @@ class ElasticCommunicator:
             RankLostError: this rank is lost itself, or too few are left.
         """
         links = self.communicator.session.links
-        base, more = self.membership, 0
-        if self._origin is not None:
-            base, more = self._origin, self._more
-        before = base.without(self.lost, links, more) if self._grows else self.membership
+        base, more = self._origins[-1] if self._origins else (self.membership, 0)
         membership = base.without(lost, links, more)
-        if not membership.may_follow(before):
+        follows = self._grows or membership.may_follow(self.membership)
+        # Ranks that have yet to hear of those that join count without them.
+        if self._grows and lost != self.lost:
+            follows = base.without(lost, links).may_follow(base)
+        if not follows:
             raise self._why
         return membership
 
@@ -476,23 +482,26 @@ class ElasticCommunicator:
             self._last_question = last_question
             self._suspects, self._cause = set(), None
             ends, self._ends = self._ends, []
-            self._recovery = None
             change = Change(
                 membership.present,
                 tuple(rank for rank in membership.present if rank not in before),
                 tuple(rank for rank in before if rank in lost),
             )
             _log(change, lost)
+        self._changed(change)
+        with self._gate:
+            self._recovery = None
+            if self._suspects:
+                self._recover()  # more were lost meanwhile
             for entry in self._replay_log:
                 if entry.over:
                     entry.last = last_question
-                else:
+                elif self._recovery is None:
                     if entry.admits:  # those who were ready wait for an earlier membership
                         entry.contribution = bytes(len(entry.contribution))
                     self._begin(entry)
             self._idle.notify_all()
         self._report(ends)
-        self._changed(change)
 
     def _check_open(self) -> None:
         if self.closing:

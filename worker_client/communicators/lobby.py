@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import LocalProtocolError, ReductionError
+from reducer.errors import LocalProtocolError, ReductionError, RemoteProtocolError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import STOP_S
@@ -53,11 +53,31 @@ class Offer(NamedTuple):
         world_size: ranks that have ever taken part, with the one that joins, which is the last.
         lost: those that do not any more.
         run: what tells this run of the job from another.
+        generation: the job's.
     """
 
     world_size: int
     lost: list[int]
     run: str
+    generation: int
+
+    @classmethod
+    def parse(cls, said: dict[str, Any]) -> Offer:
+        """Return what the lowest rank has offered.
+
+        Raises:
+            RemoteProtocolError: it is no offer.
+        """
+        kinds = {"world_size": int, "lost": list, "run": str, "generation": int}
+        if said.keys() != kinds.keys() or not all(
+            type(said[name]) is kind for name, kind in kinds.items()
+        ):
+            raise RemoteProtocolError(f"no offer of a membership: {said!r}"[:200])
+        offer = cls(**said)
+        known = range(offer.world_size - 1)
+        if not all(type(rank) is int and rank in known for rank in offer.lost):
+            raise RemoteProtocolError(f"no offer of a membership: {said!r}"[:200])
+        return offer
 
 
 def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
@@ -74,7 +94,7 @@ def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
         world_size=2,
         elastic=False,
         fallback=False,
-        agreed={},
+        generation=0,  # of all of the job's: a restarted rank may count one of its own
         run="",
         hosts={},
         inproc={},
@@ -88,13 +108,11 @@ class _Table:
     Args:
         enter: makes a communicator.
         spec: of the lobby.
-
-    Attributes:
-        stopped: set when this rank is to leave.
+        check: raises a ReductionError when this rank is to leave.
     """
 
-    def __init__(self, enter: Enter, spec: JobSpec, stopped: threading.Event) -> None:
-        self._stopped = stopped
+    def __init__(self, enter: Enter, spec: JobSpec, check: Callable[[], object]) -> None:
+        self._check = check
         self._rank = spec.rank
         self._ends: queue.SimpleQueue[ReductionError | None] = queue.SimpleQueue()
         self._communicator = enter(spec, lambda _, error: self._ends.put(error), lambda _: None)
@@ -106,10 +124,13 @@ class _Table:
         """Say something to the other one; return what that one says.
 
         Raises:
+            RemoteProtocolError: what that one says is nothing that belongs here.
             ReductionError: the other one has left, or this one is to leave.
         """
         data = bytearray(2 * _HALF)
         text = json.dumps(said).encode()
+        if len(text) > _HALF:
+            raise LocalProtocolError(f"{len(text)} bytes are too much to tell a rank that joins")
         data[self._rank * _HALF : self._rank * _HALF + len(text)] = text
         operation = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, None, timeout_s)
         operation.quiet = True
@@ -122,13 +143,18 @@ class _Table:
         if error is not None:
             raise error
         theirs = (1 - self._rank) * _HALF
-        found: dict[str, Any] = json.loads(data[theirs : theirs + _HALF].rstrip(b"\0"))
+        answer = data[theirs : theirs + _HALF].rstrip(b"\0")
+        try:
+            found = json.loads(answer)
+        except ValueError as why:
+            raise RemoteProtocolError(f"not in JSON: {bytes(answer[:100])!r}") from why
+        if not isinstance(found, dict):
+            raise RemoteProtocolError(f"no JSON object: {bytes(answer[:100])!r}")
         return found
 
     def check(self) -> None:
         """Raise a ReductionError if the other one has left, or this one is to leave."""
-        if self._stopped.is_set():
-            raise LocalProtocolError("this client was shut down")
+        self._check()
         if self._communicator.session.lost_ranks:
             raise LocalProtocolError("the other one has left")
 
@@ -142,7 +168,8 @@ class Lobby:
     Args:
         enter: makes a communicator, from its spec and whom to tell of ends.
         spec: of the job.
-        offer: returns the membership that one more rank would join.
+        offer: returns the membership that one more rank would join, or raises a ReductionError if
+            this rank can let nobody in any more.
     """
 
     def __init__(self, enter: Enter, spec: JobSpec, offer: Callable[[], Offer]) -> None:
@@ -176,6 +203,11 @@ class Lobby:
         self._stopped.set()
         self._thread.join(STOP_S)
 
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise LocalProtocolError("this client was shut down")
+        self._offer()
+
     def _answer(self, *, admitted: bool) -> None:
         self._ready = None
         self._verdict.put(admitted)
@@ -189,7 +221,8 @@ class Lobby:
         """Wait until a rank comes, and tell it what becomes of it; false: that has failed."""
         table: _Table | None = None
         try:
-            table = _Table(self._enter, self._spec, self._stopped)
+            self._check()
+            table = _Table(self._enter, self._spec, self._check)
             table.join(STOP_S)
             table.exchange({})
             offer = self._offer()
@@ -206,6 +239,9 @@ class Lobby:
             table.exchange({"admitted": admitted}, timeout_s=STOP_S)
         except ReductionError as error:
             log.debug("nobody has joined: %s", error)
+            return False
+        except Exception:
+            log.exception("a rank could not join")
             return False
         finally:
             with self._lock:
@@ -233,13 +269,13 @@ class Application:
 
     def __init__(self, enter: Enter, spec: JobSpec, timeout_s: float, until: float) -> None:
         self._stopped = threading.Event()
-        self._table = _Table(enter, lobby_spec(spec, 1), self._stopped)
+        self._table = _Table(enter, lobby_spec(spec, 1), self._check)
         self.refused = threading.Event()
         self._thread: threading.Thread | None = None
         try:
             self._table.join(timeout_s)
             self._table.exchange({}, timeout_s=max(LOOK_S, until - time.monotonic()))
-            self.offer = Offer(**self._table.exchange({}))
+            self.offer = Offer.parse(self._table.exchange({}))
         except BaseException:
             self._table.close()
             raise
@@ -257,6 +293,10 @@ class Application:
             self._thread.join(STOP_S)
         self._table.close()
 
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise LocalProtocolError("this client was shut down")
+
     def _hear(self) -> None:
         try:
             verdict = self._table.exchange({})
@@ -266,5 +306,5 @@ class Application:
             if self._stopped.wait(GRACE_S):
                 return
             verdict = {"admitted": False}
-        if not verdict["admitted"]:
+        if verdict.get("admitted") is not True:
             self.refused.set()

@@ -159,6 +159,12 @@ class Fusion(Generic[C]):
         """The client in use, once there is one."""
         return self._channel
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call with a name is in progress."""
+        with self._changed:
+            return bool(self._waiting) or bool(self._flying)
+
     # -- any thread ---------------------------------------------------------------------------
 
     def open(self) -> None:
