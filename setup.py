@@ -1,10 +1,12 @@
 """Extension modules only; everything else about the package is in pyproject.toml."""
 
+import copy
 import os
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
 # What is built for others is to be fast, or not to be built.
@@ -92,4 +94,22 @@ for extension in extensions:
     # The plain twins serve instead. cythonize drops this option.
     extension.optional = not REQUIRED
 
-setup(ext_modules=extensions, options={"build_ext": {"parallel": os.cpu_count()}})
+
+class BuildApart(build_ext):
+    """Gives each extension a folder for its objects: some share sources, and all are built at once.
+
+    Otherwise one may be linked with an object that another one is just writing.
+    """
+
+    def build_extension(self, ext):
+        """Build one extension; threads do this side by side."""
+        apart = copy.copy(self)
+        apart.build_temp = str(Path(self.build_temp, ext.name))
+        super(BuildApart, apart).build_extension(ext)
+
+
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": BuildApart},
+    options={"build_ext": {"parallel": os.cpu_count()}},
+)
