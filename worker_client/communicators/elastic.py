@@ -116,6 +116,7 @@ class ElasticCommunicator:
         self._questions: dict[Operation, queue.SimpleQueue[ReductionError | None]] = {}
         self._suspects: set[int] = set()  # ranks that were lost since it began
         self._cause: ReductionError | None = None
+        self._told = False  # whether another communicator has found that out, and has said so
         # Guards all of these. Whoever holds it waits for nobody.
         self._gate = threading.RLock()
         self._idle = threading.Condition(self._gate)  # told when an attempt has ended
@@ -209,6 +210,7 @@ class ElasticCommunicator:
             if not news or self.closing:
                 return
             self._suspects.update(news)
+            self._told = self._recovery is None
             why = RankLostError(f"rank {news[0]} is lost", rank=news[0])
             self._cause = self._cause or why
             self._recover()
@@ -487,7 +489,8 @@ class ElasticCommunicator:
                 tuple(rank for rank in membership.present if rank not in before),
                 tuple(rank for rank in before if rank in lost),
             )
-            _log(change, lost)
+            _log(logging.DEBUG if self._told else logging.WARNING, change, lost)
+            self._told = False
         self._changed(change)
         with self._gate:
             self._recovery = None
@@ -562,6 +565,7 @@ class ElasticCommunicator:
             self._recovery = None
             coming, self._coming = self._coming, []
             self._suspects, self._cause = set(), None
+            self._told = False
             ends, self._ends = self._ends, []
             if self._joins or self._grows:
                 self._failure = self._failure or error  # others may have gone on
@@ -601,13 +605,14 @@ class ElasticCommunicator:
         return communicator
 
 
-def _log(change: Change, lost: frozenset[int]) -> None:
+def _log(level: int, change: Change, lost: frozenset[int]) -> None:
     present = ", ".join(map(str, change.present))
     if change.joined:
         joined = ", ".join(map(str, change.joined))
-        log.warning("rank %s joins; ranks that go on: %s", joined, present)
+        log.log(level, "rank %s joins; ranks that go on: %s", joined, present)
     if change.lost:
-        log.warning(
+        log.log(
+            level,
             "going on without rank %s; ranks that go on: %s (numbered from 0 on at the reducers)",
             ", ".join(map(str, sorted(lost))),
             present,
