@@ -216,7 +216,8 @@ def attach(
     group = model.process_group
     mine, theirs = (state.client.rank, state.client.world_size), (group.rank(), group.size())
     # Process groups cannot grow: where ranks may join, each has a group of its own.
-    grows = state.client.spec.elastic and theirs == (0, 1)
+    spec = state.client.spec
+    grows = spec.elastic and not spec.hosts and theirs == (0, 1)
     if mine != theirs and not grows:
         raise ConfigError(
             f"the model's process group has this process as rank {theirs[0]} of {theirs[1]}, the "
@@ -224,6 +225,8 @@ def attach(
         )
     if grows and not model.find_unused_parameters:
         raise ConfigError(_REARRANGED)
+    if spec.elastic and not grows:
+        state.client.refuse_newcomers(_SHARED_GROUP)
     hook = reduction_hook
     if wrapper is not None:
         hook = wrapper(reduction_hook)
@@ -247,6 +250,11 @@ _REARRANGED = (
     "a model whose process group has this rank alone belongs to a job that ranks may join: wrap it "
     "with DistributedDataParallel(module, find_unused_parameters=True). Otherwise DDP rearranges "
     "its buckets after the first step, and a rank that joins later has others than the rest"
+)
+_SHARED_GROUP = (
+    "no rank can join: a DDP model is attached whose process group has several ranks, and buckets "
+    "that a newcomer's would not be like. Give each rank a process group of its own, as "
+    "examples/elastic_digits.py does"
 )
 _PYTHON_REDUCER = (
     "torch._dynamo's optimize_ddp='python_reducer' gives hooks no buckets: leave "

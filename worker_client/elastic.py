@@ -1,9 +1,11 @@
 """Trainings that ranks may leave and join: what a step calls to let them in, with its state.
 
-client = worker_client.init(on_rank_lost="continue")          # join=True where one joins
-...
-for step in range(steps):
-    worker_client.elastic.sync(model, optimizer, step=step)   # every rank, between two steps
+    client = worker_client.init(on_rank_lost="continue")          # join=True where one joins
+    ...
+    for step in range(steps):
+        worker_client.elastic.sync(model, optimizer, step=step)   # every rank, between two steps
+
+A newcomer's first call gives it the weights and the optimizer of the others.
 """
 
 from __future__ import annotations

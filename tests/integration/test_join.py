@@ -315,7 +315,7 @@ def test_a_rank_that_is_lost_and_one_that_takes_its_place(
     assert newcomer.client.present == clients[0].present == (0, 2, 3)
 
 
-def test_who_dies_before_it_is_in_costs_nothing(
+def test_a_newcomer_that_gives_up_costs_nothing(
     job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
 ) -> None:
     clients = job(2, **CONTINUE)
@@ -400,6 +400,9 @@ def test_ranks_join_between_calls(job: Callable[..., list[Client]]) -> None:
         clients[0].admit()
     clients[1].all_reduce(ones(), name="named").wait(30)
     work.wait(30)
+    clients[0].refuse_newcomers("buckets differ")
+    with pytest.raises(ConfigError, match="buckets differ"):
+        clients[0].admit()
     (client,) = job(1, job="other")
     with pytest.raises(ConfigError, match="REDUCTION_ON_RANK_LOST=continue"):
         client.admit()

@@ -134,6 +134,7 @@ class Client:
         self._lobby: Lobby | None = None
         self._newcomer = application is not None  # and has not called `admit` yet
         self._on_membership: list[Callable[[Change], None]] = []
+        self._newcomers_refused: str | None = None  # why no rank can join
         self._host_failure: BaseException | None = None
         chosen = faults.around(implementation.select(impl), failpoints)
         self.impl = chosen.name
@@ -195,7 +196,7 @@ class Client:
 
     @property
     def world_size(self) -> int:
-        """Number of workers that the job began with, and of those that have joined since."""
+        """Number of ranks that have ever taken part: at the start, and joined since."""
         if self._elastic is None:
             return self.spec.world_size
         return self._elastic.membership.all.world_size
@@ -391,8 +392,8 @@ class Client:
             Whether ranks have joined, the same at every rank.
 
         Raises:
-            ConfigError: the job does not go on without lost ranks, its ranks host reducers, or a
-                call is in progress.
+            ConfigError: the job does not go on without lost ranks, its ranks host reducers, it
+                refuses newcomers, or a call is in progress.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             ReductionError: as `all_reduce`.
         """
@@ -402,6 +403,8 @@ class Client:
                 "ranks can join only where REDUCTION_ON_RANK_LOST=continue is set, and reducers "
                 "are those of a pool (REDUCTION_SERVERS)"
             )
+        if self._newcomers_refused is not None:
+            raise ConfigError(self._newcomers_refused)
         _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
         self._await_calls()
         if self._newcomer:
@@ -441,6 +444,10 @@ class Client:
         except BaseException:
             self._fusion.stop()
             raise
+
+    def refuse_newcomers(self, why: str) -> None:
+        """Let `admit` fail from now on, with this reason: calls would not match a newcomer's."""
+        self._newcomers_refused = why
 
     def on_membership(self, callback: Callable[[Change], None]) -> None:
         """Have a function called with every new membership, before any result of it is there.
