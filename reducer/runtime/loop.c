@@ -494,8 +494,11 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         enum connection_event event = connection_read(connection);
         if (connection->zmtp.reply_bytes > 0)
             connection_flush(connection);
-        if (event == CONNECTION_IDLE)
+        if (event == CONNECTION_IDLE) {
+            /* Nothing can be done with a part of a payload, and the rest is on its way. */
+            connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
             return LOOP_TIMEOUT;
+        }
         if (event == CONNECTION_BUSY)
             break;
         loop->peer = peer;

@@ -615,6 +615,16 @@ enum connection_event connection_read(struct connection *connection)
     }
 }
 
+void connection_await(struct connection *connection, size_t nbytes)
+{
+    int bytes = (int)(nbytes < LOW_WATER_BYTES ? nbytes : LOW_WATER_BYTES);
+    int least = bytes > 0 ? bytes : 1;
+    if (connection->low_water == bytes || connection->pair != NULL) /* what one queues is whole */
+        return;
+    setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    connection->low_water = bytes;
+}
+
 bool connection_awaits(const struct connection *connection)
 {
     unsigned char next;

@@ -17,7 +17,8 @@
 enum {
     CONNECTION_IN_BYTES = 8 << 10, /* read at once while messages are small */
     CONNECTION_SMALL_BYTES = ZMTP_COMMAND_BYTES + 64, /* commands, and frames before a payload */
-    CONNECTION_HEAD_BYTES = 2 * ZMTP_HEADER_BYTES + HEADER_BYTES
+    CONNECTION_HEAD_BYTES = 2 * ZMTP_HEADER_BYTES + HEADER_BYTES,
+    LOW_WATER_BYTES = 256 << 10 /* at most: more would leave the caches before it is read */
 };
 
 enum connection_event {
@@ -60,6 +61,7 @@ struct connection {
     bool broken;            /* nothing can be sent any more; what has come may still be read */
     bool refused;           /* nothing more is heard from the peer: it ends at the next read */
     bool ended;
+    int low_water;          /* bytes that must have come before the poll tells of them; 0: any */
     struct zmtp zmtp;
     struct block_pool *pool; /* of payloads */
     /* Where a payload of this size goes, whose message's header has come; NULL: into a block. Asked
@@ -131,6 +133,9 @@ bool connection_drain(struct connection *connection);
  * False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 
+/* Has the poll tell of input when so many bytes have come, or LOW_WATER_BYTES: fewer wake-ups. 0: when
+ * any have. They must be on their way, or the owner must look by itself. */
+void connection_await(struct connection *connection, size_t nbytes);
 /* Whether there may be more to read, which has not been. */
 bool connection_awaits(const struct connection *connection);
 /* Bytes that have come of a message that is not whole, but for those of frames' headers. */

@@ -15,7 +15,6 @@ enum {
     MESSAGES_PER_TURN = 64, /* so that no link starves the others */
     LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a pair */
     LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
-    LOW_WATER_BYTES = 256 << 10,   /* at most: more would leave the caches before it is read */
     PATIENT_NS = 50 * 1000 * 1000, /* so long a short message may wait for results, which may be
                                       settled elsewhere meanwhile */
     LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
@@ -43,22 +42,12 @@ static void ping_all(void *argument)
 
 /* -- low water marks ------------------------------------------------------------------------- */
 
-static void set_low_water(struct loop *loop, uint32_t link, int bytes)
-{
-    struct loop_link *its = &loop->link[link];
-    int least = bytes > 0 ? bytes : 1;
-    if (its->low_water == bytes || its->connection->pair != NULL) /* what one queues is whole */
-        return;
-    setsockopt(its->connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    its->low_water = bytes;
-}
-
 /* What is awaited may not come any more, or be longer than what comes instead. */
 static void reset_low_water(struct loop *loop)
 {
     for (uint32_t link = 0; link < loop->links; link++)
-        if (loop->link[link].low_water > 0)
-            set_low_water(loop, link, 0);
+        if (loop->link[link].connection != NULL)
+            connection_await(loop->link[link].connection, 0);
 }
 
 /* -- set-up ---------------------------------------------------------------------------------- */
@@ -246,7 +235,7 @@ static void queue_contribution(struct loop *loop, const struct contribution *nex
         connection_break(connection, ENOMEM);
     }
     if (next->header.nbytes < LARGE_BYTES) /* its result may come before large ones */
-        set_low_water(loop, next->chunk->link, 0);
+        connection_await(connection, 0);
     if (failpoints_armed) {
         connection_flush(connection); /* that place is behind it */
         failpoint(WORKER_AFTER_SEND);
@@ -392,9 +381,9 @@ static void await_results(struct loop *loop, uint32_t link)
     if (least >= LARGE_BYTES)
         bytes = connection_wants(its->connection, least) +
                 (together(loop, link) - 1) * (HEADER_BYTES + (size_t)least);
-    set_low_water(loop, link, (int)(bytes < LOW_WATER_BYTES ? bytes : LOW_WATER_BYTES));
+    connection_await(its->connection, bytes);
     its->awaited_ns = loop->polled_ns;
-    if (its->low_water > 0 && loop->patient_ns == 0)
+    if (its->connection->low_water > 0 && loop->patient_ns == 0)
         loop->patient_ns = loop->polled_ns + PATIENT_NS;
 }
 
@@ -404,11 +393,11 @@ static void lose_patience(struct loop *loop)
     loop->patient_ns = 0;
     for (uint32_t link = 0; link < loop->links; link++) {
         struct loop_link *its = &loop->link[link];
-        if (its->low_water == 0)
+        if (its->connection == NULL || its->connection->low_water == 0)
             continue;
         uint64_t until = its->awaited_ns + PATIENT_NS;
         if (loop->polled_ns >= until) {
-            set_low_water(loop, link, 0);
+            connection_await(its->connection, 0);
             its->late = its->connection->readable = true;
         } else if (loop->patient_ns == 0 || until < loop->patient_ns) {
             loop->patient_ns = until;
@@ -436,7 +425,7 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
         loop->link[link].late = false;
         if (!take(loop, link, now)) {
             flush(loop, link);
-            set_low_water(loop, link, 0);
+            connection_await(connection, 0);
             loop->from = link;
             return LOOP_MESSAGE;
         }

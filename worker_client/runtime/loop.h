@@ -22,7 +22,6 @@ enum loop_event {
 struct loop_link {
     struct connection *connection; /* NULL: there is none */
     bool changed; /* it became ready, or has ended, and nobody has been told */
-    int low_water; /* bytes that must have come before the poll tells of it; 0: any */
     uint64_t awaited_ns; /* since when */
     bool late;     /* they did not come in time: until the next message, any count */
 };
