@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from reducer.runtime.transport import Line, Load, Transport
 
 LOOK_S = 0.1
-LOOK_SOON_S = 0.02  # while there are strangers, or somebody has much here
+LOOK_SOON_S = 0.02  # while there are strangers, or much waits that is of somebody
 FAREWELL_S = 1.0  # for a peer that was dropped to read why
 STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
@@ -155,9 +155,11 @@ class Guard:
             now: the clock that `look` was given.
 
         Returns:
-            What is to be said, and the most that any member makes this reducer hold.
+            What is to be said, and the most that any member makes this reducer hold besides slots,
+            which its window bounds.
         """
         held: dict[bytes, int] = {}
+        beside = 0
         stuck: list[Member] = []
         silent: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
@@ -177,6 +179,7 @@ class Guard:
                 elif load.silent_s > job.patience_s and not connection.ended:
                     silent.append((member, connection, load.silent_s))
             held[member.peer] = member.held + connection.held
+            beside = max(beside, connection.held)
             allowed += SLACK_BYTES
         sends: list[Send] = []
         for member in stuck:
@@ -185,7 +188,6 @@ class Guard:
         for member, connection, silent_s in silent:
             connection.end()
             sends += self._engine.silent(member.peer, silent_s)
-        most = max(held.values(), default=0)
         if not (stuck or silent) and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
             connection = self._connections[self._transport.connection(worst.peer)]
@@ -194,7 +196,7 @@ class Guard:
             held[worst.peer] = worst.held + connection.held
             if sum(held.values()) > allowed:
                 sends += self._drop(worst, _hoards(job, worst, held[worst.peer]))
-        return sends, most
+        return sends, beside
 
     @staticmethod
     def _weigh(connection: Connection, member: Member, now: float) -> Load | None:

@@ -345,7 +345,7 @@ bool loop_listen(struct loop *loop, int listener, uint64_t every_ns)
         return false;
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
     if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
-        pulse_start(&loop->pulse, every_ns, beat_all, loop))
+        pulse_start(&loop->pulse, every_ns / 2, beat_all, loop))
         return true;
     int error = errno;
     close(loop->epoll);

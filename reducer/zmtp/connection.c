@@ -347,8 +347,13 @@ void connection_beat(struct connection *connection)
     uint8_t bytes[64];
     if (!connection->zmtp.ready || connection->broken || connection->pair != NULL)
         return; /* a pair has one process, and needs no sign of life */
+    bool heard = connection->bytes_written != connection->beaten;
+    connection->beaten = connection->bytes_written;
     /* What beats have sent is in the queue until the next flush, which may be long after. */
-    if (connection->sent == connection->bytes_queued)
+    bool nothing_waits = connection->sent == connection->bytes_queued;
+    if (heard && nothing_waits)
+        return;
+    if (nothing_waits)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
     push(connection); /* whatever `writable` says: perhaps nobody has polled for as long */
     if (errno != 0) {

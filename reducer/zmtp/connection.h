@@ -86,6 +86,7 @@ struct connection {
     size_t first, count, mask; /* mask: places - 1 */
     size_t sent;               /* bytes of the first one */
     uint64_t bytes_written, bytes_queued;
+    uint64_t beaten; /* of bytes_written: at the latest beat */
 
     unsigned char in[CONNECTION_IN_BYTES];
     unsigned char small[CONNECTION_SMALL_BYTES];
@@ -113,7 +114,8 @@ void connection_next(struct connection *connection);
  * memory, or nothing can be sent any more. */
 bool connection_send(struct connection *connection, const void *header, const void *payload,
                      size_t nbytes, struct block *block, uint64_t sequence);
-/* Sends a heartbeat, or some of what waits, which is heard as well. Another thread than that of the
+/* Sends a heartbeat, or some of what waits; nothing if the peer has been sent something since the latest
+ * call: so between two signs of life two such times pass at most. Another thread than that of the
  * connection may call this, under one lock with it: blocks, and their pool, are left alone. */
 void connection_beat(struct connection *connection);
 /* Sends what the kernel takes now. That it cannot any more is told when all that came is read. */

@@ -64,7 +64,7 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->waker = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     return loop->epoll >= 0 && loop->waker >= 0 && watch(loop, loop->waker, WAKER, EPOLLIN) &&
-           pulse_start(&loop->pulse, every_ns, ping_all, loop);
+           pulse_start(&loop->pulse, every_ns / 2, ping_all, loop);
 }
 
 /* Waits until everything is with the kernel. */
