@@ -431,10 +431,9 @@ bool loop_load(struct loop *loop, uint64_t key, struct load *load)
     bool here = peer != NULL && !peer->ended;
     if (here) {
         const struct connection *connection = &peer->connection;
-        load->read = connection->bytes_read;
+        load->read = connection_came(connection);
         load->unread = connection_partial(connection);
         load->unsent = connection->bytes_queued - connection->sent;
-        load->waits = connection_awaits(connection);
     }
     pulse_release(&loop->pulse);
     return here;

@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -327,7 +328,7 @@ void connection_flush(struct connection *connection)
     hold(connection);
     drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
     bool replied = connection->zmtp.reply_bytes == 0 || send_reply(connection);
-    if (connection->pair != NULL && connection->sent < connection->bytes_queued)
+    if (connection->pair != NULL)
         pair_wake_other(connection->pair, connection->side);
     release(connection);
     if (!replied)
@@ -624,20 +625,23 @@ void connection_await(struct connection *connection, size_t nbytes)
 {
     int bytes = (int)(nbytes < LOW_WATER_BYTES ? nbytes : LOW_WATER_BYTES);
     int least = bytes > 0 ? bytes : 1;
-    if (connection->low_water == bytes || connection->pair != NULL) /* what one queues is whole */
+    if (connection->low_water == bytes)
         return;
-    setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    hold(connection);
     connection->low_water = bytes;
+    if (connection->pair != NULL)
+        connection->readable |= pair_has_enough(connection->pair, connection->side);
+    else
+        setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    release(connection);
 }
 
-bool connection_awaits(const struct connection *connection)
+uint64_t connection_came(const struct connection *connection)
 {
-    unsigned char next;
-    if (connection->broken)
-        return false;
-    return connection->readable ||
-           (connection->pair == NULL &&
-            recv(connection->fd, &next, sizeof next, MSG_PEEK | MSG_DONTWAIT) > 0);
+    int unread = 0;
+    if (connection->pair == NULL && ioctl(connection->fd, FIONREAD, &unread) < 0)
+        unread = 0;
+    return connection->bytes_read + (uint64_t)unread;
 }
 
 size_t connection_partial(const struct connection *connection)

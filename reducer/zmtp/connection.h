@@ -138,8 +138,8 @@ bool connection_detach(struct connection *connection, uint64_t sequence);
 /* Has the poll tell of input when so many bytes have come, or LOW_WATER_BYTES: fewer wake-ups. 0: when
  * any have. They must be on their way, or the owner must look by itself. */
 void connection_await(struct connection *connection, size_t nbytes);
-/* Whether there may be more to read, which has not been. */
-bool connection_awaits(const struct connection *connection);
+/* Bytes that have come, read or not. */
+uint64_t connection_came(const struct connection *connection);
 /* Bytes that have come of a message that is not whole, but for those of frames' headers. */
 size_t connection_partial(const struct connection *connection);
 /* Bytes of the next message, if its payload has `nbytes`, that have not come, but for those of

@@ -72,9 +72,16 @@ ssize_t pair_read(struct pair *pair, unsigned side, struct iovec *places, int co
     return copied;
 }
 
+bool pair_has_enough(const struct pair *pair, unsigned side)
+{
+    const struct connection *from = pair->end[!side], *to = pair->end[side];
+    size_t queued = from == NULL ? 0 : from->bytes_queued - from->sent;
+    return queued > 0 && queued >= (to == NULL ? 0 : (size_t)to->low_water);
+}
+
 void pair_wake_other(struct pair *pair, unsigned side)
 {
-    if (pair->gone[!side] || !pair->sleeps[!side])
+    if (!pair->sleeps[!side] || !pair_has_enough(pair, !side))
         return;
     pair->sleeps[!side] = false;
     eventfd_write(pair->fd[!side], 1);

@@ -147,9 +147,11 @@ def test_the_guard_looks_more_often_while_there_is_reason(post: Post) -> None:
     assert post.guard.wait_s == guards.LOOK_SOON_S
     peer.close()
     post.until(lambda: post.guard.wait_s == guards.LOOK_S)
-    worker = post.member("job")
+    worker = post.member("job", world_size=1, window=64 * MIB)
     post.until(lambda: post.guard.wait_s == guards.LOOK_S)
-    worker.contribute(0, bytes(MIB))
+    for chunk in range(64):  # it reads no results
+        worker.contribute(0, bytes(MIB), chunk * MIB)
+        post.step()
     post.until(lambda: post.guard.wait_s == guards.LOOK_SOON_S)
 
 

@@ -95,6 +95,21 @@ def test_a_reducer_is_heard_while_nobody_runs_its_loop(post: Post) -> None:
     assert unread(peer).count(PING) >= 3
 
 
+def test_who_is_sent_something_is_sent_no_heartbeats_besides(post: Post) -> None:
+    peer = post.stranger()
+    unread(peer)
+    received, end = b"", time.monotonic() + BUSY_S
+    while time.monotonic() < end:  # more often than heartbeats are due
+        peer.sendall(frame(PING, COMMAND))
+        post.step()
+        time.sleep(0.02)
+        received += unread(peer)
+    assert received.count(b"PONG") > 10
+    assert received.count(PING) <= 1, "an answer is a sign of life"
+    time.sleep(BUSY_S / 2)
+    assert unread(peer).count(PING) >= 1
+
+
 def test_pings_without_end_keep_nobody_waiting(post: Post) -> None:
     worker = post.member("job")
     flood = frame(PING, COMMAND) * 100_000
