@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than a step takes
 HEARTBEATS_PER_S = 1024  # bytes, generously
+JUDGED_S = 0.01  # of a message that has begun: in less, one heartbeat would be too much
 
 
 class ServingTime:
@@ -57,6 +58,8 @@ class Silence:
             now: by the same clock.
             partial: whether a message has begun; heartbeats alone do not bring it to its end.
         """
+        if partial and now - self._looked < JUDGED_S:
+            return now - self._heard
         least = HEARTBEATS_PER_S * (now - self._looked) if partial else 0
         if read - self._read > least:
             self._heard = now

@@ -1,0 +1,124 @@
+"""Real torchft: its lighthouse, manager and own tests over reducers; replicas that are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+for package in ("torch", "torchft", "sklearn", "parameterized"):
+    pytest.importorskip(package, reason=f"needs {package}")
+
+coordination = pytest.importorskip("torchft.coordination")
+
+pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "torchft_digits.py"
+STEPS = 120
+# torchft's own tests, and how many of each are to be skipped: for want of a GPU or of torchcomms.
+THEIRS = {
+    "torchft.manager_integ_test": 3,
+    "torchft.local_sgd_integ_test": 0,
+    "torchft.process_group_test.NormalGlooMultiPgTest": 0,
+}
+# They look for Gloo's words in the error where a replica has gone; ours are "rank 2 left the job".
+WORDS = re.compile(r"test_collective_with_resiliency_\d+_allreduce(_coalesced)?")
+# Runs some of them with our process group in the place of theirs.
+INSTEAD = """
+import importlib, sys, unittest
+from worker_client.torchft import ProcessGroupReduction
+for name in ("manager_integ_test", "local_sgd_integ_test", "process_group_test"):
+    module = importlib.import_module(f"torchft.{name}")
+    module.ProcessGroupGloo = ProcessGroupReduction
+unittest.main(module=None, argv=["tests", *sys.argv[1:]], verbosity=2)
+"""
+
+
+class Replica:
+    """A process that trains, and what it has said so far."""
+
+    def __init__(self, number: int, environment: dict[str, str], stack: ExitStack) -> None:
+        command = [sys.executable, str(EXAMPLE), f"--replica={number}", f"--steps={STEPS}"]
+        self._path = Path(environment["SAID"]) / f"{number}-{time.monotonic_ns()}"
+        with self._path.open("w") as file:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
+            )
+        stack.callback(self.process.wait)
+        stack.callback(self.process.kill)
+
+    @property
+    def said(self) -> str:
+        return self._path.read_text()
+
+    def reaches(self, step: int, replicas: int) -> None:
+        """Wait until it has said that it was in a step this late, with so many replicas."""
+        deadline = time.monotonic() + 120
+        while not any(
+            int(at) >= step and int(there) == replicas
+            for at, there in re.findall(r"step (\d+): .*, (\d+) replicas", self.said)
+        ):
+            assert time.monotonic() < deadline, self.said
+            assert self.process.poll() is None, self.said
+            time.sleep(0.1)
+
+    def weights(self) -> str:
+        assert self.process.wait(120) == 0, self.said
+        return re.findall(r"weights (\w+)", self.said)[0]
+
+
+@pytest.fixture(params=["pool", "embedded"])
+def environment(
+    request: pytest.FixtureRequest, servers: list[str], tmp_path: Path
+) -> Iterator[dict[str, str]]:
+    lighthouse = coordination.LighthouseServer(
+        bind="[::]:0", min_replicas=2, join_timeout_ms=1000, heartbeat_timeout_ms=2000
+    )
+    there = {"REDUCTION_SERVERS": ",".join(servers)} if request.param == "pool" else {}
+    yield {
+        **os.environ,
+        **there,
+        "TORCHFT_LIGHTHOUSE": lighthouse.address(),
+        "REDUCTION_JOB": f"torchft-{request.param}",
+        "SAID": str(tmp_path),
+    }
+    lighthouse.shutdown()
+
+
+def test_a_replica_is_killed_and_comes_back(environment: dict[str, str]) -> None:
+    with ExitStack() as stack:
+        first, second, third = (Replica(number, environment, stack) for number in range(3))
+        for replica in (first, second, third):
+            replica.reaches(20, 3)
+        third.process.kill()
+        first.reaches(40, 2)
+        third = Replica(2, environment, stack)
+        third.reaches(60, 3)
+        assert first.weights() == second.weights() == third.weights()
+        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", first.said)]
+        assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("theirs", THEIRS)
+def test_its_own_tests_pass_over_reducers(theirs: str, servers: list[str]) -> None:
+    environment = {**os.environ, "REDUCTION_SERVERS": ",".join(servers), "REDUCTION_JOB": "theirs"}
+    command = [sys.executable, "-c", INSTEAD, theirs]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    failed = re.findall(r"^(?:FAIL|ERROR): (\w+)", done.stderr, re.MULTILINE)
+    assert all(WORDS.fullmatch(name) for name in failed), done.stderr[-5000:]
+    assert done.stderr.count('does not match "rank 2 left the job"') == len(failed)
+    assert "Ran " in done.stderr
+    skipped = re.findall(r"skipped=(\d+)", done.stderr)
+    assert (skipped or ["0"]) == [str(THEIRS[theirs])]

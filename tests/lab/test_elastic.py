@@ -1,0 +1,70 @@
+"""The elastic example where hosts vanish: under torchrun, one rank on each, and a plain newcomer."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench import pool
+from bench.results import ROOT
+from lab import Lab
+
+if TYPE_CHECKING:
+    from lab.lab import Host
+
+for package in ("torch", "sklearn"):
+    pytest.importorskip(package, reason=f"needs {package}")
+
+EXAMPLE = ["examples/elastic_digits.py", "--steps", "300", "--pause", "0.02"]
+RANKS = 3
+MBIT = 100
+WAIT_S = 60.0
+
+
+class Output:
+    """What a process on a host has said."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def waits_for(self, pattern: str) -> str:
+        """Return the first match."""
+        deadline = time.monotonic() + WAIT_S
+        while (found := re.search(pattern, self._path.read_text())) is None:
+            assert time.monotonic() < deadline, self._path.read_text()
+            time.sleep(0.1)
+        return found[0]
+
+
+@pytest.mark.timeout(200)
+def test_a_host_vanishes_and_another_one_joins(namespaces: None, tmp_path: Path) -> None:
+    with Lab(RANKS + 2, MBIT) as lab:
+        *nodes, newcomer, reducers = lab.hosts
+        (reducer,) = pool.start([reducers])
+        settings = {"REDUCTION_SERVERS": reducer.address, "REDUCTION_JOB": "digits"}
+
+        def start(host: Host, command: list[str], **more: str) -> Output:
+            path = tmp_path / host.name
+            with path.open("w") as file:
+                environment = {"PYTHONPATH": str(ROOT), **settings, **more}
+                host.start([sys.executable, *command], environment, file, file, cwd=ROOT)
+            return Output(path)
+
+        torchrun = ["-m", "torch.distributed.run", f"--nnodes={RANKS}", "--nproc-per-node=1"]
+        torchrun += [f"--master-addr={nodes[0].address}", "--master-port=29500", "--max-restarts=0"]
+        said = [
+            start(node, [*torchrun, f"--node-rank={rank}", *EXAMPLE])
+            for rank, node in enumerate(nodes)
+        ]
+        said[0].waits_for(r"step \d+: .*ranks \(0, 1, 2\)")
+        lab.link_down(nodes[2])
+        said[0].waits_for(r"step \d+: .*ranks \(0, 1\)")
+        said[2] = start(newcomer, EXAMPLE, REDUCTION_JOIN="1")
+        said[0].waits_for(r"step \d+: .*ranks \(0, 1, 3\)")
+        ends = {output.waits_for(r"ends with weights \w+") for output in said}
+        assert len(ends) == 1

@@ -1,0 +1,59 @@
+"""torchft over reducers: a process group for its manager that is made anew for every quorum.
+
+    from worker_client.torchft import ProcessGroupReduction
+
+    manager = torchft.Manager(pg=ProcessGroupReduction(), ...)
+
+All-reduces and reduce-scatters go through reducers, the rest through Gloo, as with the backend
+``reduction`` (`worker_client.torch_backend`). The replicas of a quorum are a job of their own,
+``JOB.torchft.NUMBER``, which they join with their first reduction.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import _DistributedBackendOptions
+from torchft.process_group import ProcessGroupWrapper
+
+from worker_client.torch_backend import ReductionGroup
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class ProcessGroupReduction(ProcessGroupWrapper):  # type: ignore[misc] # (torchft is not looked at)
+    """Reduces among the replicas of a quorum through reducers.
+
+    Args:
+        timeout: of each reduction, and of the meeting of a new quorum's replicas; a timedelta, 60 s
+            by default. A replica that dies is noticed sooner, by ``REDUCTION_PATIENCE``.
+
+    Raises:
+        ConfigError, ReductionError: not here, but of the first reduction of a quorum: as
+            `worker_client.init`. torchft's manager takes them for a failed step.
+    """
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        """Return what torch's logs call this group."""
+        return "torchft-reduction"
+
+    def shutdown(self) -> None:
+        """Leave the quorum's job; what is in progress fails."""
+        if self._pg is not None:
+            self._pg.shutdown()
+        super().shutdown()
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> ReductionGroup:
+        options = _DistributedBackendOptions()
+        options.store = store
+        options.group_rank, options.group_size = rank, world_size
+        options.timeout = self._timeout
+        # A name of its own: a lighthouse that was started anew numbers its quorums from 1 again. A
+        # group that has one joins its job with the first reduction.
+        if rank == 0:
+            store.set("reduction/quorum", secrets.token_hex(4))
+        options.group_id = f"torchft.{store.get('reduction/quorum').decode()}"
+        options.global_ranks_in_group = list(range(world_size))
+        return ReductionGroup(options)
