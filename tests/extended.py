@@ -237,6 +237,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 ROWS = (
     *PLAIN_ROWS,
     Row("tests/reducer/test_http.py", ("tests/reducer/test_http.py",), {"server": "plain"}),
+    Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
     Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
     Row("tests/launch/test_vertex.py", ()),
     *(
