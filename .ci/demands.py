@@ -42,7 +42,10 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # -- workers
     (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
     (_modules("fallback handover returning"), (f"{JOBS}fallback.py",)),
-    (_modules("elastic flat replay_log reconcile"), (f"{JOBS}elastic.py",)),
+    (
+        _modules("elastic flat replay_log reconcile"),
+        (f"{JOBS}elastic.py", "tests/lab/test_elastic.py"),
+    ),
     (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
     (
         _modules("hierarchical node_* placement"),
@@ -52,7 +55,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_modules("hosting"), (f"{JOBS}embedded.py",)),
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (
-        _modules("accelerate collectives ddp fsdp jax keras lightning packing tensorflow"),
+        _modules("accelerate collectives ddp fsdp jax keras lightning packing tensorflow torchft"),
         (FRAMEWORKS,),
     ),
     ("worker_client/torch_backend/*", (FRAMEWORKS,)),
@@ -65,6 +68,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/launch/* worker_client/commands/launch.py", ("tests/launch",)),
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
+    ("examples/elastic_digits.py", ("tests/lab/test_elastic.py",)),
     ("examples/quickstart.py", (f"{JOBS}readme.py", "tests/launch")),
     ("tests/frameworks/torch_suite.py", (TORCH_SUITE,)),
     ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),

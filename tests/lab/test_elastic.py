@@ -1,11 +1,10 @@
-"""The elastic example where hosts vanish: under torchrun, one rank on each, and a plain newcomer."""
+"""The elastic example where a host vanishes: torchrun's ranks, one on each, and a newcomer."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +14,8 @@ from bench.results import ROOT
 from lab import Lab
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lab.lab import Host
 
 for package in ("torch", "sklearn"):
