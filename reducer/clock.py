@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than a step takes
 HEARTBEATS_PER_S = 1024  # bytes, generously
-JUDGED_S = 0.01  # of a message that has begun: in less, one heartbeat would be too much
+JUDGED_S = 0.08  # of a message that has begun: in less, one heartbeat would be too much
 
 
 class ServingTime:

@@ -6,7 +6,7 @@
 
 All-reduces and reduce-scatters go through reducers, the rest through Gloo, as with the backend
 ``reduction`` (`worker_client.torch_backend`). The replicas of a quorum are a job of their own,
-``JOB.torchft.NUMBER``, which they join with their first reduction.
+``JOB.torchft.NUMBER``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ProcessGroupReduction(ProcessGroupWrapper):  # type: ignore[misc] # (torch
             by default. A replica that dies is noticed sooner, by ``REDUCTION_PATIENCE``.
 
     Raises:
-        ConfigError, ReductionError: not here, but of the first reduction of a quorum: as
-            `worker_client.init`. torchft's manager takes them for a failed step.
+        ConfigError, ReductionError: not here, but of `configure`: as `worker_client.init`, and what
+            torch's store raises. torchft's manager takes them for a failed step.
     """
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -50,10 +50,17 @@ class ProcessGroupReduction(ProcessGroupWrapper):  # type: ignore[misc] # (torch
         options.store = store
         options.group_rank, options.group_size = rank, world_size
         options.timeout = self._timeout
-        # A name of its own: a lighthouse that was started anew numbers its quorums from 1 again. A
-        # group that has one joins its job with the first reduction.
+        # A name of its own: each training numbers its quorums from 1, and a quorum of an earlier
+        # one may be there still.
         if rank == 0:
             store.set("reduction/quorum", secrets.token_hex(4))
         options.group_id = f"torchft.{store.get('reduction/quorum').decode()}"
         options.global_ranks_in_group = list(range(world_size))
-        return ReductionGroup(options)
+        group = ReductionGroup(options)
+        try:
+            if world_size > 1:
+                group.join()  # here, where all are: in a step one may be missing
+        except BaseException:
+            group.shutdown()
+            raise
+        return group

@@ -97,6 +97,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
 
     struct load:
         uint64_t read, unread, unsent
+        bint waits
 
     struct change:
         uint64_t number
@@ -241,14 +242,14 @@ cdef class Sockets:
         return found
 
     def load(self, uint64_t number):
-        """Return bytes read, unread and unsent of a connection.
+        """Return bytes read, unread and unsent of a connection, and whether more may wait.
 
         None if it is gone; see `transport.Load`.
         """
         cdef load found
         if not loop_load(&self.its, peer_key(<const char *>&number, ID_BYTES), &found):
             return None
-        return found.read, found.unread, found.unsent
+        return found.read, found.unread, found.unsent, found.waits
 
     def hang_up(self, uint64_t number):
         """End a connection; False if it is gone."""

@@ -49,9 +49,9 @@ class _Line(Line):
         found = self.sockets.load(self.number)
         if found is None:
             return None
-        read, unread, unsent = found
+        read, unread, unsent, waits = found
         silent_s = self.silence.listen(read, now, partial=unread >= tcp_connections.PARTIAL_BYTES)
-        return Load(read, unread, unsent, silent_s)
+        return Load(read, unread, unsent, 0.0 if waits else silent_s)
 
     def end(self) -> bool:
         return self.sockets.hang_up(self.number)

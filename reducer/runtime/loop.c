@@ -432,6 +432,7 @@ bool loop_load(struct loop *loop, uint64_t key, struct load *load)
     if (here) {
         const struct connection *connection = &peer->connection;
         load->read = connection_came(connection);
+        load->waits = connection_awaits(connection);
         load->unread = connection_partial(connection);
         load->unsent = connection->bytes_queued - connection->sent;
     }
@@ -496,6 +497,8 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (event == CONNECTION_IDLE) {
             /* Nothing can be done with a part of a payload, and the rest is on its way. */
             connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
+            if (connection->readable) /* the other end of a pair had queued as much already */
+                enqueue(loop, peer);
             return LOOP_TIMEOUT;
         }
         if (event == CONNECTION_BUSY)

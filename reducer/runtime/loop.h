@@ -46,6 +46,7 @@ struct change {
 /* What has come over a connection, and what its peer makes this reducer hold; see transport.py. */
 struct load {
     uint64_t read, unread, unsent; /* bytes */
+    bool waits;                    /* there may be more to read */
 };
 
 struct loop {

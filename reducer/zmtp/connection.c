@@ -329,7 +329,7 @@ void connection_flush(struct connection *connection)
     drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
     bool replied = connection->zmtp.reply_bytes == 0 || send_reply(connection);
     if (connection->pair != NULL)
-        pair_wake_other(connection->pair, connection->side);
+        pair_wake_other(connection->pair, connection->side, false);
     release(connection);
     if (!replied)
         connection_break(connection, ENOMEM);
@@ -374,6 +374,10 @@ bool connection_drain(struct connection *connection)
 {
     unsigned char unread[4096];
     connection_flush(connection);
+    hold(connection);
+    if (connection->pair != NULL)
+        pair_wake_other(connection->pair, connection->side, true);
+    release(connection);
     for (int reads = 0; reads < UNREAD; reads++) {
         struct iovec place = {unread, sizeof unread};
         if (read_some(connection, &place, 1) <= 0)
@@ -636,12 +640,24 @@ void connection_await(struct connection *connection, size_t nbytes)
     release(connection);
 }
 
+/* Bytes that the kernel holds. */
+static uint64_t unread(const struct connection *connection)
+{
+    int nbytes = 0;
+    if (connection->pair != NULL || ioctl(connection->fd, FIONREAD, &nbytes) < 0)
+        return 0;
+    return (uint64_t)nbytes;
+}
+
 uint64_t connection_came(const struct connection *connection)
 {
-    int unread = 0;
-    if (connection->pair == NULL && ioctl(connection->fd, FIONREAD, &unread) < 0)
-        unread = 0;
-    return connection->bytes_read + (uint64_t)unread;
+    return connection->bytes_read + unread(connection);
+}
+
+bool connection_awaits(const struct connection *connection)
+{
+    uint64_t least = connection->low_water > 0 ? (uint64_t)connection->low_water : 1;
+    return !connection->broken && (connection->readable || unread(connection) >= least);
 }
 
 size_t connection_partial(const struct connection *connection)

@@ -140,6 +140,8 @@ bool connection_detach(struct connection *connection, uint64_t sequence);
 void connection_await(struct connection *connection, size_t nbytes);
 /* Bytes that have come, read or not. */
 uint64_t connection_came(const struct connection *connection);
+/* Whether there may be more to read, as much as is waited for, which has not been. */
+bool connection_awaits(const struct connection *connection);
 /* Bytes that have come of a message that is not whole, but for those of frames' headers. */
 size_t connection_partial(const struct connection *connection);
 /* Bytes of the next message, if its payload has `nbytes`, that have not come, but for those of

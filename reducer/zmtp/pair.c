@@ -79,9 +79,11 @@ bool pair_has_enough(const struct pair *pair, unsigned side)
     return queued > 0 && queued >= (to == NULL ? 0 : (size_t)to->low_water);
 }
 
-void pair_wake_other(struct pair *pair, unsigned side)
+void pair_wake_other(struct pair *pair, unsigned side, bool for_little)
 {
-    if (!pair->sleeps[!side] || !pair_has_enough(pair, !side))
+    const struct connection *from = pair->end[side];
+    bool enough = pair_has_enough(pair, !side) || (for_little && from->sent < from->bytes_queued);
+    if (pair->gone[!side] || !pair->sleeps[!side] || !enough)
         return;
     pair->sleeps[!side] = false;
     eventfd_write(pair->fd[!side], 1);

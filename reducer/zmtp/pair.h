@@ -32,8 +32,9 @@ void pair_leave(struct pair *pair, unsigned side);
 ssize_t pair_read(struct pair *pair, unsigned side, struct iovec *places, int count);
 /* Whether the other end has queued as much as this one waits for; to be called with the lock. */
 bool pair_has_enough(const struct pair *pair, unsigned side);
-/* Has the other end read what this one has queued, if that is enough; to be called with the lock. */
-void pair_wake_other(struct pair *pair, unsigned side);
+/* Has the other end read what this one has queued, if that is enough, or for little; to be called with
+ * the lock. */
+void pair_wake_other(struct pair *pair, unsigned side, bool for_little);
 /* Whether nobody will ever read what this end has queued. */
 bool pair_is_deserted(struct pair *pair, unsigned side);
 
