@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -220,6 +221,20 @@ def test_nobody_waits_for_who_has_gone(ends: Ends, monkeypatch: pytest.MonkeyPat
     begun = time.monotonic()
     ends.worker.close()
     assert time.monotonic() - begun < 10.0
+
+
+def test_a_file_with_the_number_of_an_end_that_has_gone_is_not_written_to(ends: Ends) -> None:
+    ends.hear()  # it has read everything, and sleeps
+    ends.reducer.close()
+    files = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]
+    try:
+        ends.worker.send(0, Header(MessageType.ABORT).pack(), b"nobody")
+        for file in files:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(file)
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def held() -> int:
