@@ -5,8 +5,7 @@
     manager = torchft.Manager(pg=ProcessGroupReduction(), ...)
 
 All-reduces and reduce-scatters go through reducers, the rest through Gloo, as with the backend
-``reduction`` (`worker_client.torch_backend`). The replicas of a quorum are a job of their own,
-``JOB.torchft.NUMBER``.
+``reduction`` (`worker_client.torch_backend`). Each quorum is a job of its own, ``JOB.torchft.ID``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ProcessGroupReduction(ProcessGroupWrapper):  # type: ignore[misc] # (torchft is not looked at)
-    """Reduces among the replicas of a quorum through reducers.
+    """The process group of a quorum's replicas, whose reductions go through reducers.
 
     Args:
         timeout: of each reduction, and of the meeting of a new quorum's replicas; a timedelta, 60 s

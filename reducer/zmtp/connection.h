@@ -114,9 +114,10 @@ void connection_next(struct connection *connection);
  * memory, or nothing can be sent any more. */
 bool connection_send(struct connection *connection, const void *header, const void *payload,
                      size_t nbytes, struct block *block, uint64_t sequence);
-/* Sends a heartbeat, or some of what waits; nothing if the peer has been sent something since the latest
- * call: so between two signs of life two such times pass at most. Another thread than that of the
- * connection may call this, under one lock with it: blocks, and their pool, are left alone. */
+/* Sends a heartbeat, or some of what waits; nothing if the peer has been sent something since the
+ * latest call: to be called twice in the time that may pass between two signs of life. Another thread
+ * than that of the connection may call this, under one lock with it: blocks, and their pool, are left
+ * alone. */
 void connection_beat(struct connection *connection);
 /* Sends what the kernel takes now. That it cannot any more is told when all that came is read. */
 void connection_flush(struct connection *connection);

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "torchft_digits.py"
 STEPS = 120
-# torchft's own tests: how many of each are skipped, for want of a GPU or of torchcomms, and fail.
+# torchft's own test modules: how many tests of each are skipped, as they need a GPU or torchcomms,
+# and how many fail.
 THEIRS = {
     "torchft.manager_integ_test": (3, 0),
     "torchft.local_sgd_integ_test": (0, 0),
@@ -95,7 +96,7 @@ class Replica:
 
     def weights(self) -> str:
         assert self.process.wait(120) == 0, self.said
-        assert reductions(self.said) >= 1
+        assert reductions(self.said) >= 10
         return re.findall(r"weights (\w+)", self.said)[0]
 
 

@@ -306,6 +306,7 @@ def test_what_waits_to_be_read_was_heard(post: Post) -> None:
     rounds(post)
     worker.say(worker.common.pack())
     eventually(lambda: connection.line.load(None, 10.0).silent_s == 0.0, 5.0)
+    assert connection.line.load(None, 20.0).silent_s == 0.0  # nobody has read it since
     rounds(post)
     assert connection.line.load(None, 30.0).silent_s > 0
 
