@@ -30,7 +30,7 @@ _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 # Of workers, which may have the environment of a reducer.
 WORKER_SETTINGS = (
     *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
-    *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "autotune", "fallback"),
+    *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "fallback"),
     *(
         "on_rank_lost",
         "join",

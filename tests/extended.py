@@ -54,7 +54,6 @@ PLAIN_ROWS = tuple(
         "tests/integration/test_topologies.py",
         "tests/integration/test_wire_dtype.py",
         "tests/security/",
-        "tests/worker_client/test_autotune.py",
         "tests/worker_client/test_collectives.py",
         "tests/worker_client/test_device_errors.py",
         "tests/worker_client/test_fusion.py",

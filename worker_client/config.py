@@ -157,11 +157,6 @@ class WorkerConfig(BaseSettings):
     on its result. If more tensors keep coming, it waits 21 times as long at most.
     HOROVOD_CYCLE_TIME, in milliseconds, is honoured."""
 
-    autotune: bool = False
-    """``1``: try several sizes of chunks, windows and fusion buffers at the start, for those of the
-    three that are not set, and keep the best. It takes as long as 600 MB on the links; the log has
-    what was tried."""
-
     fallback: Literal["error", "process-group"] = "error"
     """What all-reduces do when no reducer is left. ``error``: they fail until a reducer is back.
     ``process-group``: they go through torch's process group until then."""
@@ -178,7 +173,7 @@ class WorkerConfig(BaseSettings):
     """``auto``: where several nodes have equally many ranks, more than one, the ranks of a node
     reduce among themselves first, so that the node's network card carries each buffer once. Results
     may then differ in the last place, a failure within a node ends the client, and small buffers
-    take longer. Not with REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST or REDUCTION_AUTOTUNE."""
+    take longer. Not with REDUCTION_FALLBACK or REDUCTION_ON_RANK_LOST."""
 
     wire_dtype: Literal["none", "bf16", "fp16"] = "none"
     """``bf16`` or ``fp16``: float32 buffers of 16 KiB and more travel in 16 bits for sum, mean, min

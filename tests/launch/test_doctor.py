@@ -233,7 +233,6 @@ def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away() 
             REDUCTION_FALLBACK="process-group",
             REDUCTION_ON_RANK_LOST="continue",
             REDUCTION_EMBEDDED="1",
-            REDUCTION_AUTOTUNE="1",
             REDUCTION_JOB="j" * 100,
         )
     assert found["problems"] == []

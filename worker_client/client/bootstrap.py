@@ -27,7 +27,7 @@ from reducer.units import is_loopback
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
-from worker_client.client import autotune, rendezvous, summary
+from worker_client.client import rendezvous, summary
 from worker_client.client.client import Client
 from worker_client.client.hierarchical import HierarchicalClient
 from worker_client.communicators.flat import FlatCommunicator
@@ -117,10 +117,10 @@ def _join(settings: WorkerConfig) -> Client:
             "pool: set REDUCTION_ON_RANK_LOST=continue and REDUCTION_SERVERS, as at its other "
             "ranks, and leave out REDUCTION_EMBEDDED"
         )
-    if settings.fallback != "error" or settings.hierarchy != "off" or settings.autotune:
+    if settings.fallback != "error" or settings.hierarchy != "off":
         raise ConfigError(
-            "REDUCTION_JOIN=1 goes with none of REDUCTION_FALLBACK, REDUCTION_HIERARCHY and "
-            "REDUCTION_AUTOTUNE: leave them out, at all ranks of the job"
+            "REDUCTION_JOIN=1 goes with neither REDUCTION_FALLBACK nor REDUCTION_HIERARCHY: leave "
+            "them out, at all ranks of the job"
         )
     keys = load_keys(settings.keys)
     chosen = implementation.select(settings.impl)
@@ -231,7 +231,6 @@ def connect_alone(address: str, *, connect_timeout: float) -> Client:
         fallback="error",
         on_rank_lost="error",
         hierarchy="off",
-        autotune=False,
         wait_for_reducers=0.0,
     )
     # Below the name of the job that it is for, which a key may be bound to.
@@ -303,11 +302,10 @@ def _place(settings: WorkerConfig, group: Rendezvous | None) -> Place | None:
     """Find this rank's place among nodes, if all-reduces are to go through nodes first."""
     if settings.hierarchy == "off":
         return None
-    if settings.fallback != "error" or settings.on_rank_lost != "error" or settings.autotune:
+    if settings.fallback != "error" or settings.on_rank_lost != "error":
         raise ConfigError(
-            "REDUCTION_HIERARCHY=auto can neither go on without reducers nor without a rank, and "
-            "has several jobs to tune: leave out REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST and "
-            "REDUCTION_AUTOTUNE, or set REDUCTION_HIERARCHY=off"
+            "REDUCTION_HIERARCHY=auto can neither go on without reducers nor without a rank: leave "
+            "out REDUCTION_FALLBACK and REDUCTION_ON_RANK_LOST, or set REDUCTION_HIERARCHY=off"
         )
     place = None
     if group is not None:
@@ -408,8 +406,6 @@ def enlist(
             "wire_dtype": WIRE_DTYPES[settings.wire_dtype],
         }
         threshold = int(settings.fusion_threshold)
-        if settings.autotune:
-            spec, threshold = _tune(settings, spec, partial(Client, **common))
         client: Client | None = None
 
         def new_fusion(ranks: int, lost: Collection[int] | None) -> Fusion[Client]:
@@ -524,29 +520,6 @@ def _meeting_place(launched: Resolved) -> str:
             return ""  # on another node it is called something else
         place = f"{place} of {host_identity()}"
     return f"{fingerprint(place):016x}"
-
-
-def _tune(
-    settings: WorkerConfig, spec: JobSpec, make: Callable[[JobSpec], Client]
-) -> tuple[JobSpec, int]:
-    """Return the job's spec and fusion threshold, found by trying unless they were given."""
-
-    def trial(name: str, chunk_bytes: int, window_bytes: int) -> Client:
-        return make(
-            replace(
-                spec,
-                job=f"{spec.job}/{name}",
-                chunk_bytes=chunk_bytes,
-                window_bytes=window_bytes,
-                fallback=False,
-                elastic=False,
-            )
-        )
-
-    fields = set(autotune.Choice._fields) & settings.model_fields_set
-    given = {name: int(getattr(settings, name)) for name in fields}
-    chunk_bytes, window_bytes, threshold = autotune.sweep(trial, given)
-    return replace(spec, chunk_bytes=chunk_bytes, window_bytes=window_bytes), threshold
 
 
 def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
