@@ -41,9 +41,9 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
     (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
-    (_modules("fallback handover returning"), (f"{JOBS}fallback.py",)),
+    (_modules("fallback handover process_group"), (f"{JOBS}fallback.py",)),
     (
-        _modules("elastic flat replay_log reconcile"),
+        _modules("elastic communicator replay_log reconcile"),
         (f"{JOBS}elastic.py", "tests/lab/test_elastic.py"),
     ),
     (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
@@ -51,7 +51,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         _modules("hierarchical node_* placement"),
         (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),
     ),
-    (_modules("wire_cast cast*"), (f"{JOBS}wire_dtype.py",)),
+    (_modules("wire_rule casting weighted cast*"), (f"{JOBS}wire_dtype.py",)),
     (_modules("hosting"), (f"{JOBS}embedded.py",)),
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (

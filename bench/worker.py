@@ -132,7 +132,7 @@ def create(kind: Kind, place: Place) -> AllReduce:
 
 
 def _smallest_cast() -> int:
-    from worker_client.staging.wire_cast import SMALLEST_BYTES  # noqa: PLC0415 (baselines do not load it)
+    from worker_client.staging.wire_rule import SMALLEST_BYTES  # noqa: PLC0415 (baselines do not load it)
 
     return SMALLEST_BYTES
 

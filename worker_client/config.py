@@ -173,7 +173,7 @@ class WorkerConfig(BaseSettings):
     """``auto``: where several nodes have equally many ranks, more than one, the ranks of a node
     reduce among themselves first, so that the node's network card carries each buffer once. Results
     may then differ in the last place, a failure within a node ends the client, and small buffers
-    take longer. Not with REDUCTION_FALLBACK or REDUCTION_ON_RANK_LOST."""
+    take longer. Not with REDUCTION_ON_RANK_LOST."""
 
     wire_dtype: Literal["none", "bf16", "fp16"] = "none"
     """``bf16`` or ``fp16``: float32 buffers of 16 KiB and more travel in 16 bits for sum, mean, min

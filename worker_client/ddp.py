@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
-from worker_client.staging.wire_cast import check_weight
+from worker_client.staging.weighted import check_weight
 
 if TYPE_CHECKING:
     import concurrent.futures

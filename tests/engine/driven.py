@@ -64,7 +64,13 @@ def sent(actions: list, kind: MessageType | None = None) -> list[tuple[int, Head
 
 
 def errors(actions: list) -> list:
-    return [action.error for action in actions if isinstance(action, Finish)]
+    """What those hear, in order, whose all-reduces end."""
+    heard: list = []
+    for action in actions:
+        if isinstance(action, Finish):
+            action.operation.ended, action.operation.over = heard.append, False
+            action.operation.end(action.error)
+    return heard
 
 
 def result(session: Driven, link: int, contribution: Header) -> list:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import LocalProtocolError, ReductionError
@@ -222,7 +223,8 @@ class Network:
             if isinstance(action, Finish):
                 number = worker.number(action.operation)
                 assert number not in worker.ended, "ended twice"
-                worker.ended[number] = action.error
+                action.operation.ended = partial(worker.ended.__setitem__, number)
+                action.operation.end(action.error)
             elif not isinstance(action, Reset):
                 self.put(rank, action)
         for send in worker.session.flight.refill(self.now):

@@ -16,8 +16,7 @@ from tests.engine.network import Network, connected
 from tests.engine.words import number
 from worker_client.protocol.actions import Finish, Send
 from worker_client.protocol.calls import FIRST_PLACE, GRACE_S
-from worker_client.protocol.names import refused
-from worker_client.protocol.pending import Pending
+from worker_client.protocol.operation import Pending, refused
 
 if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation

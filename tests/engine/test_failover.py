@@ -29,7 +29,7 @@ from tests.engine.words import number
 from worker_client.protocol.actions import Finish, HandOver, Reset
 from worker_client.protocol.flight import Send
 from worker_client.protocol.losses import ADOPT_S
-from worker_client.protocol.pending import HURRY_S, STRAGGLER_S
+from worker_client.protocol.operation import HURRY_S, STRAGGLER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

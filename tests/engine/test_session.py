@@ -21,7 +21,7 @@ from tests.engine.words import number
 from worker_client.protocol.actions import Reset
 from worker_client.protocol.calls import GRACE_S
 from worker_client.protocol.joining import RETRY_S
-from worker_client.protocol.pending import LAST_S
+from worker_client.protocol.operation import LAST_S
 
 
 def test_contributions_start_at_another_reducer_for_every_rank(session: Driven) -> None:

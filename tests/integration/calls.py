@@ -16,16 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from worker_client.client.client import Client
-    from worker_client.client.hierarchical import HierarchicalClient
 
 
 def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:
     return np.ones(count, dtype)
 
 
-def reduced(
-    clients: Sequence[Client | HierarchicalClient], given: list[Any], op: Any = "mean", **how: Any
-) -> list[Any]:
+def reduced(clients: Sequence[Client], given: list[Any], op: Any = "mean", **how: Any) -> list[Any]:
     """All ranks' results; a list among the arguments has one for each rank."""
     works = [
         client.all_reduce(

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -52,7 +53,7 @@ def train() -> dict[str, Any]:
         torch.manual_seed(1 + dist.get_rank())
         losses = [step(ddp, optimizer) for _ in range(STEPS)]
         found[mode] = {
-            "kind": type(client).__name__,
+            "between": client.spec.world_size,
             "losses": losses,
             "weights": digest(ddp),
             "bytes_reduced": client.bytes_reduced,
@@ -93,6 +94,25 @@ def lose() -> dict[str, Any]:
     return {"said": said, "seconds": seconds}
 
 
+def fall_back() -> dict[str, Any]:
+    """Go on until all ranks have had results of the process group: rank 0 ends all reducers."""
+    os.environ["REDUCTION_FALLBACK"] = "process-group"
+    client = worker_client.init(hierarchy="auto")
+    right, number, done = 0, 0, False
+    while not done:
+        data = np.full(1000, number + client.rank, np.float32)
+        data[0] = client.counters.fallbacks >= 3
+        client.all_reduce(data, "sum").wait(60)
+        done = bool(data[0] == client.world_size)
+        right += bool((data[1:] == 4 * number + 6).all())
+        number += 1
+        if number == 5 and client.rank == 0:
+            for victim in os.environ["VICTIMS"].split(","):
+                os.kill(int(victim), signal.SIGKILL)
+    client.shutdown()
+    return {"right": right, "steps": number, "between": client.spec.world_size}
+
+
 def refuse() -> dict[str, Any]:
     os.environ["REDUCTION_ON_RANK_LOST"] = "continue"
     return {"said": refusal(worker_client.init, hierarchy="auto")}
@@ -101,7 +121,7 @@ def refuse() -> dict[str, Any]:
 def main(case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {"train": train, "lose": lose, "refuse": refuse}[case]()
+    found = {"train": train, "lose": lose, "fall_back": fall_back, "refuse": refuse}[case]()
     write_result(found)
     if case != "lose":
         dist.barrier()

@@ -29,7 +29,7 @@ from worker_client.communicators.elastic import ADMISSION, ElasticCommunicator
 from worker_client.communicators.reconcile import Reconciliation
 
 if TYPE_CHECKING:
-    from worker_client.protocol.operation import Operation
+    from worker_client.communicators.replay_log import Entry
 
 PROCESS = int(
     os.environ.get("PROCESS") or os.environ["RANK"]
@@ -111,13 +111,14 @@ def miss_the_admission(*processes: int) -> None:
     """Have some ranks not hear that another one joins, until a rank is lost."""
     ended = ElasticCommunicator._attempt_ended
 
-    def end_badly(self: ElasticCommunicator, attempt: Operation, error: Any) -> None:
-        if attempt.name == ADMISSION and attempt.view[0] and error is None and PROCESS in processes:
+    def end_badly(self: ElasticCommunicator, entry: Entry, error: Any) -> None:
+        asked = entry.operation
+        if asked.name == ADMISSION and asked.view[0] and error is None and PROCESS in processes:
             say("missed")
             time.sleep(3.0)
             ElasticCommunicator._attempt_ended = ended
             error = LOST
-        ended(self, attempt, error)
+        ended(self, entry, error)
 
     ElasticCommunicator._attempt_ended = end_badly
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,19 +24,19 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType
 from tests.integration.calls import errors_of, reduced
-from worker_client.client import hierarchical
-from worker_client.client.hierarchical import HierarchicalClient
+from worker_client.client.compose import Composer
+from worker_client.communicators import hierarchical
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
-from worker_client.fusion.fusion import Fusion
-from worker_client.fusion.tensor_queue import twin
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from worker_client.client.client import Client
     from worker_client.communicators.node_sockets import NodeSockets
+    from worker_client.protocol.operation import Operation
 
 STEPS = {
     "sum": np.add,
@@ -73,26 +74,32 @@ def joining(
     servers: list[str],
     timeout_s: float = 20.0,
     wire_dtype: DType | None = None,
-) -> Callable[[int], HierarchicalClient]:
+) -> Callable[[int], Client]:
     """What makes the client of a rank; it waits for the others of its node."""
     keys = [str(rank // local) for rank in range(nodes * local)]
-    board, number = Board(), next(numbers)
+    boards, number = defaultdict(Board), next(numbers)
 
-    def join(rank: int) -> HierarchicalClient:
+    def join(rank: int) -> Client:
         place = arrange(keys, rank)
         assert place is not None
-        return HierarchicalClient(
-            JobSpec(
-                f"hierarchy-{number}-{place.local_rank}", 0, place.node, nodes, tuple(servers), 0
-            ),
-            place=place,
-            introduce=lambda: connect_node(
+        job = f"hierarchy-{number}-{place.local_rank}"
+        spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0)
+
+        def meet(topic: str) -> NodeSockets:
+            board = boards[topic]
+            return connect_node(
                 place.peers, place.local_rank, lambda name: board.share(rank, name), board.read
-            ),
-            timeout_s=timeout_s,
-            connect_timeout_s=10.0,
+            )
+
+        composer = Composer(
+            implementation.select(None),
+            timeout_s,
+            10.0,
             wire_dtype=wire_dtype,
+            place=place,
+            meet=meet,
         )
+        return composer.client(spec)
 
     return join
 
@@ -100,7 +107,7 @@ def joining(
 @contextmanager
 def ranks_on(
     nodes: int, local: int, servers: list[str], **arguments: Any
-) -> Iterator[list[HierarchicalClient]]:
+) -> Iterator[list[Client]]:
     """All ranks of a job as clients in this process."""
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
         clients = list(pool.map(joining(nodes, local, servers, **arguments), range(nodes * local)))
@@ -110,7 +117,7 @@ def ranks_on(
 
 
 @pytest.fixture(scope="module")
-def six(servers: list[str]) -> Iterator[list[HierarchicalClient]]:
+def six(servers: list[str]) -> Iterator[list[Client]]:
     """Two nodes of three ranks each."""
     with ranks_on(2, 3, servers) as clients:
         yield clients
@@ -143,9 +150,9 @@ def expected(rows: list[np.ndarray], op: str, local: int) -> np.ndarray:
         return total.astype(kind)
 
 
-def check(clients: list[HierarchicalClient], dtype: str, op: str, count: int) -> None:
+def check(clients: list[Client], dtype: str, op: str, count: int) -> None:
     rows = contributions(dtype, count, len(clients))
-    want = expected(rows, op, len(clients[0].place.peers))
+    want = expected(rows, op, len(clients[0]._ordered.place.peers))
     for result in reduced(clients, rows, op):
         assert result.tobytes() == want.tobytes()
 
@@ -156,7 +163,7 @@ failures = partial(errors_of, within_s=20.0)
 @pytest.mark.parametrize("op", STEPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_rank_has_the_bits_of_the_stated_order(
-    six: list[HierarchicalClient], dtype: str, op: str
+    six: list[Client], dtype: str, op: str
 ) -> None:
     if op == "mean" and "int" in dtype:
         for client in six:
@@ -169,9 +176,7 @@ def test_every_rank_has_the_bits_of_the_stated_order(
 
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_of_two_zeros_the_earlier_ranks_stays(
-    six: list[HierarchicalClient], dtype: str, op: str
-) -> None:
+def test_of_two_zeros_the_earlier_ranks_stays(six: list[Client], dtype: str, op: str) -> None:
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     signs = list(itertools.product([0.0, -0.0], repeat=len(six)))
     patterns = np.array(signs * 3, kind)  # as many as vectors have, and some more
@@ -188,30 +193,41 @@ def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers: list
                 assert set(result.tolist()) == {1.0 if rounded else 1 + 2.0**-12}
 
 
-def test_ranks_are_those_of_the_whole_job(six: list[HierarchicalClient]) -> None:
+def test_ranks_are_those_of_the_whole_job(six: list[Client]) -> None:
     assert [client.rank for client in six] == list(range(6))
     assert {client.world_size for client in six} == {6}
     assert six[4].present == tuple(range(6))
-    assert six[4].place.across == (1, 4)
+    assert six[4]._ordered.place.across == (1, 4)
 
 
-def test_a_node_sends_each_buffer_once(six: list[HierarchicalClient]) -> None:
+def test_a_node_sends_each_buffer_once(six: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [0] * len(six)
+
+    def count(rank: int, submit: Callable[[Operation], None], operation: Operation) -> None:
+        sent[rank] += operation.view.nbytes
+        submit(operation)
+
+    for rank, client in enumerate(six):
+        driver = client._ordered.flat.driver
+        monkeypatch.setattr(driver, "submit", partial(count, rank, driver.submit))
     before = [client.bytes_reduced for client in six]
     check(six, "float32", "mean", 30_000)
-    sent = [client.bytes_reduced - then for client, then in zip(six, before, strict=True)]
     assert sum(sent[:3]) == sum(sent[3:]) == 4 * 30_000
+    assert [client.bytes_reduced - then for client, then in zip(six, before, strict=True)] == [
+        4 * 30_000
+    ] * 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_buffers_go_in_pieces(
-    six: list[HierarchicalClient], monkeypatch: pytest.MonkeyPatch, dtype: str
+    six: list[Client], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 4096)
     for count in (1023, 1024, 1025, 50_001):
         check(six, dtype, "mean", count)
 
 
-def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[HierarchicalClient]) -> None:
+def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[Client]) -> None:
     for dtype in ("float32", "float16", ml_dtypes.bfloat16):
         rows = [np.zeros(4, dtype) for _ in six]
         rows[1][0], rows[4][1] = np.nan, np.inf
@@ -223,10 +239,10 @@ def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[HierarchicalClie
         assert np.isposinf(results[0][1:3].astype(np.float32)).all()
 
 
-def test_many_in_flight_of_any_size_and_strided(six: list[HierarchicalClient]) -> None:
+def test_many_in_flight_of_any_size_and_strided(six: list[Client]) -> None:
     counts = [1, 100_000, 7, 65_536, 0, 3]
 
-    def go(client: HierarchicalClient) -> list[np.ndarray]:
+    def go(client: Client) -> list[np.ndarray]:
         arrays = [np.full((count, 2), client.rank, np.float64)[:, 1] for count in counts]
         for work in [client.all_reduce(array, "sum", name=f"{len(array)}") for array in arrays]:
             work.wait(20)
@@ -237,8 +253,44 @@ def test_many_in_flight_of_any_size_and_strided(six: list[HierarchicalClient]) -
             assert all((array == 15).all() for array in arrays)
 
 
+@pytest.mark.parametrize("wire_dtype", [None, DType.BFLOAT16])
+def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None) -> None:
+    with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:
+        weights = [1.0, 0.0, 2.5, 4.0]
+        given = contributions("float32", 5000, 4)
+        given[1][:] = np.nan  # of a rank that has nothing to say
+        scaled = np.stack([np.nan_to_num(row) for row in given]) * np.array(weights)[:, None]
+        want = scaled.sum(axis=0) / sum(weights)
+        results = reduced(clients, given, weight=weights)
+        assert len({result.tobytes() for result in results}) == 1
+        bound = 1e-6 if wire_dtype is None else 2**-7
+        assert np.abs(results[0] - want).max() <= bound * np.abs(scaled).max()
+        some = [client.all_reduce(np.ones(9), weight=client.rank or None) for client in clients]
+        assert all(isinstance(error, MismatchError) for error in errors_of(some))
+        check(clients, "float64", "mean", 100)
+
+
+def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers: list[str]) -> None:
+    with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
+        count, calls = 8192, 64
+        values = [row.astype(np.float32) for row in contributions("float32", count, 4)]
+        residuals = [np.zeros(count, np.float32) for _ in clients]
+        total = np.zeros(count)
+        for _ in range(calls):
+            (result, *_) = reduced(clients, [v.copy() for v in values], "sum", residual=residuals)
+            total += result
+        want = np.sum(values, axis=0, dtype=np.float64)
+        step = np.abs(want).max() * 2**-8  # of one rounding; the result's own is not kept
+        assert np.abs(total / calls - want).max() <= 1.2 * step
+        for place, kept in enumerate(residuals):
+            half = slice(count // 2 * (place % 2), count // 2 * (place % 2 + 1))
+            assert kept[half].any()
+            kept[half] = 0
+            assert not kept.any(), "a rank keeps what was taken away from its own part"
+
+
 def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(
-    six: list[HierarchicalClient],
+    six: list[Client],
 ) -> None:
     def each(count: Callable[[int], int]) -> list[Any]:
         return [client.all_reduce(np.zeros(count(client.rank))) for client in six]
@@ -250,7 +302,7 @@ def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(
     check(six, "float32", "mean", 100)
 
 
-def test_a_node_that_comes_too_late_is_named(six: list[HierarchicalClient]) -> None:
+def test_a_node_that_comes_too_late_is_named(six: list[Client]) -> None:
     works = [client.all_reduce(np.zeros(6), timeout="500ms") for client in six[:3]]
     for error in failures(works):
         assert isinstance(error, ReductionTimeout)
@@ -261,7 +313,7 @@ def test_a_node_that_comes_too_late_is_named(six: list[HierarchicalClient]) -> N
 
 
 def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(
-    six: list[HierarchicalClient],
+    six: list[Client],
 ) -> None:
     start = time.monotonic()
     works = [
@@ -281,7 +333,7 @@ def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(
 
 
 def test_a_call_that_one_rank_is_refused_fails_everywhere_and_the_next_one_works(
-    six: list[HierarchicalClient],
+    six: list[Client],
 ) -> None:
     works = [client.all_reduce(np.zeros(4), "sum") for client in six if client.rank != 4]
     with pytest.raises(ConfigError, match="complex64"):
@@ -304,20 +356,11 @@ def test_a_rank_that_comes_too_late_is_named_to_its_node(servers: list[str]) -> 
 def test_a_named_call_has_its_deadline_while_its_node_meets(servers: list[str]) -> None:
     with ExitStack() as stack:
         join = joining(2, 2, servers)
-        ranks = [
-            Fusion(
-                partial(join, rank),
-                rank,
-                4,
-                threshold=1 << 20,
-                cycle_s=0.001,
-                timeout_s=20.0,
-                submissions=twin(implementation.select(None).name),
-            )
-            for rank in range(4)
-        ]
-        for one in ranks:
-            stack.callback(one.stop)
+        with ThreadPoolExecutor(4) as pool:
+            clients = list(pool.map(join, range(4)))
+        for client in clients:
+            stack.enter_context(client)
+        ranks = [client._fusion for client in clients]
         begin = time.monotonic()
         early = [one.submit(np.ones(4), "sum", "x", 2.0) for one in ranks if one is not ranks[1]]
         for work in early:
@@ -354,7 +397,7 @@ def test_a_shut_down_client_ends_what_is_open(servers: list[str]) -> None:
             clients[0].all_reduce(np.zeros(4))
 
 
-def test_nobody_waits_in_a_callback(six: list[HierarchicalClient]) -> None:
+def test_nobody_waits_in_a_callback(six: list[Client]) -> None:
     said: list[BaseException] = []
 
     def callback(_: Any) -> None:

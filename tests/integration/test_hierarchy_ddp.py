@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import local_pool
+from tests.integration.calls import process_of
 from tests.integration.hierarchy_rank import VICTIM
 from tests.ranks import environments, ranks
 
@@ -15,10 +17,10 @@ NODES, LOCAL = 2, 2
 EVERYBODY = range(NODES * LOCAL)
 
 
-def run(case: str, servers: list[str], nodes: int = NODES) -> list[Any]:
+def run(case: str, servers: list[str], nodes: int = NODES, **more: str) -> list[Any]:
     """Run the case at every rank and return the results of the ranks that were not killed."""
     given = [
-        {**environment, "GROUP_RANK": str(rank * nodes // 4)}
+        {**environment, **more, "GROUP_RANK": str(rank * nodes // 4)}
         for rank, environment in enumerate(environments(len(EVERYBODY), servers))
     ]
     with ranks(given, "-m", "tests.integration.hierarchy_rank", case) as job:
@@ -29,19 +31,18 @@ def run(case: str, servers: list[str], nodes: int = NODES) -> list[Any]:
 def test_ddp_trains_as_without_hierarchy(pool: list[str], reducers: int) -> None:
     found = run("train", pool[:reducers])
     for rank in found:
-        assert (rank["off"]["kind"], rank["auto"]["kind"]) == ("Client", "HierarchicalClient")
+        assert (rank["off"]["between"], rank["auto"]["between"]) == (len(EVERYBODY), NODES)
         assert rank["auto"]["losses"] == pytest.approx(rank["off"]["losses"], rel=1e-5)
         assert rank["auto"]["names"] == [f"rank {rank}" for rank in EVERYBODY]
         assert rank["auto"]["by_name"] == rank["off"]["by_name"] == [4, 8, 12]
-    node = sum(found[rank]["auto"]["bytes_reduced"] for rank in range(LOCAL))
-    assert node == found[0]["off"]["bytes_reduced"]
+        assert rank["auto"]["bytes_reduced"] == rank["off"]["bytes_reduced"]
     for mode in ("off", "auto"):
         assert len({rank[mode]["weights"] for rank in found}) == 1
 
 
 def test_on_one_node_there_is_no_hierarchy(pool: list[str]) -> None:
     found = run("train", pool, nodes=1)
-    assert {rank["auto"]["kind"] for rank in found} == {"Client"}
+    assert {rank["auto"]["between"] for rank in found} == {len(EVERYBODY)}
     assert all(rank["auto"]["losses"] == rank["off"]["losses"] for rank in found)
 
 
@@ -49,6 +50,14 @@ def test_every_rank_hears_in_time_who_was_killed(pool: list[str]) -> None:
     found = run("lose", pool)
     assert {rank["said"] for rank in found} == {f"RankLostError {VICTIM}"}
     assert all(rank["seconds"] < 3.0 for rank in found)
+
+
+def test_without_reducers_the_nodes_go_through_process_groups() -> None:
+    with local_pool(2) as servers:
+        victims = ",".join(str(process_of(server).pid) for server in servers)
+        for rank in run("fall_back", servers, VICTIMS=victims):
+            assert rank["right"] == rank["steps"] >= 8
+            assert rank["between"] == NODES
 
 
 def test_what_cannot_be_combined_is_refused(pool: list[str]) -> None:

@@ -17,13 +17,15 @@ from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined, reducer_here
 from tests.integration.calls import reduced
 from tests.waits import eventually
-from worker_client.client.client import Client
+from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation as workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reducer.server import Server
+    from worker_client.client.client import Client
     from worker_client.work import Work
 
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
@@ -88,14 +90,8 @@ def beside(servers: list[Server], impl: str) -> Iterator[list[Client]]:
     def join(rank: int) -> Client:
         hosted = servers[rank]
         spec = JobSpec("beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc)
-        return Client(
-            spec,
-            timeout_s=30,
-            connect_timeout_s=10,
-            impl=impl,
-            context=hosted.context,
-            on_shutdown=hosted.stop,
-        )
+        composer = Composer(workers.select(impl), 30.0, 10.0, context=hosted.context)
+        return composer.client(spec, stop_host=hosted.stop)
 
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
         yield [stack.enter_context(client) for client in pool.map(join, range(len(servers)))]

@@ -17,12 +17,14 @@ from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of, reduced
 from worker_client._packing import all_reduce_arrays
 from worker_client.client.bootstrap import connect
-from worker_client.staging import casts, wire_cast
+from worker_client.communicators import casting
+from worker_client.staging import casts, wire_rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker_client.client.client import Client
+    from worker_client.protocol.operation import Operation
 
     Job = Callable[..., list[Client]]
 
@@ -31,8 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
-SMALL = wire_cast.SMALLEST_BYTES // 4
-LARGE = wire_cast.LARGE_BYTES // 4
+SMALL = wire_rule.SMALLEST_BYTES // 4
+LARGE = casting.LARGE_BYTES // 4
 COUNTS = (SMALL, SMALL + 1, LARGE - 1, LARGE, LARGE + 13)  # elements
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one value, relative
 
@@ -48,13 +50,13 @@ def values(rank: int, count: int) -> np.ndarray:
 def sent(array: np.ndarray, wire: str) -> np.ndarray:
     """What travels, as bits of 16-bit values."""
     out = np.empty(array.size, np.uint16)
-    casts.PlainCasts().narrow(view(array), view(out), wire_cast.WIRE_DTYPES[wire])
+    casts.PlainCasts().narrow(view(array), view(out), wire_rule.WIRE_DTYPES[wire])
     return out
 
 
 def received(halves: np.ndarray, wire: str) -> np.ndarray:
     out = np.empty(halves.size, np.float32)
-    casts.PlainCasts().widen(view(halves), view(out), wire_cast.WIRE_DTYPES[wire])
+    casts.PlainCasts().widen(view(halves), view(out), wire_rule.WIRE_DTYPES[wire])
     return out
 
 
@@ -62,7 +64,7 @@ def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
     inputs = [sent(array, wire) for array in given]
     out = np.empty_like(inputs[0])
     plain = kernels.select("numpy")
-    plain.reduce([view(i) for i in inputs], view(out), wire_cast.WIRE_DTYPES[wire], op)
+    plain.reduce([view(i) for i in inputs], view(out), wire_rule.WIRE_DTYPES[wire], op)
     return received(out, wire)
 
 
@@ -200,8 +202,8 @@ def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job) -> None:
     given = [values(rank, LARGE) for rank in range(2)]
     expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
     works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
-    ends = clients[0]._works.values()
-    assert len({id(end.func.__self__) for end in ends}) == len(ends)
+    assert all(not operation.more for operation in open_at(clients[0]))
+    assert len(open_at(clients[0])) == 1
     assert [work.wait(20).tobytes() for work in works] == [expected] * 2
     with pytest.raises(ConfigError, match="on_rank_lost='continue'"):
         clients[0].all_reduce(given[0], weight=2.0)
@@ -220,6 +222,11 @@ def test_a_reducer_may_die_between_the_pieces(impl: str) -> None:
         mortal.kill()
         assert [work.wait(30).tobytes() for work in works] == [expected] * 2
         assert clients[0].counters.losses == 1
+
+
+def open_at(client: Client) -> list[Operation]:
+    """What is in progress at the reducers."""
+    return list(client._ordered.flat.driver._open)
 
 
 # -- errors -------------------------------------------------------------------------------------
@@ -242,8 +249,8 @@ def test_other_sizes_are_named_and_the_next_calls_work(job: Job, counts: tuple[i
 def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
     clients = job(2, wire_dtype="bf16")
     work = clients[0].all_reduce(values(0, LARGE), timeout=0.3)
-    (call,) = {end.func.__self__ for end in clients[0]._works.values()}
-    assert len(call._open) == wire_cast.PIECES
+    (call,) = {operation.ended.func.__self__ for operation in open_at(clients[0])}
+    assert len(call._open) == casting.PIECES
     with pytest.raises(ReductionTimeout) as error:
         work.wait(10)
     assert error.value.name is None, "the caller gave none"
@@ -259,12 +266,13 @@ def test_shutdown_ends_all_pieces(job: Job) -> None:
     clients[0].shutdown()
     with pytest.raises(LocalProtocolError):
         work.wait(5)
-    assert not clients[0]._works
+    assert not open_at(clients[0])
 
 
 def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
     (client,) = job(1, wire_dtype="bf16")
-    submit, count = client._driver.submit, []
+    driver, count = client._ordered.flat.driver, []
+    submit = driver.submit
 
     def stop_after_three(operation: Any) -> None:
         count.append(operation)
@@ -272,12 +280,12 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
             client.shutdown()
         submit(operation)
 
-    client._driver.submit = stop_after_three
+    driver.submit = stop_after_three
     work = client.all_reduce(values(0, LARGE))
     with pytest.raises(LocalProtocolError):
         work.wait(5)
     assert len(count) == 4
-    assert not client._works
+    assert not open_at(client)
 
 
 # -- weights ------------------------------------------------------------------------------------

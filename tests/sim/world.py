@@ -31,8 +31,7 @@ from tests.sim.connection import Connection, Message
 from worker_client.protocol.actions import Connect, Finish, HandOver, Reset
 from worker_client.protocol.agreement import FIRST_CALL
 from worker_client.protocol.handover import gaps, held, merge
-from worker_client.protocol.names import refused
-from worker_client.protocol.operation import Operation
+from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:

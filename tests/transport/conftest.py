@@ -12,11 +12,14 @@ import zmq
 from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, HOST, MIB, Reducer
-from worker_client.client.client import Client
+from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from worker_client.client.client import Client
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -51,9 +54,8 @@ def joined(
             addresses = tuple(f"{HOST}:{reducer.port}" for reducer in pool)
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
             with ThreadPoolExecutor(1) as thread:
-                client = thread.submit(
-                    Client, spec, timeout_s=timeout_s, connect_timeout_s=5.0, impl=impl
-                )
+                composer = Composer(implementation.select(impl), timeout_s, 5.0)
+                client = thread.submit(composer.client, spec)
                 for reducer in pool:
                     reducer.welcome()
                 made = stack.enter_context(client.result(5))

@@ -14,11 +14,14 @@ from reducer.wire.constants import HEADER_BYTES
 from tests.transport.by_hand import Reducer, result
 from tests.transport.scripted import CHUNK, HOST, MIB, M, ramp
 from tests.waits import eventually
-from worker_client.client.client import Client
+from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from worker_client.client.client import Client
 
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 HOSTED = {0: 1}  # rank 1 hosts the only reducer
@@ -36,7 +39,8 @@ def client(reducer: Reducer, request: pytest.FixtureRequest) -> Iterator[Client]
     address = f"{HOST}:{reducer.listener.getsockname()[1]}"
     spec = JobSpec("job", 0, 0, 2, (address,), MIB, CHUNK, hosts=request.param)
     with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(Client, spec, timeout_s=0.5, connect_timeout_s=5.0, impl="compiled")
+        composer = Composer(implementation.select("compiled"), 0.5, 5.0)
+        made = thread.submit(composer.client, spec)
         reducer.welcome()
         client = made.result(5)
     with client:

@@ -22,7 +22,7 @@ from reducer.wire.constants import HEADER_BYTES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually
-from worker_client.client.client import Client
+from worker_client.client.compose import Composer
 from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
@@ -276,9 +276,8 @@ def test_a_worker_of_another_implementation_takes_a_socket(impl: str, sockets: i
         hosted.start()
         stack.callback(hosted.stop)
         spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
-        client = stack.enter_context(
-            Client(spec, timeout_s=5, connect_timeout_s=5, impl=impl, context=hosted.context)
-        )
+        composer = Composer(workers.select(impl), 5.0, 5.0, context=hosted.context)
+        client = stack.enter_context(composer.client(spec))
         data = np.ones(1000, np.float32)
         assert (client.all_reduce(data).wait(5) == 1).all()
         (lane,) = hosted.observer.status().lanes

@@ -38,7 +38,7 @@ def test_a_buffer_goes_out_and_comes_back(joined: Callable, nbytes: int) -> None
     client, (reducer,) = joined()
     for call in range(3):
         data = ramp(nbytes)
-        work = client.all_reduce(data, op="max", name="it")
+        work = client.all_reduce(data, op="max")
         sizes = [min(CHUNK, nbytes - at) for at in range(0, nbytes, CHUNK)] or [0]
         heard = [reducer.hear(M.CONTRIBUTION) for _ in sizes]
         for at, size in enumerate(sizes):
@@ -267,7 +267,7 @@ def test_a_result_that_does_not_fit_is_an_error(joined: Callable, change: dict) 
 def test_another_reducer_takes_over(joined: Callable) -> None:
     client, pool = joined(reducers=2)
     data = ramp(4 * CHUNK)
-    work = client.all_reduce(data, op="max", name="it")
+    work = client.all_reduce(data, op="max")
     heard = {reducer: [reducer.hear(M.CONTRIBUTION) for _ in range(2)] for reducer in pool}
     lost, heir = pool
     lost.answer(heard[lost][0])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import numpy as np
 
 from reducer.wire.constants import DType
-from worker_client.staging import wire_cast
+from worker_client.communicators import casting
+from worker_client.communicators.casting import CastingCommunicator
 from worker_client.staging.buffer_pool import BufferPool
-from worker_client.staging.wire_cast import WireCast
 
 
 def pool_of_casts() -> BufferPool[memoryview]:
-    return WireCast(DType.BFLOAT16, whole=False)._memory
+    return CastingCommunicator(Mock(), DType.BFLOAT16, whole=False)._memory
 
 
 def test_the_buffer_that_was_given_back_last_is_lent_out_first() -> None:
@@ -29,7 +31,7 @@ def test_calls_that_need_no_buffer_count_as_well() -> None:
     pool = pool_of_casts()
     kept = pool.take(100)
     pool.give_back(kept)
-    for _ in range(wire_cast._KEPT_CALLS - 1):
+    for _ in range(casting._KEPT_CALLS - 1):
         pool.skip()
     pool.forget(pool.take(7))
     assert pool.idle_bytes == 100

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def test_who_waits_again_and_again_leads(client: Client) -> None:
     one_after_another(client)
-    assert client._communicator.driver._waits >= 2 * 20
+    assert client._ordered.flat.driver._waits >= 2 * 20
 
 
 def test_the_plain_transport_stays_with_its_thread(
@@ -32,7 +32,7 @@ def test_the_plain_transport_stays_with_its_thread(
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     client = make()
     one_after_another(client)
-    assert client._communicator.driver._waits == 0
+    assert client._ordered.flat.driver._waits == 0
 
 
 def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
@@ -43,7 +43,7 @@ def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
             lambda _, ended=ended: ended.set()
         )
         assert ended.wait(10)
-        assert client._communicator.driver._leader in {0, client._communicator.driver._thread.ident}
+        assert client._ordered.flat.driver._leader in {0, client._ordered.flat.driver._thread.ident}
 
 
 def test_calls_that_nobody_waits_for_are_not_left_alone(client: Client) -> None:
@@ -64,8 +64,8 @@ def test_threads_that_wait_side_by_side(client: Client) -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert client._communicator.session.active == 0
-    assert not client._works
+    assert client._ordered.flat.session.active == 0
+    assert not client._ordered.busy
 
 
 @pytest.mark.usefixtures("eager")
@@ -74,10 +74,10 @@ def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
     long = ours.all_reduce(np.ones(8), op="sum")
     waiter = threading.Thread(target=long.wait, args=(20,))
     waiter.start()
-    eventually(lambda: ours._communicator.driver._leader == waiter.ident)
+    eventually(lambda: ours._ordered.flat.driver._leader == waiter.ident)
     with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
         ours.all_reduce(np.ones(8), op="sum", timeout=0.1).wait(10)
-    assert ours._communicator.driver._leader == waiter.ident
+    assert ours._ordered.flat.driver._leader == waiter.ident
     theirs.all_reduce(np.ones(8), op="sum").wait(10)
     waiter.join(10)
     assert not waiter.is_alive()
@@ -107,7 +107,7 @@ def test_a_callback_may_call_and_shut_down(client: Client) -> None:
     work.future().add_done_callback(first_done)
     work.wait(10)
     assert (second[0].wait(10) == 1).all()
-    eventually(lambda: not client._communicator.driver._thread.is_alive())
+    eventually(lambda: not client._ordered.flat.driver._thread.is_alive())
 
 
 @pytest.mark.usefixtures("eager")
@@ -126,13 +126,13 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
     work = client.all_reduce(np.ones(8), op="sum")
-    waits = client._communicator.driver._waits
+    waits = client._ordered.flat.driver._waits
     child = os.fork()
     if child == 0:
         try:
             work.wait(0.5)
         except ReductionTimeout:
-            os._exit(0 if client._communicator.driver._waits == waits else 2)
+            os._exit(0 if client._ordered.flat.driver._waits == waits else 2)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -158,20 +158,20 @@ def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    break_here(monkeypatch, client._communicator.session, "tick", BlockingIOError)
+    break_here(monkeypatch, client._ordered.flat.session, "tick", BlockingIOError)
     with pytest.raises(BlockingIOError):
         one_after_another(client, 1_000_000)
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
-    client._communicator.driver._thread.join(10)
-    assert not client._works
+    client._ordered.flat.driver._thread.join(10)
+    assert not client._ordered.busy
 
 
 def test_a_call_whose_client_ends_meanwhile_ends_too(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    take = client._communicator.driver._take_lead
+    take = client._ordered.flat.driver._take_lead
 
     def after_a_shutdown(*timeout_s: float) -> bool:
         other = threading.Thread(target=client.shutdown)
@@ -179,14 +179,14 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
         other.join(10)
         return take(*timeout_s)
 
-    monkeypatch.setattr(client._communicator.driver, "_take_lead", after_a_shutdown)
+    monkeypatch.setattr(client._ordered.flat.driver, "_take_lead", after_a_shutdown)
     ended: list[bool] = []  # whether the driver's thread had, when a call was begun
 
     def submit(*_call: object) -> list:
-        ended.append(not client._communicator.driver._thread.is_alive())
+        ended.append(not client._ordered.flat.driver._thread.is_alive())
         return []
 
-    monkeypatch.setattr(client._communicator.session, "submit", submit)
+    monkeypatch.setattr(client._ordered.flat.session, "submit", submit)
     work = client.all_reduce(np.ones(4), op="sum")
     with pytest.raises(LocalProtocolError, match="shut down"):
         work.wait(10)

@@ -42,7 +42,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_client(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    break_here(monkeypatch, client._communicator.session, "tick", KeyboardInterrupt)
+    break_here(monkeypatch, client._ordered.flat.session, "tick", KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         one_after_another(client)
     other = threading.Thread(target=client.shutdown)  # it ends by itself
@@ -51,7 +51,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_client(
     assert not other.is_alive()
     with pytest.raises(LocalProtocolError):
         client.all_reduce(np.ones(4))
-    assert not client._works
+    assert not client._ordered.busy
 
 
 STORM = """
@@ -114,7 +114,7 @@ def test_every_call_ends_although_a_completion_was_interrupted(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    break_here(monkeypatch, client._communicator.session, "completed", KeyboardInterrupt)
+    break_here(monkeypatch, client._ordered.flat.session, "completed", KeyboardInterrupt)
     works: list[Work] = []
 
     def until_interrupted() -> None:
@@ -128,7 +128,7 @@ def test_every_call_ends_although_a_completion_was_interrupted(
         assert (work.wait(10) == 1).all()
     with pytest.raises(LocalProtocolError, match="KeyboardInterrupt"):
         works[-1].wait(10)
-    assert not client._works
+    assert not client._ordered.busy
 
 
 def test_a_signal_handler_may_shut_down_at_any_instant(make: Callable[..., Client]) -> None:
@@ -143,7 +143,7 @@ def test_a_signal_handler_may_shut_down_at_any_instant(make: Callable[..., Clien
                 one_after_another(client, 1_000_000)
             client.shutdown()
             assert time.monotonic() - start < 10.0
-            assert not client._works
+            assert not client._ordered.busy
     finally:
         signal.signal(signal.SIGALRM, previous)
 

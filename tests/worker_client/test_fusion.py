@@ -25,7 +25,7 @@ from tests.conftest import joined, local_pool
 from tests.waits import eventually
 from tests.worker_client.waits import at_all
 from worker_client.fusion import tensor_queue
-from worker_client.protocol import pending
+from worker_client.protocol import operation
 
 if TYPE_CHECKING:
     from tests.worker_client.waits import Job
@@ -85,9 +85,7 @@ def test_ranks_may_submit_in_any_order(job: Job, threshold: str, world_size: int
 
     clients = job(world_size, fusion_threshold=threshold)
     at_all(clients, train)
-    sent = [
-        client._fusion.channel._communicator.session.calls.end // PLACES + 1 for client in clients
-    ]
+    sent = [client._fusion.communicator.flat.session.calls.end // PLACES + 1 for client in clients]
     assert len(set(sent)) == 1
     per_step = {"64MiB": 100, "8KiB": 200, "0": 1000}[threshold]
     assert sent[0] < 3 * per_step
@@ -193,7 +191,7 @@ def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None
 def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
     job: Job, busy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for module in (pending, tensor_queue):
+    for module in (operation, tensor_queue):
         monkeypatch.setattr(module, "STRAGGLER_S", 0.3)
     caplog.set_level(logging.WARNING)
     clients = job(3)
@@ -416,34 +414,34 @@ def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(
 
 def test_a_shutdown_while_the_channel_is_made(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = job(2)
-    make, begun, made = one._fusion._make_channel, threading.Event(), threading.Event()
+    make, begun, made = one._fusion._make, threading.Event(), threading.Event()
 
     def late() -> Any:
         begun.set()
         made.wait(20)
         return make()
 
-    monkeypatch.setattr(one._fusion, "_make_channel", late)
+    monkeypatch.setattr(one._fusion, "_make", late)
     work = one.all_reduce(np.ones(2), name="x")
     assert begun.wait(20)
     threading.Timer(0.3, made.set).start()
     one.shutdown()
     with pytest.raises(LocalProtocolError):
         work.wait(5)
-    assert not one._fusion.channel.usable
+    assert one._fusion.communicator.closing
 
 
 def test_deadlines_hold_while_the_channel_is_made(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = job(2)
-    make, made = one._fusion._make_channel, threading.Event()
+    make, made = one._fusion._make, threading.Event()
 
     def late() -> Any:
         made.wait(20)
         return make()
 
-    monkeypatch.setattr(one._fusion, "_make_channel", late)
+    monkeypatch.setattr(one._fusion, "_make", late)
     begin = time.monotonic()
     patient = one.all_reduce(np.ones(2), "sum", name="patient", timeout=20)
     for after_s in (1.0, 1.5):

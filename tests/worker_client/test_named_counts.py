@@ -19,12 +19,11 @@ from worker_client.fusion import fusion, negotiation
 from worker_client.fusion.fusion import Fusion
 from worker_client.fusion.negotiation import GivenUp
 from worker_client.fusion.tensor_queue import twin
-from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from worker_client.staging.host_buffer import HostBuffer
+    from worker_client.protocol.operation import Operation
     from worker_client.work import Work
 
 WORLD_SIZE = 3
@@ -65,15 +64,17 @@ class Sums:
     def __init__(self, failing: Collection[tuple[int, int]]) -> None:
         self.failing = failing  # which rank does not get which sum
         self.lock = threading.RLock()
-        self.joined: list[dict[int, tuple[str, np.ndarray, PlainWork]]] = []
+        self.joined: list[dict[int, tuple[str, np.ndarray, Operation]]] = []
         self.errors: dict[int, ReductionError] = {}
 
-    def join(self, rank: int, number: int, name: str, data: np.ndarray, work: PlainWork) -> None:
+    def join(
+        self, rank: int, number: int, name: str, data: np.ndarray, operation: Operation
+    ) -> None:
         with self.lock:
             while len(self.joined) <= number:
                 self.joined.append({})
             ranks = self.joined[number]
-            ranks[rank] = name, data, work
+            ranks[rank] = name, data, operation
             if len({(name, data.size) for name, data, _ in ranks.values()}) > 1:
                 differ = {"rank": 0, "other_rank": 1, "expected": "", "got": ""}
                 self.fail(number, MismatchError("other names", field="name", **differ))
@@ -84,49 +85,41 @@ class Sums:
                 for at, (_, into, its) in ranks.items():
                     lost = (at, number) in self.failing
                     into[:] = 0 if lost else total
-                    its.finish(None, ReductionTimeout("at this rank alone") if lost else None)
+                    its.end(ReductionTimeout("at this rank alone") if lost else None)
 
     def fail(self, number: int, error: ReductionError) -> None:
         with self.lock:
             self.errors[number] = error
-            for _, _, work in self.joined[number].values():
-                work.finish(None, error)
+            for _, _, operation in self.joined[number].values():
+                operation.end(error)
 
 
 class Channel:
-    """One rank's `worker_client.fusion.fusion.Channel`."""
+    """One rank's communicator."""
 
-    usable = True
-    in_callback = False
+    closing = in_callback = False
 
     def __init__(self, sums: Sums, rank: int) -> None:
         self.sums, self.rank, self.number = sums, rank, 0
 
-    def all_reduce(self, data: np.ndarray, *_: Any, name: str, timeout: float) -> PlainWork:
-        number, until = self.number, time.monotonic() + timeout
-        self.number += 1
+        self.open: dict[int, tuple[Operation, float]] = {}
 
-        def expire(done: Any, _: float) -> None:  # called whenever somebody waits
-            if not done() and time.monotonic() > until:
+    def submit(self, operation: Operation) -> None:
+        number = self.number
+        self.number += 1
+        self.open[number] = operation, time.monotonic() + operation.timeout_s
+        data = np.frombuffer(operation.view, np.dtype(operation.dtype.name.lower()))
+        self.sums.join(self.rank, number, str(operation.name), data, operation)
+
+    def wait(self, *_: Any) -> None:
+        """Sums come by themselves, or too late."""
+        for number, (operation, until) in list(self.open.items()):
+            if operation.over:
+                del self.open[number]
+            elif time.monotonic() > until:
                 self.sums.fail(number, ReductionTimeout("late"))
 
-        work = PlainWork(name, expire)
-        self.sums.join(self.rank, number, name, data, work)
-        return work
-
-    def submit(
-        self, buffer: HostBuffer, _: Any, name: str, timeout_s: float, **_rounded: Any
-    ) -> PlainWork:
-        data = np.frombuffer(buffer.view, np.int64)
-        return self.all_reduce(data, name=name, timeout=timeout_s)
-
-    def rounds(self, *_: Any) -> bool:
-        return False
-
-    def lead(self, *_: Any) -> None:
-        """Sums come by themselves."""
-
-    def shutdown(self) -> None:
+    def stop(self) -> None:
         """Nothing is open."""
 
 
@@ -147,6 +140,7 @@ class Rank:
             cycle_s=0.0,
             timeout_s=LONG_S,
             submissions=twin(impl),
+            rounds=lambda *_: False,
         )
 
     def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> list[str]:

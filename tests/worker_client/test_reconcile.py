@@ -83,7 +83,7 @@ def journal(rank: int, states: Sequence[str]) -> ReplayLog:
     known = ReplayLog()
     for number, state in enumerate(states):
         entry = enter(known, number, rank)
-        entry.begin().sequence = number
+        entry.begin(lambda _: None).sequence = number
         entry.operation.view[: NBYTES // 2] = bytes(NBYTES // 2)  # some chunks were overwritten
         if state == DONE:
             entry.finish(result(number), None)
@@ -152,7 +152,7 @@ def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
     for rank, known in enumerate(journals):
         undone = get(known, 1)
         assert not undone.over
-        undone.begin()
+        undone.begin(lambda _: None)
         assert bytes(undone.operation.view) == contribution(1, rank)
     assert [meeting.ends for meeting in meetings] == [[], []]
 

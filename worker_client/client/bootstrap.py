@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import random
 import secrets
 import time
@@ -28,35 +27,30 @@ from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
 from worker_client.client import rendezvous, summary
-from worker_client.client.client import Client
-from worker_client.client.hierarchical import HierarchicalClient
-from worker_client.communicators.flat import FlatCommunicator
+from worker_client.client.compose import Composer
 from worker_client.communicators.lobby import Application
-from worker_client.communicators.membership import PATIENCE_S
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
-from worker_client.config import NAMED
-from worker_client.fusion import tensor_queue
-from worker_client.fusion.fusion import Fusion
 from worker_client.launch import Role
 from worker_client.launch.resolved import Launcher
 from worker_client.protocol.spec import Heartbeats, JobSpec
-from worker_client.runtime import implementation
+from worker_client.runtime import faults, implementation
 from worker_client.runtime.credentials import load as load_keys
-from worker_client.staging.wire_cast import WIRE_DTYPES
+from worker_client.staging.wire_rule import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Sequence
 
     from typing_extensions import Unpack
 
     from reducer.errors import ReductionError
     from reducer.server import Server
+    from worker_client.client.client import Client
     from worker_client.client.hosting import Hosted
     from worker_client.client.rendezvous import Rendezvous
-    from worker_client.communicators.elastic import Ended, Left
-    from worker_client.communicators.fallback import Fallback
+    from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import Place
+    from worker_client.communicators.process_group import ProcessGroup
     from worker_client.config import InitSettings, WorkerConfig
     from worker_client.launch.resolved import Resolved
     from worker_client.runtime.credentials import Keys
@@ -83,14 +77,17 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
     if group is None and rank is None and world_size is None:
         group = rendezvous.current()
     rank, world_size = _identify(rank, world_size, group)
-    who = rank, world_size
     place = _place(settings, group)
     if group is None or place is None:
-        client = enlist(settings, group, who, who, lambda _: Client)
+        client = enlist(settings, group, (rank, world_size))
     else:
-        between = group.subgroup([group.ranks[at] for at in place.across])
-        create = partial(_through_node, group, place)
-        client = enlist(settings, between, who, (between.rank, between.world_size), create)
+        nodes = [[group.ranks[at] for at in ranks] for ranks in place.nodes]
+        across = list(zip(*nodes, strict=True))
+        between = group.subgroup(across[place.local_rank], all_of=across)
+        meet = partial(_meet_node, group, place)
+        client = enlist(
+            settings, between, (between.rank, between.world_size), place=place, meet=meet
+        )
     if not part:
         if settings.on_rank_lost == "continue" and config.torchrun_ends_the_others():
             log.warning(
@@ -123,20 +120,7 @@ def _join(settings: WorkerConfig) -> Client:
             "them out, at all ranks of the job"
         )
     keys = load_keys(settings.keys)
-    chosen = implementation.select(settings.impl)
-
-    def enter(spec: JobSpec, ended: Ended, left: Left) -> FlatCommunicator:
-        return FlatCommunicator(
-            spec,
-            chosen,
-            io_threads=settings.io_threads,
-            context=None,
-            keys=keys,
-            ended=ended,
-            left=left,
-            hand_over=lambda _: None,
-        )
-
+    composer = _composer(settings, keys)
     known = JobSpec(
         job=job_name(settings, None, keys, alone=False),
         generation=settings.generation,
@@ -154,14 +138,14 @@ def _join(settings: WorkerConfig) -> Client:
     error: ReductionError | None = None
     while time.monotonic() < until:
         try:
-            application = Application(enter, known, settings.connect_timeout, until)
+            application = Application(composer.flat, known, settings.connect_timeout, until)
         except _NOT_NOW as why:
             error = why
             time.sleep(JOIN_AGAIN_S * random.uniform(0.5, 1.5))  # noqa: S311 (no secret)
             continue
         who = application.offer.world_size - 1, application.offer.world_size
         try:
-            return enlist(settings, None, who, who, lambda _: Client, application=application)
+            return enlist(settings, None, who, application=application)
         except _NOT_NOW as why:
             log.info("not in yet: %s", why)
             error = why
@@ -175,16 +159,13 @@ def _join(settings: WorkerConfig) -> Client:
     )
 
 
-def _through_node(group: Rendezvous, place: Place, topic: str) -> Callable[..., Client]:
-    """Return what makes a client whose all-reduces go through this rank's node first."""
-    introduce = partial(
-        connect_node,
+def _meet_node(group: Rendezvous, place: Place, topic: str) -> NodeSockets:
+    return connect_node(
         place.peers,
         place.local_rank,
-        partial(group.share, f"mate/{topic}"),
-        partial(group.read, f"mate/{topic}"),
+        partial(group.share, f"node/{topic}"),
+        partial(group.read, f"node/{topic}"),
     )
-    return partial(HierarchicalClient, place=place, introduce=introduce)
 
 
 def connect_subgroup(ranks: Sequence[int]) -> Client:
@@ -205,8 +186,7 @@ def connect_subgroup(ranks: Sequence[int]) -> Client:
             "there is no process group: call torch.distributed.init_process_group() first"
         )
     subgroup = group.subgroup(ranks)
-    who = subgroup.rank, subgroup.world_size
-    client = enlist(config.load(), subgroup, who, who, lambda _: Client)
+    client = enlist(config.load(), subgroup, (subgroup.rank, subgroup.world_size))
     summary.begin(client)
     return client
 
@@ -236,9 +216,7 @@ def connect_alone(address: str, *, connect_timeout: float) -> Client:
     # Below the name of the job that it is for, which a key may be bound to.
     name = job_name(settings, None, load_keys(settings.keys), alone=True)
     name = f"{name}/doctor-{secrets.token_hex(4)}"
-    alone = 0, 1
-    settings = settings.model_copy(update={"job": name})
-    return enlist(settings, None, alone, alone, lambda _: Client)
+    return enlist(settings.model_copy(update={"job": name}), None, (0, 1))
 
 
 class Default:
@@ -302,10 +280,11 @@ def _place(settings: WorkerConfig, group: Rendezvous | None) -> Place | None:
     """Find this rank's place among nodes, if all-reduces are to go through nodes first."""
     if settings.hierarchy == "off":
         return None
-    if settings.fallback != "error" or settings.on_rank_lost != "error":
+    if settings.on_rank_lost != "error":
         raise ConfigError(
-            "REDUCTION_HIERARCHY=auto can neither go on without reducers nor without a rank: leave "
-            "out REDUCTION_FALLBACK and REDUCTION_ON_RANK_LOST, or set REDUCTION_HIERARCHY=off"
+            "REDUCTION_HIERARCHY=auto cannot go on without a rank: each local rank has a job of "
+            "its own, and one of them could sum with the lost rank's node and another without it. "
+            "Leave out REDUCTION_ON_RANK_LOST, or set REDUCTION_HIERARCHY=off"
         )
     place = None
     if group is not None:
@@ -334,9 +313,9 @@ def enlist(
     settings: WorkerConfig,
     group: Rendezvous | None,
     who: tuple[int, int],
-    member: tuple[int, int],
-    create: Callable[[str], Callable[..., Client]],
     *,
+    place: Place | None = None,
+    meet: Callable[[str], NodeSockets] | None = None,
     application: Application | None = None,
 ) -> Client:
     """Join a job at the reducers.
@@ -344,14 +323,13 @@ def enlist(
     Args:
         settings: the worker's.
         group: the job's members, if a process group knows them.
-        who: rank and world size of the client.
-        member: rank and world size in the job at the reducers.
-        create: returns what makes a client, for calls in order or for those with names.
+        who: rank and world size in the job at the reducers.
+        place: of this rank, if all-reduces go through nodes first; that job is between them then.
+        meet: as of `Composer`.
         application: lets this rank in, where the job runs already.
     """
-    rank, world_size = member
-    fallback = _fallback(settings, group)
-    named_fallback = _fallback(settings, group, announced=True)
+    rank, world_size = who
+    groups = _process_groups(settings, group)
     addresses, weights = settings.servers, (1,) * len(settings.servers)
     hosts: dict[int, int] = {}
     hosted: Server | None = None
@@ -381,7 +359,7 @@ def enlist(
             reducers=addresses,
             window_bytes=int(settings.window_bytes),
             chunk_bytes=int(settings.chunk_bytes),
-            fallback=fallback is not None,
+            fallback=settings.fallback != "error",
             elastic=settings.on_rank_lost == "continue",
             begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
             wait_s=settings.wait_for_reducers,
@@ -395,65 +373,39 @@ def enlist(
             host_name=host_name(),
             secret=secret,
         )
-        common: dict[str, Any] = {
-            "timeout_s": settings.timeout,
-            "connect_timeout_s": settings.connect_timeout,
-            "impl": settings.impl,
-            "io_threads": settings.io_threads,
-            "context": hosted.context if hosted else None,
-            "keys": keys,
-            "failpoints": parse(settings.failpoints),
-            "wire_dtype": WIRE_DTYPES[settings.wire_dtype],
-        }
-        threshold = int(settings.fusion_threshold)
-        client: Client | None = None
-
-        def new_fusion(ranks: int, lost: Collection[int] | None) -> Fusion[Client]:
-            named = replace(spec, job=f"{spec.job}{NAMED}", world_size=max(ranks, world_size))
-
-            def open_channel() -> Client:
-                # Who begins when a reducer is lost already does not wait for it.
-                whole = client is None or all(client.in_use)
-                patient = replace(named, patience_s=math.inf if whole else PATIENCE_S)
-                channel = create("named")
-                return channel(patient, fallback=named_fallback, lost=lost, **common)
-
-            return Fusion(
-                open_channel,
-                rank if application else who[0],
-                max(ranks, who[1]),
-                threshold=threshold,
-                cycle_s=settings.cycle_time,
-                timeout_s=settings.timeout,
-                submissions=tensor_queue.twin(implementation.select(settings.impl).name),
-            )
-
-        on_shutdown = hosted.stop if hosted else None
-        lost = None if application is None else application.offer.lost
-        fusion = new_fusion(0, lost)
-        client = create("ordered")(
+        return _composer(settings, keys, hosted, place, meet).client(
             spec,
-            fusion=fusion,
-            fallback=fallback,
-            on_shutdown=on_shutdown,
-            lost=lost,
+            groups,
+            stop_host=hosted.stop if hosted else None,
             application=application,
-            new_fusion=new_fusion,
-            **common,
+            fusion_threshold=int(settings.fusion_threshold),
+            cycle_s=settings.cycle_time,
         )
-        try:
-            if application is not None:
-                client.settle_in()
-            elif spec.fallback or spec.elastic:
-                fusion.open()  # later some of those that it goes on without may be lost
-        except BaseException:
-            client.shutdown()
-            raise
-        return client
     except BaseException:
         if hosted is not None:
             hosted.stop()
         raise
+
+
+def _composer(
+    settings: WorkerConfig,
+    keys: Keys,
+    hosted: Server | None = None,
+    place: Place | None = None,
+    meet: Callable[[str], NodeSockets] | None = None,
+) -> Composer:
+    chosen = faults.around(implementation.select(settings.impl), parse(settings.failpoints))
+    return Composer(
+        chosen,
+        timeout_s=settings.timeout,
+        connect_timeout_s=settings.connect_timeout,
+        io_threads=settings.io_threads,
+        context=hosted.context if hosted else None,
+        keys=keys,
+        wire_dtype=WIRE_DTYPES[settings.wire_dtype],
+        place=place,
+        meet=meet,
+    )
 
 
 def _agreed(settings: WorkerConfig) -> dict[str, str]:
@@ -577,9 +529,13 @@ def _agree_on_topology(group: Rendezvous, mine: Topology) -> None:
             )
 
 
-def _fallback(
-    settings: WorkerConfig, group: Rendezvous | None, *, announced: bool = False
-) -> Fallback | None:
+def _process_groups(
+    settings: WorkerConfig, group: Rendezvous | None
+) -> tuple[ProcessGroup, ProcessGroup] | None:
+    """Return what to fall back to when no reducer is left, if that is asked for.
+
+    One is for calls in order, and one for those with names.
+    """
     if settings.fallback == "error":
         return None
     if group is None:
@@ -593,9 +549,12 @@ def _fallback(
             "REDUCTION_FALLBACK=process-group takes all ranks of the process group, and this job "
             "has some of them: leave it out"
         )
-    from worker_client.communicators.fallback import Fallback  # noqa: PLC0415 (loads torch)
+    from worker_client.communicators.process_group import (  # noqa: PLC0415 (loads torch)
+        ProcessGroup,
+    )
 
-    return Fallback(group.make_private(settings.timeout), announced=announced)
+    ordered, named = (group.make_private(settings.timeout) for _ in range(2))
+    return ProcessGroup(ordered), ProcessGroup(named)
 
 
 def _encrypts(settings: WorkerConfig) -> bool:

@@ -6,7 +6,8 @@ import hashlib
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from reducer.errors import MembershipError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
+    class MakePrivate(Protocol):
+        """As of `Rendezvous`."""
+
+        def __call__(self, timeout_s: float, all_of: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+            """Make a group."""
+
+
 STORE_TIMEOUT_S = 60.0
 _joined = [0]  # calls of `current` so far; the same number at every rank, so it names a rendezvous
 
@@ -30,14 +38,16 @@ class Rendezvous:
         rank: among those who meet.
         ranks: what the process group calls those who meet.
         store: which they share, and nobody else writes to.
+        all_of: ranks of all jobs that meet like this one, this one included, if that is known.
         name: what the job is called in addition, if it is one of several of the same name.
         timeout_s: how long to wait for a rank that has not come yet, seconds.
-        make_private: makes a group of the same ranks that nothing else uses, at the same point in
-            every rank, if that can be; what is done with it takes as many seconds at most as it is
-            given.
+        make_private: makes a group that nothing else uses, at the same point in every rank, if that
+            can be. Its arguments: how many seconds at most what is done with it takes; and ranks of
+            several such groups, of which this rank is in one.
 
     Attributes:
-        rank, ranks, name, make_private: as given.
+        rank, ranks, name: as given.
+        make_private: the same, for the ranks that meet here.
         world_size: number of those who meet.
     """
 
@@ -47,7 +57,8 @@ class Rendezvous:
         ranks: Sequence[int],
         store: Store,
         *,
-        make_private: Callable[[float], dist.ProcessGroup] | None = None,
+        make_private: MakePrivate | None = None,
+        all_of: Sequence[Sequence[int]] = (),
         name: str = "",
         timeout_s: float = STORE_TIMEOUT_S,
     ) -> None:
@@ -55,7 +66,10 @@ class Rendezvous:
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
         self.name = name
-        self.make_private = make_private
+        self.make_private: Callable[[float], dist.ProcessGroup] | None = None
+        if make_private is not None:
+            self.make_private = partial(make_private, all_of=all_of or [self.ranks])
+        self._make_private = make_private
         self._store = store
         self._timeout_s = timeout_s
 
@@ -68,18 +82,27 @@ class Rendezvous:
         # A key is bound to the first part.
         return f"{owner(job)}.{digest}" if is_owner(owner(job)) else digest
 
-    def subgroup(self, ranks: Sequence[int]) -> Rendezvous:
+    def subgroup(self, ranks: Sequence[int], *, all_of: Sequence[Sequence[int]] = ()) -> Rendezvous:
         """Return a rendezvous of some of these ranks, this one among them; each is in one.
 
         Args:
             ranks: as the default process group calls them, in the order of the subgroup.
+            all_of: the ranks of all subgroups, so that each can have a group of its own made.
         """
         from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 (as below)
 
         store = PrefixStore(f"part/{ranks[0]}", self._store)
         rank = list(ranks).index(self.ranks[self.rank])
         name = f"{self.name}.{ranks[0]}" if self.name else str(ranks[0])
-        return Rendezvous(rank, ranks, store, name=name, timeout_s=self._timeout_s)
+        return Rendezvous(
+            rank,
+            ranks,
+            store,
+            make_private=self._make_private if all_of else None,
+            all_of=all_of,
+            name=name,
+            timeout_s=self._timeout_s,
+        )
 
     def share(self, topic: str, value: str) -> None:
         """Publish this rank's value.
@@ -148,11 +171,14 @@ def _is_of_network(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistNetworkError)
 
 
-def _private_group(timeout_s: float) -> dist.ProcessGroup:
+def _private_group(timeout_s: float, all_of: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     import torch.distributed as dist  # noqa: PLC0415 (as below)
 
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return group
+    patience = timedelta(seconds=timeout_s)
+    made = [dist.new_group(ranks, timeout=patience, backend="gloo") for ranks in all_of]
+    mine: dist.ProcessGroup
+    (mine,) = [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return mine
 
 
 def current() -> Rendezvous | None:

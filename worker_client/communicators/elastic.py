@@ -29,21 +29,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
+from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.communicators.reconcile import NewLossError, Reconciliation
 from worker_client.communicators.replay_log import Entry, ReplayLog
-from worker_client.protocol.names import own
-from worker_client.protocol.operation import Operation
+from worker_client.protocol.operation import Operation, own
 from worker_client.runtime.service_thread import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.communicators.flat import FlatCommunicator
+    from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.membership import Membership
     from worker_client.protocol.spec import JobSpec
-
-    Ended = Callable[[Operation, ReductionError | None], None]
-    Left = Callable[[ReductionError], None]
 
 KNOWN_S = 2.0  # after the job's patience: by then every reducer has said who is gone
 ADMISSION = "ranks that join"
@@ -67,19 +64,19 @@ class Change(NamedTuple):
     lost: tuple[int, ...]
 
 
-class ElasticCommunicator:
-    """Stands in for the driver of a client that goes on without lost ranks.
+class ElasticCommunicator(Communicator):
+    """Goes on without lost ranks: a communicator for each membership, one after another.
 
     Args:
         membership: that this rank begins in, or joins.
         joins: whether the others of it are at work already, and let this rank in.
-        enter: makes a communicator in a membership, from its spec and whom to tell of ends.
-        ended, left: as of `Driver`.
+        enter: makes a communicator in a membership, from its spec and its `left`.
+        left: as of `Driver`.
         timeout_s: for the ranks that are left to reconcile.
         connect_timeout_s: for the reducers to admit them.
-        changed: called by the thread that reconciles, with every new membership.
 
     Attributes:
+        on_change: called by the thread that reconciles, with every new membership.
         communicator: in the current membership.
         lost: ranks that the job goes on without.
         membership: who is present.
@@ -88,23 +85,22 @@ class ElasticCommunicator:
     def __init__(
         self,
         membership: Membership,
-        enter: Callable[[JobSpec, Ended, Left], FlatCommunicator],
-        ended: Ended,
-        left: Left,
+        enter: Callable[[JobSpec, Callable[[], None]], Communicator],
+        left: Callable[[], None],
         *,
         timeout_s: float,
         connect_timeout_s: float,
         joins: bool = False,
-        changed: Callable[[Change], None] = lambda _: None,
     ) -> None:
-        self.closing = False
+        self._closing = False
+        self._spec = membership.all
         self.membership = membership
         everybody = range(membership.all.world_size)
         self.lost: frozenset[int] = frozenset(everybody).difference(membership.present)
-        self._changed = changed
+        self.on_change: Callable[[Change], None] = lambda _: None
         self._enter = enter
-        self._ended = ended
         self._left = left
+        self._past = Counters()  # of earlier memberships
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._replay_log = ReplayLog(joins=joins)
@@ -112,8 +108,7 @@ class ElasticCommunicator:
         # Where ranks were admitted, and how many: if this rank was there, and not admitted. None
         # is ever forgotten, as no rank can know that all others have forgotten it.
         self._origins: list[tuple[Membership, int]] = []
-        self._attempts: dict[Operation, Entry] = {}  # in progress in the current membership
-        self._questions: dict[Operation, queue.SimpleQueue[ReductionError | None]] = {}
+        self._attempts: set[Entry] = set()  # in progress in the current membership
         self._suspects: set[int] = set()  # ranks that were lost since it began
         self._cause: ReductionError | None = None
         self._told = False  # whether another communicator has found that out, and has said so
@@ -123,45 +118,88 @@ class ElasticCommunicator:
         self._failure: ReductionError | None = None  # why there is no going on any more
         self._recovery: threading.Thread | None = None
         # Where ranks reconcile, or tried to, and who they are.
-        self._coming: list[tuple[FlatCommunicator, tuple[int, ...]]] = []
+        self._coming: list[tuple[Communicator, tuple[int, ...]]] = []
         # To be left when all have reconciled: leaving looks like a loss.
-        self._behind: list[FlatCommunicator] = []
+        self._behind: list[Communicator] = []
         self._leaving: threading.Thread | None = None
         self._has_left = False
         self._ends: list[Entry] = []  # calls that reconciling has ended, to be told of
         self._last_question = -1  # sequence number of the reconciliation's last all-reduce
         self.communicator = self._connect(membership.spec)
 
-    # -- as of Driver -------------------------------------------------------------------------
+    # -- as of Communicator -------------------------------------------------------------------
+
+    @property
+    def flat(self) -> FlatCommunicator:
+        return self.communicator.flat
+
+    @property
+    def spec(self) -> JobSpec:
+        return self._spec
+
+    @property
+    def world_size(self) -> int:
+        return self.membership.all.world_size
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return self.membership.present
+
+    @property
+    def counters(self) -> Counters:
+        return self._past.plus(self.communicator.counters)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
+    def busy(self) -> bool:
+        return any(not entry.over for entry in self._replay_log)
 
     @property
     def in_callback(self) -> bool:
-        """Whether this thread leads; see `Driver.in_callback`."""
-        return self.communicator.driver.in_callback
+        return self.communicator.in_callback
+
+    def join(self, timeout_s: float) -> None:
+        self.communicator.join(timeout_s)
 
     def submit(self, operation: Operation) -> None:
-        """Start an all-reduce, when the ranks have reconciled if they are about to.
-
-        Raises:
-            LocalProtocolError: the client has stopped.
-        """
+        """As of `Communicator`; it begins when the ranks have reconciled, if they are about to."""
         entry = Entry(operation)
         with self._gate:
-            if self.closing:
-                raise LocalProtocolError("this client was shut down")
+            self._check_open()
             begun = self._replay_log.latest()
             if operation.refusal is not None and begun is not None and _same_call(begun, operation):
                 begun.operation.refusal = operation.refusal
                 if begun.attempt is not None and not begun.over:
-                    self.communicator.driver.submit(operation)  # which ends the attempt
+                    self.communicator.submit(operation)  # which ends the attempt
                 return
             doomed = self._enter_call(entry)
         if doomed:
-            self._report([entry])
+            _report([entry])
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
-        """Lead for as long as the membership stays; see `Driver.wait`."""
-        self.communicator.driver.wait(lambda: done() or self._recovery is not None, until)
+        """As of `Communicator`, for as long as the membership stays."""
+        self.communicator.wait(lambda: done() or self._recovery is not None, until)
+
+    def stop(self) -> None:
+        with self._gate:
+            self._closing = True
+            self._idle.notify_all()
+            recovery = self._recovery
+        if recovery not in {None, threading.current_thread()}:
+            recovery.join(STOP_S)
+        with self._gate:
+            communicators = [communicator for communicator, _ in self._coming] + self._behind
+        for communicator in [*communicators, self.communicator]:
+            communicator.stop()
+        if self._leaving is not None:
+            self._leaving.join()
+        if self._failure is not None:
+            self._leave()
+
+    # -- ranks that join, and ranks that are lost elsewhere -----------------------------------
 
     def admit(self, more: int, timeout_s: float) -> bool:
         """Let ranks in that wait: all ranks call this with no call in progress.
@@ -181,8 +219,7 @@ class ElasticCommunicator:
         entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
         entry.admits = True
         with self._gate:
-            if self.closing:
-                raise LocalProtocolError("this client was shut down")
+            self._check_open()
             self._enter_call(entry)
         self.wait(lambda: entry.over, math.inf)
         self.await_members(lambda: entry.over)
@@ -202,12 +239,12 @@ class ElasticCommunicator:
         return frozenset(range(origin.all.world_size)).difference(origin.present)
 
     def lose(self, ranks: frozenset[int]) -> None:
-        """Go on without ranks that are lost elsewhere: these reducers may never have seen them."""
+        """As of `Communicator`: the reducers of this one may never have seen them."""
         with self._gate:
             news = sorted(
                 (ranks - self.lost - self._suspects).intersection(self.membership.present)
             )
-            if not news or self.closing:
+            if not news or self._closing:
                 return
             self._suspects.update(news)
             self._told = self._recovery is None
@@ -216,9 +253,9 @@ class ElasticCommunicator:
             self._recover()
             present, communicator = self.membership.present, self.communicator
         # What is in progress waits for it, here and at others.
-        communicator.driver.fail(RankLostError(str(why), rank=present.index(news[0])))
+        communicator.flat.driver.fail(RankLostError(str(why), rank=present.index(news[0])))
 
-    def join(self) -> None:
+    def arrive(self) -> None:
         """Begin to wait for the others of the membership that this rank joins."""
         with self._gate:
             self._recover()
@@ -234,32 +271,12 @@ class ElasticCommunicator:
         """
         with self._gate:
             settled = self._idle.wait_for(
-                lambda: self.closing or (done() and self._recovery is None), timeout_s
+                lambda: self._closing or (done() and self._recovery is None), timeout_s
             )
             self._check_open()
             if self._failure is not None:
                 raise self._failure
             return settled
-
-    def stop(self) -> None:
-        """Leave the job; what is in progress fails. May be called again.
-
-        It returns before where waiting could last for ever, as `Driver.stop` does.
-        """
-        with self._gate:
-            self.closing = True
-            self._idle.notify_all()
-            recovery = self._recovery
-        if recovery not in {None, threading.current_thread()}:
-            recovery.join(STOP_S)
-        with self._gate:
-            communicators = [communicator for communicator, _ in self._coming] + self._behind
-        for communicator in [*communicators, self.communicator]:
-            communicator.driver.stop()
-        if self._leaving is not None:
-            self._leaving.join()
-        if self._failure is not None:
-            self._leave_client(LocalProtocolError("this client was shut down"))
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -273,41 +290,40 @@ class ElasticCommunicator:
         return entry.over
 
     def _begin(self, entry: Entry) -> None:
-        attempt = entry.begin()
-        self._attempts[attempt] = entry
-        self.communicator.driver.submit(attempt)
+        attempt = entry.begin(partial(self._attempt_ended, entry))
+        entry.operation.pieces = (attempt,)
+        self._attempts.add(entry)
+        self.communicator.submit(attempt)
 
-    def _attempt_ended(self, attempt: Operation, error: ReductionError | None) -> None:
+    def _attempt_ended(self, entry: Entry, error: ReductionError | None) -> None:
         with self._gate:
-            if (answer := self._questions.pop(attempt, None)) is not None:
-                answer.put(error)
+            self._attempts.discard(entry)
+            if entry.over:
+                entry.operation.end(entry.error)  # an interrupt had ended that
                 return
-            if attempt not in self._attempts:
-                return  # it has merely ended another one
-            entry = self._attempts.pop(attempt)
             if error is not None and self._may_be_made_again(error):
                 self._cause = self._cause or self.membership.renumbered(error)
                 self._recover()
                 self._idle.notify_all()
                 return
             told = None if error is None else self.membership.renumbered(error)
-            entry.finish(bytes(attempt.view) if told is None else None, told)
+            entry.finish(bytes(entry.operation.view) if told is None else None, told)
             if self._admits(entry):
                 self._recover()
-            reached = self.communicator.session.flight.reached
+            reached = self.flat.session.flight.reached
             self._replay_log.prune(reached)
             if self._behind and reached > self._last_question:
                 behind, self._behind = self._behind, []
-                self._leaving = threading.Thread(target=_leave, args=(behind,), name="leave")
+                self._leaving = threading.Thread(target=_stop, args=(behind,), name="leave")
                 self._leaving.start()
             self._idle.notify_all()
-        self._ended(entry.operation, told)
+        entry.operation.end(told)
 
     def _may_be_made_again(self, error: ReductionError) -> bool:
         """Whether a call failed because a rank was lost, as far as can be seen here."""
-        if self.closing:
+        if self._closing:
             return False
-        if isinstance(error, RankLostError) and error.rank != self.communicator.session.spec.rank:
+        if isinstance(error, RankLostError) and error.rank != self.flat.spec.rank:
             self._suspects.add(self.membership.present[error.rank])
             return True
         # When ranks have heard of a loss in the middle of an agreement they begin anew.
@@ -332,7 +348,7 @@ class ElasticCommunicator:
     def _run(self) -> None:
         try:
             with self._gate:
-                self._idle.wait_for(lambda: self.closing or not self._attempts)
+                self._idle.wait_for(lambda: self._closing or not self._attempts)
             if not (self._grows or self._joins or self._await_loss(self.lost)):
                 self._give_up(self._why)
                 return
@@ -347,10 +363,11 @@ class ElasticCommunicator:
     def _await_loss(self, known: frozenset[int]) -> bool:
         """Wait until somebody is lost besides those that are known; false: nobody, it seems."""
         end = time.monotonic() + self.membership.all.heartbeats.patience_s + KNOWN_S
-        while not self.closing:
+        while not self._closing:
             with self._gate:
                 for communicator, present in self._places():
-                    self._suspects.update(present[rank] for rank in communicator.session.lost_ranks)
+                    lost_there = communicator.flat.session.lost_ranks
+                    self._suspects.update(present[rank] for rank in lost_there)
                 if not self._suspects <= known:
                     return True
             if time.monotonic() > end:
@@ -368,7 +385,7 @@ class ElasticCommunicator:
             lost = self.lost | frozenset(self._suspects)
             if self._grows and not self._coming:
                 lost = self.lost  # those that join wait there, and hear of losses from who comes
-        links = self.communicator.session.links
+        links = self.flat.session.links
         visited = 0
         while lost != self.lost and visited < len(self._origins):
             # What has ended at any of these, an admission as well, ends at all of them here.
@@ -405,7 +422,7 @@ class ElasticCommunicator:
         Raises:
             RankLostError: this rank is lost itself, or too few are left.
         """
-        links = self.communicator.session.links
+        links = self.flat.session.links
         base, more = self._origins[-1] if self._origins else (self.membership, 0)
         membership = base.without(lost, links, more)
         follows = self._grows or membership.may_follow(self.membership)
@@ -418,7 +435,7 @@ class ElasticCommunicator:
 
     def _meet(
         self, membership: Membership, lost: frozenset[int]
-    ) -> tuple[FlatCommunicator, int] | None:
+    ) -> tuple[Communicator, int] | None:
         """Reconcile with the other ranks of a membership; None: more were lost.
 
         Returns:
@@ -432,7 +449,7 @@ class ElasticCommunicator:
         with self._gate:
             self._coming.append((communicator, membership.present))
         ask = partial(self._ask, communicator, membership, lost)
-        reconciliation = Reconciliation(communicator.session.spec, ask, self._why)
+        reconciliation = Reconciliation(communicator.flat.spec, ask, self._why)
         try:
             self._check_open()
             communicator.join(self._connect_timeout_s)
@@ -450,7 +467,7 @@ class ElasticCommunicator:
 
     def _fail_to_reconcile(
         self,
-        communicator: FlatCommunicator,
+        communicator: Communicator,
         membership: Membership,
         lost: frozenset[int],
         error: Exception,
@@ -464,11 +481,13 @@ class ElasticCommunicator:
         for rank in sorted(self._suspects - lost):
             why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
             if rank in membership.present:
-                communicator.driver.fail(RankLostError(why, rank=membership.present.index(rank)))
+                communicator.flat.driver.fail(
+                    RankLostError(why, rank=membership.present.index(rank))
+                )
 
     def _go_on(
         self,
-        communicator: FlatCommunicator,
+        communicator: Communicator,
         membership: Membership,
         lost: frozenset[int],
         last_question: int,
@@ -480,6 +499,8 @@ class ElasticCommunicator:
             self._behind += [place for place in places if place is not communicator]
             self._coming = []
             before, self.membership = self.membership.present, membership
+            if communicator is not self.communicator:
+                self._past = self._past.plus(self.communicator.counters)
             self.communicator, self.lost, self._joins = communicator, lost, False
             self._last_question = last_question
             self._suspects, self._cause = set(), None
@@ -491,7 +512,7 @@ class ElasticCommunicator:
             )
             _log(logging.DEBUG if self._told else logging.WARNING, change, lost)
             self._told = False
-        self._changed(change)
+        self.on_change(change)
         with self._gate:
             self._recovery = None
             if self._suspects:
@@ -504,13 +525,13 @@ class ElasticCommunicator:
                         entry.contribution = bytes(len(entry.contribution))
                     self._begin(entry)
             self._idle.notify_all()
-        self._report(ends)
+        _report(ends)
 
     def _check_open(self) -> None:
-        if self.closing:
+        if self._closing:
             raise LocalProtocolError("this client was shut down")
 
-    def _places(self) -> list[tuple[FlatCommunicator, tuple[int, ...]]]:
+    def _places(self) -> list[tuple[Communicator, tuple[int, ...]]]:
         """Return where this rank hears of losses, and the ranks that are present there."""
         return [(self.communicator, self.membership.present), *self._coming]
 
@@ -523,7 +544,7 @@ class ElasticCommunicator:
 
     def _ask(
         self,
-        communicator: FlatCommunicator,
+        communicator: Communicator,
         membership: Membership,
         lost: frozenset[int],
         question: Operation,
@@ -536,17 +557,15 @@ class ElasticCommunicator:
             ReductionError: it failed.
         """
         until = time.monotonic() + JOIN_S
-        answer: queue.SimpleQueue[ReductionError | None] = queue.SimpleQueue()
-        self._questions[question] = answer
-        communicator.driver.submit(question)
+        answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        question.ended = answer.put
+        communicator.submit(question)
         while True:
             self._check_open()
             try:
                 error = answer.get(timeout=LOOK_S)
             except queue.Empty:
-                lost_too = {
-                    self.membership.present[rank] for rank in self.communicator.session.lost_ranks
-                }
+                lost_too = {self.membership.present[rank] for rank in self.flat.session.lost_ranks}
                 missing = {membership.present[rank] for rank in question.missing}
                 if time.monotonic() > until and missing.isdisjoint(self.membership.present):
                     with self._gate:
@@ -572,8 +591,8 @@ class ElasticCommunicator:
             for entry in self._replay_log:
                 if entry.over:
                     continue
-                waited = entry.attempt is None and self.communicator.session.calls.final is None
-                if waited and not self.closing:
+                waited = entry.attempt is None and self.flat.session.calls.final is None
+                if waited and not self._closing:
                     self._begin(entry)  # it has merely waited, and others count it as well
                 else:
                     entry.finish(None, error)
@@ -582,27 +601,35 @@ class ElasticCommunicator:
             left = [communicator for communicator, _ in coming]
             left += [] if self._failure is None else [self.communicator]
             self._idle.notify_all()
-        self._report(ends)
+        _report(ends)
         for communicator in left:
-            communicator.driver.stop()
+            communicator.stop()
 
-    def _report(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            self._ended(entry.operation, entry.error and own(entry.error, entry.operation))
+    def _leave(self) -> None:
+        """End the rest of the calls, after the farewell."""
+        if self._has_left:
+            return
+        self._has_left = True
+        self._left()
+        with self._gate:
+            rest = [entry for entry in self._replay_log if not entry.over]
+            for entry in rest:
+                entry.finish(None, LocalProtocolError("this client was shut down"))
+        _report(rest)
 
-    def _leave_client(self, error: ReductionError) -> None:
-        if not self._has_left:
-            self._has_left = True
-            self._left(error)
-
-    def _connect(self, spec: JobSpec) -> FlatCommunicator:
-        def left(error: ReductionError) -> None:
+    def _connect(self, spec: JobSpec) -> Communicator:
+        def left() -> None:
             if communicator is self.communicator and self._failure is None:
-                self.closing = True  # if it has ended by itself
-                self._leave_client(error)
+                self._closing = True  # if it has ended by itself
+                self._leave()
 
-        communicator = self._enter(spec, self._attempt_ended, left)
+        communicator = self._enter(spec, left)
         return communicator
+
+
+def _report(entries: list[Entry]) -> None:
+    for entry in entries:
+        entry.operation.end(entry.error)
 
 
 def _log(level: int, change: Change, lost: frozenset[int]) -> None:
@@ -623,6 +650,6 @@ def _same_call(entry: Entry, operation: Operation) -> bool:
     return entry.operation.call is operation.call
 
 
-def _leave(communicators: list[FlatCommunicator]) -> None:
+def _stop(communicators: list[Communicator]) -> None:
     for communicator in communicators:
-        communicator.driver.stop()
+        communicator.stop()

@@ -1,71 +1,67 @@
-"""All-reduces through the process group, while no reducer is left.
+"""Through a process group while no reducer is left, and back as soon as all ranks can use one.
 
-First the calls that some rank may not have finished: what any rank has of their results, the others
-get from it; the rest is all-reduced. All ranks so have the same bits; where the process group
-summed, these may differ from a reducer's in the last place, as it adds in an order of its own.
+When no reducer is left, first the calls end that some rank may not have finished: what any rank has
+of their results, the others get from it; the rest is all-reduced. All ranks so have the same bits;
+where the process group summed, these may differ from a reducer's in the last place, as it adds in
+an order of its own.
 
 With every call through it the ranks tell each other what they ask for, and so also, at no further
-cost, whether they could go back to the reducers (`worker_client.communicators.returning`).
+cost, whether they could go back. Each joins another job at the reducers, in which nothing has
+happened yet. Once there is a reducer at which all are members of it, that call and all later ones
+are made there. What has been submitted to the earlier job comes out of it, in its order, in this
+communicator's thread, which passes it on; until the last of it has, later calls wait behind it.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, ReductionError
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from worker_client.communicators.returning import Offer
+from worker_client.communicators.communicator import Communicator, Counters
+from worker_client.communicators.membership import PATIENCE_S, marked
 from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.handover import Held, gaps, held, merge
-from worker_client.protocol.names import own, refused
+from worker_client.protocol.operation import Operation, reason, refused
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.communicators.returning import Returning
-    from worker_client.protocol.operation import Operation, Unfinished
+    from worker_client.communicators.communicator import FlatCommunicator
+    from worker_client.communicators.process_group import ProcessGroup
+    from worker_client.protocol.operation import Unfinished
+    from worker_client.protocol.spec import JobSpec
 
-_TYPES = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT64: torch.float64,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.INT8: torch.int8,
-    DType.INT32: torch.int32,
-    DType.INT64: torch.int64,
-    DType.UINT8: torch.uint8,
-}
-_OPS = {
-    ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.MEAN: dist.ReduceOp.SUM,  # and then divided
-    ReduceOp.MIN: dist.ReduceOp.MIN,
-    ReduceOp.MAX: dist.ReduceOp.MAX,
-    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
-}
+    HandOver = Callable[[list[Unfinished]], None]
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3  # between two looks whether Gloo is done
-KEPT_S = 0.1  # the same, once the client was shut down
+RETRY_S = 1.0  # after an address could not even be resolved
 _REFUSAL_SHOWN = 500
 
 log = logging.getLogger(__name__)
 
 
-class Stay:
-    """What one session hands over, whose reducers are lost.
+class Offer(NamedTuple):
+    """What a rank tells the others with a call.
 
-    Args:
-        fallback: whose thread brings it to its end.
-        ended: called with each call that has ended, and its error or None.
-        back: the way back to the reducers, if there is one.
+    Attributes:
+        attempt: number of the job that it has joined, or tries to join.
+        usable: by reducer, whether it is a member there; empty if it has not joined.
+    """
+
+    attempt: int
+    usable: Sequence[bool] = ()
+
+
+@dataclass
+class Stay:
+    """What one job at the reducers hands over when none of them is left.
 
     Attributes:
         begun: calls were handed over.
@@ -74,134 +70,202 @@ class Stay:
         over: the ranks have gone back; what is handed over is passed on there.
     """
 
+    begun: bool = False
+    first: int = 0
+    shares: dict[int, list[Held]] | None = None
+    failure: ReductionError | None = None
+    over: bool = False
+
+
+class FallbackCommunicator(Communicator):
+    """A flat communicator, and a process group that stands in for its reducers.
+
+    Args:
+        spec: of the job.
+        enter: makes a communicator of a job, from its spec, its `left` and its `hand_over`.
+        group: of all ranks.
+        left: as of `Driver`.
+        returns: whether the ranks go back to the reducers.
+        announced: whether another one says, at the same time, where all-reduces go.
+    """
+
     def __init__(
         self,
-        fallback: Fallback,
-        ended: Callable[[Operation, ReductionError | None], None],
-        back: Returning | None,
+        spec: JobSpec,
+        enter: Callable[[JobSpec, Callable[[], None], HandOver], FlatCommunicator],
+        group: ProcessGroup,
+        left: Callable[[], None],
+        *,
+        returns: bool = True,
+        announced: bool = False,
     ) -> None:
-        self.ended = ended
-        self.back = back
-        self.begun = False
-        self.first = 0
-        self.shares: dict[int, list[Held]] | None = None
-        self.failure: ReductionError | None = None
-        self.over = False
-        self._fallback = fallback
+        self._spec = spec
+        self._enter = enter
+        self._group = group
+        self._left = left
+        self._may_return = returns
+        self._level = logging.DEBUG if announced else logging.WARNING
+        self._past = Counters()  # of earlier jobs, and of the process group
+        self._attempt = 1
+        self._coming: FlatCommunicator | None = None  # where calls are to go
+        self._retry_at = 0.0
+        self._stopped = False
+        self._marker: Operation | None = None  # after all that the earlier one was given
+        self._later: deque[Operation] = deque()  # submitted after the marker
+        self._leaving: threading.Thread | None = None
+        self._waiting: deque[tuple[Stay, Unfinished]] = deque()
+        self._made: Unfinished | None = None  # the one that is being made
+        self._thread: ServiceThread[list[tuple[Stay, Unfinished]]]
+        self._thread = ServiceThread("fallback", self._run)
+        # Guards `_flat`, `_marker`, `_later`. This object's thread waits for nobody with it.
+        self._gate = threading.RLock()
+        self._flat = self._connect(spec)
 
-    def take(self, calls: list[Unfinished]) -> None:
+    # -- as of Communicator -------------------------------------------------------------------
+
+    @property
+    def flat(self) -> FlatCommunicator:
+        return self._flat
+
+    @property
+    def spec(self) -> JobSpec:
+        return self._spec
+
+    @property
+    def counters(self) -> Counters:
+        return self._past.plus(self._flat.counters)
+
+    @property
+    def closing(self) -> bool:
+        return self._stopped or self._flat.closing
+
+    @property
+    def busy(self) -> bool:
+        coming = self._coming is not None and self._coming.busy
+        return self._flat.busy or coming or bool(self._waiting) or bool(self._later)
+
+    @property
+    def in_callback(self) -> bool:
+        coming = self._coming is not None and self._coming.in_callback
+        return self._flat.in_callback or coming or self._thread.is_current
+
+    def join(self, timeout_s: float) -> None:
+        self._flat.join(timeout_s)
+
+    def submit(self, operation: Operation) -> None:
+        with self._gate:
+            if self.closing:
+                raise LocalProtocolError("this client was shut down")
+            if self._marker is None:
+                self._flat.submit(operation)
+            else:
+                self._later.append(operation)
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        if self._thread.is_current:
+            raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
+        self._flat.wait(done, until)
+
+    def stop(self) -> None:
+        with self._gate:
+            self._stopped = True
+            communicators = [one for one in (self._coming, self._flat) if one is not None]
+            leaving = self._leaving
+        for communicator in communicators:
+            communicator.stop()
+        if leaving is not None:
+            leaving.join(STOP_S)
+
+    def _connect(self, spec: JobSpec) -> FlatCommunicator:
+        stay = Stay()
+
+        def hand_over(calls: list[Unfinished]) -> None:
+            self._take(stay, calls)
+
+        def left() -> None:
+            going_there = communicator is self._coming and self._marker is not None
+            if communicator is self._flat or going_there:
+                self._stopped = True  # if it has ended by itself
+                self._left()
+                self._end_all()
+
+        communicator = self._enter(spec, left, hand_over)
+        return communicator
+
+    def _take(self, stay: Stay, calls: list[Unfinished]) -> None:
         """Bring calls to their end, one after another.
 
         Args:
+            stay: which they are of.
             calls: with numbers that go on from those of the time before; none is fine.
         """
-        self._fallback.take(self, calls)
-
-
-class Fallback:
-    """A thread that all-reduces through a process group, from the first call that it is given.
-
-    Args:
-        group: of all ranks, used for nothing else; its timeout bounds every call.
-        announced: whether another one says, at the same loss, what becomes of all-reduces.
-
-    Attributes:
-        announced: as given.
-        count: all-reduces that ended well here.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, *, announced: bool = False) -> None:
-        self.count = 0
-        self.announced = announced
-        self._group = group
-        self._rank = group.rank()
-        self._ranks = group.size()
-        self._waiting: deque[tuple[Stay, Unfinished]] = deque()
-        self._thread: ServiceThread[list[tuple[Stay, Unfinished]]]
-        self._thread = ServiceThread("fallback", self._run)
-        self._buffers = threading.Lock()  # taken while one is written to
-        self._idle = threading.Event()  # set once it has stopped, but for what Gloo still does
-        self._stopped = False
-
-    def stay(
-        self,
-        ended: Callable[[Operation, ReductionError | None], None],
-        back: Returning | None,
-    ) -> Stay:
-        """Return what takes the calls of one session; see `Stay`."""
-        return Stay(self, ended, back)
-
-    def take(self, stay: Stay, calls: list[Unfinished]) -> None:
-        """Bring calls to their end, one after another; see `Stay.take`."""
-        if self._stopped:
+        if self._group.stopped:
             return
         if calls and not stay.begun:
             stay.begun = True
-            level = logging.DEBUG if self.announced else logging.WARNING
-            log.log(level, "no reducer is left: all-reduces go through the process group now")
+            log.log(self._level, "no reducer is left: all-reduces go through the process group now")
         self._thread.start()
         if calls:
             self._thread.queue.put([(stay, call) for call in calls])
 
-    def stop(self) -> None:
-        """Write to no buffer and end no call from now on."""
-        with self._buffers:
-            self._stopped = True
+    def _end_all(self) -> None:
+        """Write to no buffer from now on, and end what is here."""
+        self._group.stop()
         self._thread.queue.put([])
         if self._thread.ident is not None and not self._thread.is_current:
-            self._idle.wait(STOP_S)
+            self._group.await_rest()
+        error = LocalProtocolError("this client was shut down")
+        handed_over = [] if self._made is None else [self._made]
+        handed_over += [one for _, one in list(self._waiting)]
+        while not self._thread.queue.empty():
+            handed_over += [one for _, one in self._thread.queue.get_nowait()]
+        for operation in [*(one.operation for one in handed_over), *list(self._later)]:
+            if operation is not None:
+                operation.end(error)
 
-    @property
-    def is_this_thread(self) -> bool:
-        """Whether the caller is in a callback of a call that has ended here."""
-        return self._thread.is_current
-
-    # -- the thread ---------------------------------------------------------------------------
+    # -- the thread: through the process group ------------------------------------------------
 
     def _run(self) -> None:
-        while (taken := self._next()) is not None:
-            stay, call = taken
+        while self._await_call():
+            stay, call = self._waiting.popleft()
+            self._made = call
             try:
                 if stay.shares is None:
                     others = [one for its, one in self._waiting if its is stay]
-                    stay.first, stay.shares = self._meet([call, *others])
+                    mine = [held(one) for one in (call, *others)]
+                    everywhere = self._group.exchange(mine)
+                    stay.first, stay.shares = merge(
+                        [[Held(*one) for one in theirs] for theirs in everywhere]
+                    )
                 if stay.failure is None and not stay.over and call.number >= stay.first:
                     error = self._reduce(stay, call, stay.shares.pop(call.number, None))
                     if not stay.over:
-                        self._end(stay, call, error)
+                        self._end(call, error)
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
-                if not self._stopped:
+                if not self._group.stopped:
                     log.warning("the process group's all-reduce failed: %s", error)
                 why = f"no reducer is left, and the process group failed as well: {error}"
                 stay.failure = ReducerLostError(why, reducer="")
                 stay.shares = {}
-            if stay.over and stay.back is not None and not self._stopped:
-                stay.back.forward(_asked_for(call))
+            if stay.over and not self._group.stopped:
+                self._forward(_asked_for(call))
             elif stay.failure is not None:
-                self._end(stay, call, stay.failure)
-        self._idle.set()
+                self._end(call, stay.failure)
+            self._made = None
+        self._group.rest()
 
-    def _next(self) -> tuple[Stay, Unfinished] | None:
-        """Wait for the next call; None when there will be none."""
-        while not (self._waiting or self._stopped):
+    def _await_call(self) -> bool:
+        """Wait until there is a call; false: there will be none."""
+        while not (self._waiting or self._group.stopped):
             self._waiting.extend(self._thread.queue.get())
-        return None if self._stopped else self._waiting.popleft()
+        return not self._group.stopped
 
-    def _end(self, stay: Stay, call: Unfinished, error: ReductionError | None) -> None:
-        if call.operation is None or self._stopped:
+    def _end(self, call: Unfinished, error: ReductionError | None) -> None:
+        if call.operation is None or self._group.stopped:
             return
-        self.count += error is None
-        stay.ended(call.operation, error and own(error, call.operation))
-
-    def _meet(self, mine: list[Unfinished]) -> tuple[int, dict[int, list[Held]]]:
-        """Find out what ranks have of the calls that any of them has begun.
-
-        Returns:
-            The first call that some rank may not have finished, and what each rank has of it and of
-            those after it.
-        """
-        everywhere = self._exchange([held(call) for call in mine])
-        return merge([[Held(*one) for one in theirs] for theirs in everywhere])
+        if error is None:
+            self._past = self._past.plus(Counters(fallbacks=1))
+        call.operation.end(error)
 
     def _reduce(
         self, stay: Stay, call: Unfinished, shares: list[Held] | None
@@ -218,7 +282,7 @@ class Fallback:
         Returns:
             Why it failed, the same at all ranks, or None.
         """
-        shares = shares or [Held(call.number)] * self._ranks
+        shares = shares or [Held(call.number)] * self._group.size
         if any(share.failed for share in shares):
             rank = [share.failed for share in shares].index(True)
             why = f"no reducer is left, and the call had failed at rank {rank}"
@@ -232,10 +296,10 @@ class Fallback:
         for rank, share in enumerate(shares):
             news = [chunk for chunk in share.chunks if chunk[0] not in known]
             known.update((low, high) for low, high in news)
-            self._share(call, rank, news)
+            self._group.share(call.operation, rank, news, call.results)
         if not complete:
             operation = _asked_for(call)
-            self._add(operation, gaps(known, operation.view.nbytes))
+            self._group.reduce(operation, gaps(known, operation.view.nbytes))
         return None
 
     def _disagreement(
@@ -246,28 +310,28 @@ class Fallback:
         Unless they can all go back to the reducers with this call, which then find that out.
         """
         operation = _asked_for(call)
-        refusal = "" if operation.refusal is None else str(operation.refusal)
         asked = {
-            "refusal": refusal[:_REFUSAL_SHOWN],
+            "refusal": reason(operation.refusal)[:_REFUSAL_SHOWN],
             "total_bytes": operation.view.nbytes,
             "dtype": operation.dtype.name,
             "op": operation.op.name,
             "name": operation.name or "",
         }
         while True:
-            offer = None if stay.back is None else stay.back.offer()
-            said = self._exchange([call.number, asked, offer])
+            offer = self._offer() if self._may_return else None
+            said = self._group.exchange([call.number, asked, offer])
             numbers, everywhere, offers = zip(*said, strict=True)
             if call.number > min(numbers):
                 continue  # some ranks have asked for more in a call before, which fails there
             if call.number < max(numbers):
                 other = numbers.index(max(numbers))
-                return _mismatch("call", (self._rank, call.number), (other, max(numbers)))
+                mine = (self._group.rank, call.number)
+                return _mismatch("call", mine, (other, max(numbers)))
             begun = any(share.chunks for share in shares)
-            if stay.back is not None and not begun and self._may_leave(stay, call.number):
-                stay.over = stay.back.settle([Offer(*one) for one in offers])
+            if self._may_return and not begun and _may_leave(stay, call.number):
+                stay.over = self._settle([Offer(*one) for one in offers])
                 if stay.over:
-                    stay.back.go()
+                    self._go_back()
                     return None
             for field in asked:
                 for rank, theirs in enumerate(everywhere):
@@ -277,88 +341,105 @@ class Fallback:
                         return _mismatch(field, (0, everywhere[0][field]), (rank, theirs[field]))
             return None
 
-    def _may_leave(self, stay: Stay, number: int) -> bool:
-        """Whether it begins a call, and no rank had begun a later one; all ranks agree."""
-        assert stay.shares is not None, "the ranks have met"
-        return number % PLACES == FIRST_PLACE and max(stay.shares, default=-1) < number
+    # -- the thread: back to the reducers -----------------------------------------------------
 
-    def _share(self, call: Unfinished, rank: int, chunks: Sequence[Sequence[int]]) -> None:
-        """Give all ranks the results that one of them has."""
-        nbytes = sum(high - low for low, high in chunks)
-        if nbytes == 0:
-            return
-        if rank == self._rank:
-            data = bytearray().join(call.results[low] for low, _ in chunks)
-            pieces = torch.frombuffer(data, dtype=torch.uint8)
-        else:
-            pieces = torch.empty(nbytes, dtype=torch.uint8)
-        self._finish(self._group.broadcast(pieces, rank))
-        if call.operation is not None:
-            self._write(call.operation, chunks, pieces)
+    def _offer(self) -> Offer:
+        """Say where this rank could go on; it begins to join, if it does not yet."""
+        if self._marker is None and not self._stopped:
+            if self._coming is not None and self._coming.session.losses.final:
+                self._try_another(self._attempt + 1)  # its reducers are gone again
+            if self._coming is None and time.monotonic() >= self._retry_at:
+                self._join_again()
+            if self._coming is not None and self._coming.session.joined:
+                return Offer(self._attempt, self._coming.session.failover.usable())
+        return Offer(self._attempt)
 
-    def _add(self, operation: Operation, ranges: Sequence[Sequence[int]]) -> None:
-        """All-reduce these parts of a buffer, 16-bit types in fp32 and rounded once."""
-        if not ranges:
-            return
-        whole = torch.frombuffer(operation.view, dtype=torch.uint8)
-        pieces = torch.cat([whole[low:high] for low, high in ranges])
-        narrow = pieces.view(_TYPES[operation.dtype])
-        wide = narrow.float() if narrow.dtype.is_floating_point and narrow.itemsize == 2 else narrow
-        lost = torch.isnan(wide).to(torch.uint8)
-        self._finish(self._group.allreduce([wide], _OPS[operation.op]))
-        if operation.op in {ReduceOp.MIN, ReduceOp.MAX} and wide.is_floating_point():
-            # Gloo's own may drop a NaN, where reducers pass it on.
-            self._finish(self._group.allreduce([lost], dist.ReduceOp.MAX))
-            wide[lost.bool()] = torch.nan
-        if operation.op is ReduceOp.MEAN:
-            wide /= self._ranks
-        self._write(operation, ranges, wide.to(narrow.dtype).view(torch.uint8))
+    def _settle(self, offers: Sequence[Offer]) -> bool:
+        """Find out whether all ranks go back with this call; all come to the same.
 
-    def _write(
-        self, operation: Operation, ranges: Sequence[Sequence[int]], pieces: torch.Tensor
-    ) -> None:
-        """Put results where they belong, unless the caller has its buffer back."""
-        with self._buffers:
-            if self._stopped:
-                return
-            whole = torch.frombuffer(operation.view, dtype=torch.uint8)
-            for low, high in ranges:
-                whole[low:high] = pieces[: high - low]
-                pieces = pieces[high - low :]
-
-    def _finish(self, work: dist.Work) -> None:
-        """Wait for the end of something, or of the client.
-
-        Not in a call of Gloo's: one that returns while the interpreter ends takes the process down.
-        So does whoever drops the last reference to a work in a thread of Gloo's then, as its
-        tensors need the interpreter's lock. So this thread keeps it until Gloo has ended it.
+        Args:
+            offers: what each rank has said with it.
         """
-        pause_s = SHORTEST_PAUSE_S
-        while not work.is_completed():
-            if self._stopped:
-                self._idle.set()
-                pause_s = KEPT_S
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        if self._idle.is_set():
-            time.sleep(KEPT_S)  # Gloo's thread has yet to drop its own reference
-            raise LocalProtocolError("this client was shut down")
-        work.wait()  # raises what went wrong
+        latest = max(offer.attempt for offer in offers)
+        if latest > self._attempt:
+            self._try_another(latest)
+        if any(offer.attempt != latest for offer in offers):
+            return False
+        usable = zip(*(offer.usable for offer in offers), strict=False)
+        return any(all(everywhere) for everywhere in usable)
 
-    def _exchange(self, message: Any) -> list[Any]:
-        """Return what all ranks say, in rank order; tuples come as lists."""
-        data = torch.frombuffer(bytearray(json.dumps(message), "utf-8"), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
-        size = torch.tensor([len(data)])
-        self._finish(self._group.allgather([sizes], [size]))
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-        padded[: len(data)] = data
-        said = [torch.empty_like(padded) for _ in range(self._ranks)]
-        self._finish(self._group.allgather([said], [padded]))
-        return [
-            json.loads(bytes(one[:size].tolist()))
-            for one, size in zip(said, map(int, sizes), strict=True)
-        ]
+    def _go_back(self) -> None:
+        """Go back with the call that `_settle` was asked about: `_forward` gets it next."""
+        log.log(self._level, "reducers are back: all-reduces go through them again")
+        self._past = self._past.plus(Counters(returns=1))
+        nothing = memoryview(b"")
+        with self._gate:
+            self._marker = Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 1.0)
+            with suppress(LocalProtocolError):  # the client ends
+                self._flat.submit(self._marker)
+
+    def _forward(self, operation: Operation) -> None:
+        """Submit to the reducers what comes out of the earlier communicator."""
+        if operation is self._marker:
+            self._arrive()
+        else:
+            self._submit_there(operation)
+
+    def _submit_there(self, operation: Operation) -> None:
+        assert self._coming is not None, "ranks go where they have joined"
+        try:
+            self._coming.submit(operation)
+        except LocalProtocolError as error:  # it has stopped, and so all calls end
+            operation.end(error)
+
+    def _arrive(self) -> None:
+        """Submit what has waited; from then on calls take the straight way."""
+        while True:
+            with self._gate:
+                if not self._later:
+                    break_off = self._change_over()
+                    break
+                operation = self._later.popleft()
+            self._submit_there(operation)
+        if break_off is not None:
+            break_off.start()
+
+    def _change_over(self) -> threading.Thread | None:
+        """Submit calls to the new communicator from now on; return what leaves the other."""
+        assert self._coming is not None
+        earlier, self._flat = self._flat, self._coming
+        self._coming = self._marker = None
+        self._attempt += 1
+        self._past = self._past.plus(earlier.counters)
+        if self._stopped:
+            return None
+        self._leaving = threading.Thread(target=earlier.stop, name="leave", daemon=True)
+        return self._leaving
+
+    def _join_again(self) -> None:
+        spec = replace(
+            self._spec,
+            job=marked(self._spec.job, ("after the process group", self._attempt)),
+            patience_s=PATIENCE_S,
+        )
+        try:
+            self._coming = self._connect(spec)
+        except ReductionError as error:
+            log.debug("no way back to the reducers yet: %s", error)
+            self._retry_at = time.monotonic() + RETRY_S
+
+    def _try_another(self, attempt: int) -> None:
+        """Give up the job that this rank tries to join, for another one."""
+        self._attempt = attempt
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.stop()
+
+
+def _may_leave(stay: Stay, number: int) -> bool:
+    """Whether it begins a call, and no rank had begun a later one; all ranks agree."""
+    assert stay.shares is not None, "the ranks have met"
+    return number % PLACES == FIRST_PLACE and max(stay.shares, default=-1) < number
 
 
 def _mismatch(field: str, one: tuple[int, object], other: tuple[int, object]) -> MismatchError:

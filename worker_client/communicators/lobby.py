@@ -32,10 +32,10 @@ from worker_client.runtime.service_thread import STOP_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker_client.communicators.flat import FlatCommunicator
+    from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.protocol.spec import JobSpec
 
-    Enter = Callable[..., FlatCommunicator]
+    Enter = Callable[[JobSpec], FlatCommunicator]
 
 NAME = "/join"  # behind the job's
 LOOK_S = 0.1
@@ -114,8 +114,7 @@ class _Table:
     def __init__(self, enter: Enter, spec: JobSpec, check: Callable[[], object]) -> None:
         self._check = check
         self._rank = spec.rank
-        self._ends: queue.SimpleQueue[ReductionError | None] = queue.SimpleQueue()
-        self._communicator = enter(spec, lambda _, error: self._ends.put(error), lambda _: None)
+        self._communicator = enter(spec)
 
     def join(self, timeout_s: float) -> None:
         self._communicator.join(timeout_s)
@@ -132,12 +131,15 @@ class _Table:
         if len(text) > _HALF:
             raise LocalProtocolError(f"{len(text)} bytes are too much to tell a rank that joins")
         data[self._rank * _HALF : self._rank * _HALF + len(text)] = text
-        operation = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, None, timeout_s)
+        ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        operation = Operation(
+            memoryview(data), DType.UINT8, ReduceOp.SUM, None, timeout_s, ended=ends.put
+        )
         operation.quiet = True
-        self._communicator.driver.submit(operation)
+        self._communicator.submit(operation)
         while True:
             with suppress(queue.Empty):
-                error = self._ends.get(timeout=LOOK_S)
+                error = ends.get(timeout=LOOK_S)
                 break
             self.check()
         if error is not None:
@@ -159,14 +161,14 @@ class _Table:
             raise LocalProtocolError("the other one has left")
 
     def close(self) -> None:
-        self._communicator.driver.stop()
+        self._communicator.stop()
 
 
 class Lobby:
     """The lowest rank's side: offers the next membership to whoever comes.
 
     Args:
-        enter: makes a communicator, from its spec and whom to tell of ends.
+        enter: makes a communicator.
         spec: of the job.
         offer: returns the membership that one more rank would join, or raises a ReductionError if
             this rank can let nobody in any more.

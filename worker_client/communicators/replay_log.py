@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reducer.errors import ReductionError
+    from worker_client.protocol.operation import Ended
 
 
 _NEVER = (1 << 63) - 1  # a call that none comes after
@@ -46,8 +47,8 @@ class Entry:
         """Whether it has ended here."""
         return self.result is not None or self.error is not None
 
-    def begin(self) -> Operation:
-        """Return a fresh attempt, with the contribution in the buffer."""
+    def begin(self, ended: Ended) -> Operation:
+        """Return a fresh attempt, with the contribution in the buffer; `ended` hears of its end."""
         call = self.operation
         if call.refusal is None:
             call.view[:] = self.contribution
@@ -59,6 +60,7 @@ class Entry:
             call.timeout_s,
             call=call.call,
             refusal=call.refusal,
+            ended=ended,
         )
         return self.attempt
 

@@ -1,7 +1,7 @@
 """Tensors that are submitted one by one, under names, and reduced many at a time.
 
-Calls with a name have a channel of their own: a second membership of the same ranks at the same
-reducers, over which this module's thread makes the same all-reduces in the same order at every
+Calls with a name have a communicator of their own: a second membership of the same ranks at the
+same reducers, over which this module's thread makes the same all-reduces in the same order at every
 rank, whatever order the callers have. What is the same is found out in rounds (`negotiation`); a
 round begins when there is something new and somebody waits for it, or a fusion buffer is full, or
 nothing more has come for `cycle_s`. Nothing happens while nothing is asked for.
@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,16 +27,20 @@ from reducer.errors import (
     ReductionError,
     ReductionTimeout,
 )
+from reducer.wire.constants import ReduceOp
 from worker_client.fusion.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiation, group
 from worker_client.fusion.tensor_queue import Waiting
+from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import ServiceThread
 from worker_client.staging.buffer_pool import BufferPool
-from worker_client.staging.host_buffer import HostBuffer
+from worker_client.staging.host_buffer import host_buffer
+from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from reducer.wire.constants import DType, ReduceOp
+    from reducer.wire.constants import DType
+    from worker_client.communicators.communicator import Communicator
     from worker_client.fusion.negotiation import Decision, Tensor
     from worker_client.fusion.tensor_queue import MakeSubmissions, Request
     from worker_client.work import Work
@@ -59,54 +63,17 @@ _OUT_OF_STEP = {"name", "total_bytes", "dtype", "op", "epoch"}
 log = logging.getLogger(__name__)
 
 
-class Channel(Protocol):
-    """The client that fused all-reduces and rounds go through."""
-
-    def submit(
-        self,
-        buffer: HostBuffer,
-        op: ReduceOp,
-        name: str | None,
-        timeout_s: float,
-        *,
-        rounded: bool | None = None,
-    ) -> Work:
-        """Start an all-reduce of host memory."""
-
-    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
-        """Whether a tensor travels in 16 bits."""
-
-    def all_reduce(self, data: Any, op: str, *, name: str, timeout: float) -> Work:
-        """Start an all-reduce of an array."""
-
-    def lead(self, done: Callable[[], bool], until: float) -> None:
-        """Bring the end of all-reduces nearer, if this thread can."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether all-reduces may be started."""
-
-    @property
-    def in_callback(self) -> bool:
-        """Whether this thread is in a callback, and what it waits for cannot end."""
-
-    def shutdown(self) -> None:
-        """Leave the job."""
-
-
-C = TypeVar("C", bound=Channel)
-
-
-class Fusion(Generic[C]):
+class Fusion:
     """Reduces named tensors; threads may share it.
 
     Args:
-        channel: makes the client for it; called once, by a thread of its own or in `open`.
+        make: makes the communicator; called once, by a thread of its own or in `open`.
         rank, world_size: who we are.
         threshold: most bytes of a fusion buffer; 0 to pack nothing.
         cycle_s: how long a tensor waits for the next one, seconds.
         timeout_s: of tensors whose caller names none.
         submissions: the implementation's.
+        rounds: whether a tensor of a dtype, a reduction and so many bytes travels in 16 bits.
 
     Attributes:
         calls: tensors that all ranks have had so far.
@@ -116,7 +83,7 @@ class Fusion(Generic[C]):
 
     def __init__(
         self,
-        channel: Callable[[], C],
+        make: Callable[[], Communicator],
         rank: int,
         world_size: int,
         threshold: int,
@@ -124,9 +91,11 @@ class Fusion(Generic[C]):
         cycle_s: float,
         timeout_s: float,
         submissions: MakeSubmissions,
+        rounds: Callable[[DType, ReduceOp, int], bool],
     ) -> None:
-        self._make_channel = channel
-        self._channel: C | None = None
+        self._make = make
+        self._communicator: Communicator | None = None
+        self._rounds = rounds
         self._threshold = threshold
         self._cycle_s = cycle_s
         self._negotiation = Negotiation(rank, world_size)
@@ -155,9 +124,9 @@ class Fusion(Generic[C]):
         self._begun = False  # whether that was started for good, and not interrupted
 
     @property
-    def channel(self) -> C | None:
-        """The client in use, once there is one."""
-        return self._channel
+    def communicator(self) -> Communicator | None:
+        """The one in use, once there is one."""
+        return self._communicator
 
     @property
     def busy(self) -> bool:
@@ -168,8 +137,8 @@ class Fusion(Generic[C]):
     # -- any thread ---------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make the channel now, and not with the first call."""
-        self._channel = self._make_channel()
+        """Make the communicator now, and not with the first call."""
+        self._communicator = self._make()
 
     def submit(
         self,
@@ -190,7 +159,7 @@ class Fusion(Generic[C]):
 
         Raises:
             ConfigError: an argument is not supported, or another one of this name is in progress.
-            ReductionError: the client was shut down, or its channel has ended.
+            ReductionError: the client was shut down, or its communicator has ended.
         """
         try:
             if check is not None:
@@ -243,19 +212,19 @@ class Fusion(Generic[C]):
 
     def _begin(self) -> None:
         with self._changed:
-            if not self._closing:
+            if not self.closing:
                 self._thread.start()
                 self._begun = True
 
     def stop(self) -> None:
-        """Leave the channel; what is in progress fails. May be called again."""
+        """Leave the communicator; what is in progress fails. May be called again."""
         with self._changed:
             self._submissions.refusal = self._why
             self._changed.notify_all()
         in_callback = self._thread.is_current
-        if self._channel is not None:
-            in_callback |= self._channel.in_callback
-            self._channel.shutdown()
+        if self._communicator is not None:
+            in_callback |= self._communicator.in_callback
+            self._communicator.stop()
         if not in_callback:
             self._thread.wait_for_end()
 
@@ -265,15 +234,15 @@ class Fusion(Generic[C]):
         with self._changed:
             self._urgent = bool(self._waiting)
             self._changed.notify_all()
-        if self._channel is not None:
-            self._channel.lead(done, until)
+        if self._communicator is not None:
+            self._communicator.wait(done, until)
 
     # -- the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._await_turn():
-                if self._channel is None:
+                if self._communicator is None:
                     self._open_meanwhile()
                     continue
                 with self._changed:
@@ -282,18 +251,18 @@ class Fusion(Generic[C]):
                     news = self._submissions
                     news.news_bytes, news.news_since, self._urgent = 0, None, False
                 if mine or given_up:
-                    self._round(self._channel, mine, given_up)
+                    self._round(self._communicator, mine, given_up)
         except Exception as error:
             log.exception("fusion failed")
             self._why = LocalProtocolError(f"fusion failed: {error!r}")
         with self._changed:
             self._submissions.refusal = self._why
-        if self._channel is not None:
-            self._channel.shutdown()
+        if self._communicator is not None:
+            self._communicator.stop()
         self._fail([*self._waiting.withdraw(), *self._flying], self._why)
 
     def _open_meanwhile(self) -> None:
-        """Make the channel, and keep to deadlines: ranks of a node may have to be waited for."""
+        """Make the communicator, and keep to deadlines: it may wait for ranks of this node."""
         opening: Future[None] = Future()
 
         def make() -> None:
@@ -306,7 +275,7 @@ class Fusion(Generic[C]):
             with self._changed:
                 self._changed.notify_all()
 
-        threading.Thread(target=make, name="fusion-channel", daemon=True).start()
+        threading.Thread(target=make, name="fusion-open", daemon=True).start()
         while not opening.done():
             now = time.monotonic()
             self._look(now)
@@ -321,7 +290,7 @@ class Fusion(Generic[C]):
 
     def _await_turn(self) -> bool:
         """Wait until a round is due; return whether there will be one."""
-        while not (self._closing or self._has_ended):
+        while not (self.closing or self._has_ended):
             now = time.monotonic()
             self._look(now)
             with self._changed:
@@ -331,7 +300,7 @@ class Fusion(Generic[C]):
                 due = self._due()
                 if due <= now:
                     return True
-                if not self._closing:
+                if not self.closing:
                     wait_s = min(due, self._waiting.next_deadline()) - now
                     idle = not (self._waiting or self._untold)
                     self._changed.wait(None if idle else min(wait_s, LOOK_S))
@@ -355,13 +324,14 @@ class Fusion(Generic[C]):
                 self._fail(self._waiting.withdraw([request.tensor.name]), error)
 
     @property
-    def _closing(self) -> bool:
+    def closing(self) -> bool:
+        """Whether nothing may be submitted any more."""
         return self._submissions.refusal is not None
 
     @property
     def _has_ended(self) -> bool:
-        """Whether the channel has ended by itself: Ctrl-C in a callback, or a node's failure."""
-        return self._channel is not None and not self._channel.usable
+        """Whether it has ended by itself: Ctrl-C in a callback, or a failure in the node."""
+        return self._communicator is not None and self._communicator.closing
 
     def _due(self) -> float:
         """Return when the next round is to begin, in seconds of the monotonic clock."""
@@ -376,10 +346,12 @@ class Fusion(Generic[C]):
             return 0.0
         return min(news.news_until, news.news_since + BURST * self._cycle_s) + self._cycle_s
 
-    def _round(self, channel: Channel, mine: list[Request], given_up: list[GivenUp]) -> None:
+    def _round(
+        self, communicator: Communicator, mine: list[Request], given_up: list[GivenUp]
+    ) -> None:
         """Find out which tensors all ranks have, and reduce them; say which calls are given up."""
         try:
-            decision = self._negotiate(channel, mine, given_up)
+            decision = self._negotiate(communicator, mine, given_up)
         except ReductionError as error:
             self._end_round(mine, error)
             return
@@ -397,12 +369,12 @@ class Fusion(Generic[C]):
                 self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
             self._waiting.withdraw([name for name, *_ in tensors])
-            for tensors in group(decision.ready, self._threshold, partial(_rounded, channel))
+            for tensors in group(decision.ready, self._threshold, self._is_rounded)
         ]
         self._flying.update(*groups)
         self.calls += sum(map(len, groups))
         for requests in groups:
-            self._reduce(channel, requests)
+            self._reduce(communicator, requests)
         self._rebase(decision.bases)
         self._attend()
         self._rest(productive=bool(decision.ready or decision.mismatched or decision.given_up))
@@ -480,24 +452,32 @@ class Fusion(Generic[C]):
             self._untold[:0], self._told = self._told, []
 
     def _negotiate(
-        self, channel: Channel, mine: list[Request], given_up: list[GivenUp]
+        self, communicator: Communicator, mine: list[Request], given_up: list[GivenUp]
     ) -> Decision:
         negotiation = self._negotiation
         asked = negotiation.ask(mine, given_up, self._submissions.calls)
-        self._sum(channel, asked, "tensors", mine)
+        self._sum(communicator, asked, "tensors", mine)
         if (announcements := negotiation.hear()) is not None:
-            self._sum(channel, announcements, "announcements", mine)
+            self._sum(communicator, announcements, "announcements", mine)
         return negotiation.decide()
 
     def _sum(
-        self, channel: Channel, data: np.ndarray[Any, Any], what: str, mine: list[Request]
+        self,
+        communicator: Communicator,
+        data: np.ndarray[Any, Any],
+        what: str,
+        mine: list[Request],
     ) -> None:
         """Add over all ranks; while that waits for others, say so, and keep to deadlines."""
         # The name holds what ranks must have in common to understand each other.
         name = f"{what} {self._negotiation.state:08x}"
         now = time.monotonic()
         left_s = min((request.deadline for request in mine), default=now + self._timeout_s) - now
-        work = channel.all_reduce(data, "sum", name=name, timeout=max(left_s, LEAST_S))
+        view, dtype, _ = host_buffer(data)
+        operation = Operation(view, dtype, ReduceOp.SUM, name, max(left_s, LEAST_S))
+        work = PlainWork(operation, communicator.wait)
+        operation.ended = partial(work.finish, None)
+        communicator.submit(operation)
         while True:
             try:
                 work.wait(LOOK_S)
@@ -508,7 +488,7 @@ class Fusion(Generic[C]):
             else:
                 return
             for request in mine:
-                request.lacked_by(work.missing)
+                request.lacked_by(operation.missing)
             self._look(time.monotonic(), besides=mine)
 
     def _rest(self, productive: bool) -> None:
@@ -517,11 +497,13 @@ class Fusion(Generic[C]):
 
     # -- tensors that all ranks have ----------------------------------------------------------
 
-    def _reduce(self, channel: Channel, requests: Sequence[Request]) -> None:
+    def _reduce(self, communicator: Communicator, requests: Sequence[Request]) -> None:
         """Start one all-reduce of tensors that all ranks have, in this order."""
         if len(requests) == 1:
             (request,) = requests
-            self._start(channel, request.view, requests, lambda error: self._finish(request, error))
+            self._start(
+                communicator, request.view, requests, lambda error: self._finish(request, error)
+            )
             return
         nbytes = sum(request.tensor.nbytes for request in requests)
         memory = self._buffers.take(nbytes)
@@ -538,11 +520,11 @@ class Fusion(Generic[C]):
             self._note_end()
             self._buffers.give_back(memory)
 
-        self._start(channel, packed, requests, unpack)
+        self._start(communicator, packed, requests, unpack)
 
     def _start(
         self,
-        channel: Channel,
+        communicator: Communicator,
         view: memoryview,
         requests: Sequence[Request],
         finish: Callable[[BaseException | None], None],
@@ -550,25 +532,32 @@ class Fusion(Generic[C]):
         first = requests[0].tensor
         name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
         timeout_s = max(min(r.deadline for r in requests) - time.monotonic(), LEAST_S)
-        buffer = HostBuffer(view, first.dtype, None)
 
-        def ended(done: Future[Any]) -> None:
-            error = done.exception()
+        def ended(error: BaseException | None) -> None:
             if error is None:
                 self.bytes_reduced += view.nbytes
             finish(error)
 
+        operation = Operation(
+            view,
+            first.dtype,
+            first.op,
+            name,
+            timeout_s,
+            rounded=self._is_rounded(first),
+            ended=ended,
+        )
         try:
-            rounded = _rounded(channel, first)
-            work = channel.submit(buffer, first.op, name, timeout_s, rounded=rounded)
+            communicator.submit(operation)
         except ReductionError as error:
             finish(error)
-        else:
-            work.future().add_done_callback(ended)
+
+    def _is_rounded(self, tensor: Tensor) -> bool:
+        return self._rounds(tensor.dtype, tensor.op, tensor.nbytes)
 
     def _finish(self, request: Request, error: BaseException | None) -> None:
         request.end(error)
-        self._flying.discard(request)  # last: what an interrupt leaves here ends with the channel
+        self._flying.discard(request)  # last: what an interrupt leaves here ends in `_run`
         self._note_end()
 
     def _note_end(self) -> None:
@@ -589,7 +578,3 @@ def fusion_buffers() -> BufferPool[np.ndarray[Any, np.dtype[np.uint8]]]:
         return np.empty(max(SMALLEST_BUFFER_BYTES, 1 << (nbytes - 1).bit_length()), np.uint8)
 
     return BufferPool(allocate, most=IDLE_BUFFERS, larger=True)
-
-
-def _rounded(channel: Channel, tensor: Tensor) -> bool:
-    return channel.rounds(tensor.dtype, tensor.op, tensor.nbytes)

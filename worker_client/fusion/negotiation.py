@@ -42,7 +42,7 @@ import numpy as np
 
 from reducer.errors import MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.protocol.names import refused
+from worker_client.protocol.operation import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

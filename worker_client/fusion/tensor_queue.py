@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from reducer.errors import ConfigError, ReductionError, ReductionTimeout
 from worker_client.fusion.negotiation import Key, Tensor
-from worker_client.protocol.pending import STRAGGLER_S
+from worker_client.protocol.operation import STRAGGLER_S
 from worker_client.staging.arguments import parse
 from worker_client.staging.host_buffer import HostBuffer, host_buffer
 from worker_client.work import STATELESS, Work

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Finish(NamedTuple):
-    """An all-reduce has ended: its buffer holds the result, or `error` says why not."""
+    """End an all-reduce: its buffer holds the result, or `error` says why not."""
 
     operation: Operation
     error: ReductionError | None

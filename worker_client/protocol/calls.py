@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
 from reducer.wire.constants import PLACES
-from worker_client.protocol.names import Names
-from worker_client.protocol.pending import Pending
+from worker_client.protocol.operation import Names, Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable

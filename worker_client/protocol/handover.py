@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.link import Link
-    from worker_client.protocol.operation import Operation
-    from worker_client.protocol.pending import Pending
+    from worker_client.protocol.operation import Operation, Pending
 
 
 class Held(NamedTuple):

@@ -1,16 +1,27 @@
-"""One all-reduce in progress, as it was asked for."""
+"""All-reduces: what is asked for, what is in progress, and the words of errors (sans I/O)."""
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
 from reducer.wire.header import fingerprint
 
 if TYPE_CHECKING:
-    from reducer.errors import ReductionError
+    from collections.abc import Callable
+
     from reducer.wire.constants import DType, ReduceOp
+
+    Ended = Callable[[Exception | None], object]
+
+STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
+LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
+HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear that it lives elsewhere
+_KEPT_NAMES = 4096
 
 
 class Operation:
@@ -25,9 +36,15 @@ class Operation:
         call: what all operations of one call have in common, and follow each other with; None for
             a call that is this operation alone.
         refusal: why it cannot be done at this rank: it uses its number up, and the others hear why.
+        more: whether another one of its call follows.
+        rounded: whether it is to travel in 16 bits.
+        residual: memory like `view`, where what that takes away is kept and added the next time;
+            None for none.
+        ended: called with its error or None, when nothing reads or writes `view` any more; once
+            more after an interrupt.
 
     Attributes:
-        data_bytes: of the caller's data that it reduces; `view` may hold less, or something else.
+        over: whether whoever asked for it has been told of its end.
         sequence: its number within the job, given at submission.
         since, history: a checksum of what was asked for before, and the call that it begins with.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
@@ -35,25 +52,30 @@ class Operation:
         ask_at: when to ask who is missing, by the same clock.
         ask_last_at: when to ask that for the last time, shortly before the deadline.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
-        missing: ranks that it waits for, as a reducer has said.
+        pieces: all-reduces that it is made of, if it is.
         quiet: whether others may take their time, so that no warning says whom it waits for.
     """
 
     __slots__ = (
+        "_missing",
         "ask_at",
         "ask_last_at",
         "begun",
         "call",
-        "data_bytes",
         "deadline",
         "dtype",
+        "ended",
         "history",
-        "missing",
+        "more",
         "name",
         "op",
+        "over",
         "overdue",
+        "pieces",
         "quiet",
         "refusal",
+        "residual",
+        "rounded",
         "sequence",
         "since",
         "tag",
@@ -71,9 +93,12 @@ class Operation:
         *,
         call: object = None,
         refusal: ReductionError | None = None,
+        more: bool = False,
+        rounded: bool = False,
+        residual: memoryview | None = None,
+        ended: Ended | None = None,
     ) -> None:
         self.view = view
-        self.data_bytes = view.nbytes
         self.dtype = dtype
         self.op = op
         self.name = name
@@ -81,11 +106,34 @@ class Operation:
         self.timeout_s = timeout_s
         self.call = call
         self.refusal = refusal
+        self.more = more
+        self.rounded = rounded
+        self.residual = residual
+        self.ended = ended
+        self.over = False
         self.sequence = -1
         self.since = self.history = 0
         self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
         self.overdue = self.quiet = False
-        self.missing: tuple[int, ...] = ()
+        self.pieces: tuple[Operation, ...] = ()
+        self._missing: tuple[int, ...] = ()
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that it waits for, as far as a reducer was asked."""
+        return self._missing or next((one.missing for one in self.pieces if one.missing), ())
+
+    @missing.setter
+    def missing(self, ranks: tuple[int, ...]) -> None:
+        self._missing = ranks
+
+    def end(self, error: Exception | None) -> None:
+        """Tell whoever asked for it that it has ended, once, with an error that names it."""
+        if self.over:
+            return
+        if self.ended is not None:
+            self.ended(own(error, self) if isinstance(error, ReductionError) else error)
+        self.over = True  # last: an interrupt above leaves it for whoever ends the rest
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
@@ -109,3 +157,140 @@ class Unfinished:
     operation: Operation | None
     failed: bool = False
     results: dict[int, bytes] = field(default_factory=dict)
+
+
+class Pending:
+    """The all-reduces in progress, in the order of their sequence numbers.
+
+    Attributes:
+        earliest: no deadline is before this time, in seconds of the caller's clock.
+    """
+
+    def __init__(self) -> None:
+        self.earliest = math.inf
+        self._operations: dict[int, Operation] = {}
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def __getitem__(self, sequence: int) -> Operation:
+        return self._operations[sequence]
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._operations
+
+    def get(self, sequence: int) -> Operation | None:
+        """Return an all-reduce, None if it is not in progress."""
+        return self._operations.get(sequence)
+
+    def all(self) -> list[Operation]:
+        """Return all of them."""
+        return list(self._operations.values())
+
+    def begin(self, operation: Operation, now: float) -> None:
+        """Take note that an all-reduce has begun, in seconds of the caller's clock."""
+        self._operations[operation.sequence] = operation
+        timeout_s = operation.timeout_s
+        operation.begun, operation.ask_at = now, now + STRAGGLER_S
+        operation.deadline = deadline = now + timeout_s
+        operation.ask_last_at = deadline - (LAST_S if timeout_s > 2 * LAST_S else timeout_s / 2)
+        if deadline < self.earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
+            self.earliest = deadline
+
+    def end(self, sequence: int) -> Operation:
+        """Remove an all-reduce that has ended, and return it."""
+        return self._operations.pop(sequence)
+
+    def expect(self, operation: Operation, deadline: float) -> None:
+        """Set the time by which it must be done."""
+        operation.deadline = deadline
+        self.earliest = min(self.earliest, deadline)
+
+    def expired(self, now: float) -> list[Operation]:
+        """Return the all-reduces whose deadline has passed, each once for each deadline."""
+        if now < self.earliest:
+            return []  # as nearly always; so nothing is kept in order
+        due = [each for each in self._operations.values() if each.deadline <= now]
+        due.sort(key=lambda each: each.deadline)
+        for operation in due:
+            operation.deadline = math.inf
+        self.earliest = min((each.deadline for each in self._operations.values()), default=math.inf)
+        return due
+
+    def straggling(self, now: float) -> list[Operation]:
+        """Return the all-reduces of which it is time to ask whom they wait for.
+
+        They are the oldest one, from time to time, and each that has little time left.
+        """
+        found = [each for each in self._operations.values() if each.ask_last_at <= now]
+        for operation in found:
+            operation.ask_last_at = math.inf
+        oldest = next(iter(self._operations.values()), None)
+        if oldest is not None and now >= oldest.ask_at:
+            oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
+            if oldest not in found:
+                found.append(oldest)
+        return found
+
+    def hurry(self, now: float) -> None:
+        """Have it asked soon whom each waits for: it may be for a rank that is gone."""
+        for operation in self._operations.values():
+            operation.ask_at = min(operation.ask_at, now + HURRY_S)
+
+
+class Names:
+    """Names of the latest all-reduces, by the tags that reducers see in their place."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}  # by tag as errors print it
+
+    def remember(self, operation: Operation) -> None:
+        """Keep the name of an all-reduce that has one."""
+        self._names[f"#{operation.tag:016x}"] = str(operation.name)
+        if len(self._names) > _KEPT_NAMES:
+            del self._names[next(iter(self._names))]
+
+    def restore(self, error: ReductionError) -> ReductionError:
+        """Return an error with the caller's names in place of tags."""
+        if not isinstance(error, MismatchError) or error.field != "name":
+            return error
+        expected = self._names.get(str(error.expected), error.expected)
+        got = self._names.get(str(error.got), error.got)
+        return MismatchError(
+            f"all-reduce {(error.sequence or 0) // PLACES}: ranks call it by different names, so "
+            f"their order differs: rank {error.rank} says {expected!r}, "
+            f"rank {error.other_rank} says {got!r}",
+            field=error.field,
+            rank=error.rank,
+            other_rank=error.other_rank,
+            expected=expected,
+            got=got,
+            sequence=error.sequence,
+        )
+
+
+def refused(rank: int, why: object) -> MismatchError:
+    """Return what other ranks hear of a call that one rank cannot make."""
+    return MismatchError(
+        f"rank {rank} takes no part in this call: {why}",
+        field="call",
+        rank=rank,
+        other_rank=rank,
+        expected="the same call at every rank",
+        got=str(why),
+    )
+
+
+def reason(refusal: ReductionError | None) -> str:
+    """Return why a rank cannot make a call, as `refused` was told; "" if it can."""
+    if isinstance(refusal, MismatchError) and refusal.field == "call":
+        return str(refusal.got)
+    return "" if refusal is None else str(refusal)
+
+
+def own(error: ReductionError, operation: Operation) -> ReductionError:
+    """Return an error of this all-reduce alone, which names it."""
+    error = copy.copy(error)
+    error.name = operation.name
+    error.sequence = None if operation.sequence < 0 else operation.sequence // PLACES
+    return error

@@ -6,14 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from reducer.errors import RankLostError
-from worker_client.protocol.pending import STRAGGLER_S
+from worker_client.protocol.operation import STRAGGLER_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from worker_client.protocol.link import Link
-    from worker_client.protocol.operation import Operation
-    from worker_client.protocol.pending import Pending
+    from worker_client.protocol.operation import Operation, Pending
     from worker_client.protocol.shard_map import ShardMap
 
 log = logging.getLogger(__name__)

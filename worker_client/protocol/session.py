@@ -33,7 +33,6 @@ from worker_client.protocol.flow_control import FlowControl
 from worker_client.protocol.handover import HandingOver
 from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.losses import Losses
-from worker_client.protocol.names import own
 from worker_client.protocol.operation import Unfinished
 from worker_client.protocol.plan import Plan
 from worker_client.protocol.roll_call import RollCall
@@ -212,7 +211,7 @@ class Session:
         if self._handing.done:
             return [HandOver([Unfinished(operation.sequence, operation)])]
         if self.calls.final is not None:
-            return [Finish(operation, own(self.calls.final, operation))]
+            return [Finish(operation, self.calls.final)]
         question = self.calls.question
         if self.losses.final or question is not None:
             self._held.append((operation, now))
@@ -249,7 +248,7 @@ class Session:
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
             return self._answered(operation.sequence, error)
-        return [Finish(operation, error and own(error, operation))]
+        return [Finish(operation, error)]
 
     def _answered(self, sequence: int, error: ReductionError | None) -> list[Action]:
         """Go on with what the ranks have agreed on, or with what was before."""
@@ -257,7 +256,7 @@ class Session:
         actions: list[Action] = []
         if (final := self.calls.final) is not None:
             held, self._held = self._held, []
-            return [Finish(operation, own(final, operation)) for operation, _ in held]
+            return [Finish(operation, final) for operation, _ in held]
         if error is None:
             used = {reducer for reducer in self._map.base if self._map.uses(reducer)}
             missed = self.failover.agree(self._agreement.answer())
@@ -357,7 +356,7 @@ class Session:
             else:
                 actions += self.calls.drop(operation, error)
         self.calls.question = None
-        actions += [Finish(operation, own(error, operation)) for operation, _ in held]
+        actions += [Finish(operation, error) for operation, _ in held]
         goodbye = self._header(MessageType.GOODBYE).pack()
         for link in self.links:
             if link.member:

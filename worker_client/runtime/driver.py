@@ -46,8 +46,7 @@ class Driver:
     Args:
         session: decides.
         transport: sends, receives and waits.
-        ended: called for every all-reduce that has ended, by the thread that leads.
-        left: called once, after the farewell, with the error of what has not ended.
+        left: called once, after the farewell, before what has not ended does.
         hand_over: called with calls that are to end by other means.
 
     Attributes:
@@ -59,18 +58,17 @@ class Driver:
         self,
         session: Session,
         transport: Transport,
-        ended: Callable[[Operation, ReductionError | None], None],
-        left: Callable[[ReductionError], None],
+        left: Callable[[], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
         self.closing = False
         self.settled = threading.Event()
         self._session = session
         self._transport = transport
-        self._ended = ended
         self._left = left
         self._hand_over = hand_over
         self._queue: deque[Operation] = deque()
+        self._open: dict[Operation, None] = {}  # submitted, and not ended
         self._failing: ReductionError | None = None  # what is in progress is to end with it
         self._failure: BaseException | None = None  # of a thread that led for a while
         # Keeps the order of calls; guards `closing`. A signal handler may call `stop` any time.
@@ -94,6 +92,11 @@ class Driver:
         """Whether this thread leads: it is in a callback, or in a signal handler meanwhile."""
         return self._leader == threading.get_ident()
 
+    @property
+    def busy(self) -> bool:
+        """Whether an all-reduce is in progress, besides the one whose callback this is."""
+        return bool(self._open)
+
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce.
 
@@ -104,6 +107,7 @@ class Driver:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
             first = not self._queue
+            self._open[operation] = None
             self._queue.append(operation)
         if not self._lead_with(self._take_lead, self._start_now) and first:
             self._wake()  # otherwise the leader was woken already
@@ -324,12 +328,20 @@ class Driver:
                 self._transport.reset(action.link)
             else:
                 self._hand_over(action.calls)
+                for call in action.calls:
+                    if call.operation is not None:
+                        self._open.pop(call.operation, None)
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         # Whoever hears of an error may write to the buffer, and other ranks must not see that.
         if error is not None and operation.sequence >= 0:
             self._transport.detach(operation)
-        self._ended(operation, error)
+        try:
+            self._open.pop(operation, None)
+            operation.end(error)
+        except BaseException:
+            self._open[operation] = None  # an interrupt: it ends in `_close`
+            raise
 
     def _close(self, error: ReductionError) -> None:
         with self._order:
@@ -346,6 +358,9 @@ class Driver:
                 try:
                     self._transport.close()
                 finally:
-                    self._left(error)
+                    self._left()
+                    for operation in list(self._open):
+                        operation.end(error)
+                    self._open.clear()
                     self.settled.set()  # who waits for that finds that it has ended
                     self._leader = 0

@@ -25,7 +25,7 @@ from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
 from worker_client.staging import device
 from worker_client.staging.buffer_pool import BufferPool
-from worker_client.staging.split_call import Call, Piece, cut
+from worker_client.staging.split_call import Piece, SplitCall, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,11 +35,8 @@ if TYPE_CHECKING:
     from reducer.wire.constants import ReduceOp
     from worker_client.staging.device import Copy, Device
     from worker_client.staging.host_buffer import Flat
-    from worker_client.work import Work
 
-    End = tuple[Call, Device, Operation, Exception | None]  # of a piece
-    Ended = Callable[[Exception | None], None]
-    Submit = Callable[[Operation, Ended], None]
+    End = tuple[SplitCall, Device, Operation, Exception | None]  # of a piece
 
 # DDP's buckets come back every step, but those of the first step never do.
 BLOCK_TURNS = 1024
@@ -65,7 +62,7 @@ class DeviceCopies:
         self._block: torch.Tensor
         self._back: Copy | None = None  # the last copy to the device
 
-    def ask(self, call: object, op: ReduceOp, name: str | None, timeout_s: float) -> list[Piece]:
+    def ask(self, call: object, op: ReduceOp, timeout_s: float) -> list[Piece]:
         """Ask for the copies to the host, behind what the caller's stream has to do.
 
         Raises:
@@ -81,11 +78,13 @@ class DeviceCopies:
             for number, (start, end) in enumerate(ends, 1):
                 part = self._block[start:end]
                 copied = self._device.to_host(part, data[start:end])
-                what = name
+                what = None
                 if len(ends) > 1:  # from which ranks see that the whole differs in size
-                    of = f"piece {number} of {len(ends)}, of {data.nbytes} bytes in all"
-                    what = of if name is None else f"{name} ({of})"
-                operation = Operation(part.numpy().data, dtype, op, what, timeout_s, call=call)
+                    what = f"piece {number} of {len(ends)}, of {data.nbytes} bytes in all"
+                more = number < len(ends)
+                operation = Operation(
+                    part.numpy().data, dtype, op, what, timeout_s, call=call, more=more
+                )
                 copy_back = partial(self._copy_back, data[start:end], part)
                 pieces.append(Piece(operation, copied.wait, copy_back))
         except BaseException:
@@ -127,21 +126,25 @@ class DeviceStaging:
     """What a client does with tensors on devices. It has no threads until there is one.
 
     Args:
-        submit: starts an all-reduce of host memory, in the order of calls, and has it ended.
+        submit: starts an all-reduce of host memory, in the order of calls.
+
+    Attributes:
+        bytes_reduced: of all pieces so far.
     """
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: Callable[[Operation], object]) -> None:
+        self.bytes_reduced = 0
         self._submit = submit
         self._devices: dict[torch.device, tuple[Device, BufferPool[torch.Tensor]]] = {}
         self._failure: Exception | None = None  # a piece was not contributed: the order is lost
         # Calls as they were made, each with its pieces; the first stays until it was submitted.
-        self._line: deque[tuple[Call | None, Sequence[tuple[Piece, Ended]]]] = deque()
+        self._line: deque[tuple[SplitCall | None, Sequence[Piece]]] = deque()
         # The first one is woken to look at the line, or to leave; the other one gets pieces that
         # have ended, and None: no more will be submitted.
         self._sending = ServiceThread[None]("to-host", self._send)
         self._returning: ServiceThread[End | None] = ServiceThread("to-device", self._return)
         self._threads = (self._sending, self._returning)
-        self._calls: set[Call] = set()  # being submitted, or submitted and not ended
+        self._calls: set[SplitCall] = set()  # being submitted, or submitted and not ended
         self._closing = False
         # Guards `_closing` and `_devices`. A signal handler may take it again.
         self._lock = threading.RLock()
@@ -159,23 +162,19 @@ class DeviceStaging:
     def all_reduce(
         self,
         call: object,
-        work: Work,
-        tensor: torch.Tensor,
+        end: Callable[[Exception | None], object],
         flat: Flat,
         *,
         op: ReduceOp,
-        name: str | None,
         timeout_s: float,
     ) -> None:
-        """Start an all-reduce of a tensor on a device, which ends `work`.
+        """Start an all-reduce of a tensor on a device.
 
         Args:
             call: what its operations have in common.
-            work: the caller's handle.
-            tensor: the caller's, of which `flat` are the bytes.
-            flat: what is to be reduced.
+            end: called with its error or None when the result is on the device, once or more often.
+            flat: the tensor's bytes.
             op: reduction.
-            name: the caller's name for it, compared between ranks; None for none.
             timeout_s: seconds for each piece, from when it is in host memory.
 
         Raises:
@@ -187,24 +186,23 @@ class DeviceStaging:
         opened, blocks = self._open(flat.data.device)
         copies = DeviceCopies(flat, opened, blocks)
         try:
-            pieces = copies.ask(call, op, name, timeout_s)
+            pieces = copies.ask(call, op, timeout_s)
         except DeviceError as error:
             self._failure = error
             raise
-        made = Call(work, tensor, pieces, name=name, release=copies.settle)
-        turns = [
-            (piece, partial(self._piece_ended, made, opened, piece.operation)) for piece in pieces
-        ]
-        self._stand_in_line(made, turns)
+        made = SplitCall(pieces, end, name=None, release=copies.settle)
+        for piece in pieces:
+            piece.operation.ended = partial(self._piece_ended, made, opened, piece.operation)
+        self._stand_in_line(made, pieces)
 
-    def follow(self, operation: Operation, ended: Ended) -> None:
+    def follow(self, operation: Operation) -> None:
         """Submit an all-reduce of host memory when all calls before it were.
 
         Raises:
             LocalProtocolError: the client was shut down.
             DeviceError: a call before it could not be made.
         """
-        self._stand_in_line(None, [(Piece(operation), ended)])
+        self._stand_in_line(None, [Piece(operation)])
 
     def stop(self, wait: bool) -> None:
         """Submit nothing any more, and end what has not; the client submits nothing, either.
@@ -234,15 +232,17 @@ class DeviceStaging:
                 thread.start()
             return self._devices[of]
 
-    def _stand_in_line(self, call: Call | None, turns: Sequence[tuple[Piece, Ended]]) -> None:
+    def _stand_in_line(self, call: SplitCall | None, pieces: Sequence[Piece]) -> None:
         with self._lock:
             self._check()
-            self._line.append((call, turns))
+            self._line.append((call, pieces))
         self._sending.queue.put(None)
 
     def _piece_ended(
-        self, call: Call, opened: Device, operation: Operation, error: Exception | None
+        self, call: SplitCall, opened: Device, operation: Operation, error: Exception | None
     ) -> None:
+        if error is None:
+            self.bytes_reduced += operation.view.nbytes
         self._returning.queue.put((call, opened, operation, error))
 
     # -- the sending thread -------------------------------------------------------------------
@@ -261,10 +261,10 @@ class DeviceStaging:
         Returns:
             Why nothing is to be submitted after it: `failure` if there is one, or its own.
         """
-        call, turns = self._line[0]
+        call, pieces = self._line[0]
         if call is not None:
             self._calls.add(call)
-        for piece, ended in turns:
+        for piece in pieces:
             try:
                 if piece.prepare is not None:
                     piece.prepare()
@@ -273,11 +273,11 @@ class DeviceStaging:
             refusal = failure
             if refusal is None:
                 try:
-                    self._submit(piece.operation, ended)
+                    self._submit(piece.operation)
                 except ReductionError as error:
                     refusal = error
             if refusal is not None:
-                ended(refusal)
+                piece.operation.end(refusal)
         self._line.popleft()
         return failure
 
@@ -293,7 +293,7 @@ class DeviceStaging:
         if end is None:
             return False
         call, opened, operation, error = end
-        if call.ended(operation, error):
+        if call.all_ended(operation, error):
             with ExitStack() as stack:
                 call.attempt(lambda: stack.enter_context(opened.returning()))
                 call.finish()

@@ -1,20 +1,19 @@
-"""One call of `Client.all_reduce`: the all-reduces that it is made of, and its one end."""
+"""One call that several all-reduces make up, and its one end."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import ReductionError
 from reducer.wire.constants import PLACES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from worker_client.protocol.operation import Operation
-    from worker_client.work import Work
 
 PIECE_BYTES = 4 << 20  # long on a link beside what an all-reduce costs, short beside a bucket
 _MOST = PLACES - 2  # pieces of one call: those of a large tensor are larger
@@ -46,17 +45,16 @@ def cut(nbytes: int) -> list[tuple[int, int]]:
     return [(at, min(at + step, nbytes)) for at in range(0, max(1, nbytes), step)]
 
 
-class Call:
+class SplitCall:
     """Ends when all of its pieces have: until then some of them use the caller's memory.
 
     Args:
-        work: what the caller waits for.
-        data: what the caller gave, and gets.
         pieces: at least one, in the order in which all ranks submit them.
+        end: called with the error or None when all pieces have ended; after an error, once more
+            for each of them that says so again.
         name: the caller's for it.
-        write_back: called when all pieces have ended well.
-        release: called with the error or None when all pieces have ended, however they did: nothing
-            reads or writes what they travel in any more. What it raises is an error as well.
+        release: called before that, with the same: nothing reads or writes what the pieces travel
+            in any more. What it raises is an error as well.
 
     Attributes:
         error: the first one, with the call's name instead of the piece's.
@@ -64,18 +62,14 @@ class Call:
 
     def __init__(
         self,
-        work: Work,
-        data: Any,
         pieces: Sequence[Piece],
+        end: Callable[[Exception | None], object],
         *,
         name: str | None,
-        write_back: Callable[[], object] | None = None,
         release: Callable[[Exception | None], object] | None = None,
     ) -> None:
         self.error: Exception | None = None
-        self._work = work
-        self._data = data
-        self._write_back = write_back
+        self._end = end
         self._pieces = {piece.operation: piece for piece in pieces}
         self._name = name
         self._release = release
@@ -84,14 +78,35 @@ class Call:
         # at any instant, and shut the client down.
         self._claims = itertools.count()
 
-    def prepared(self) -> Iterator[Operation]:
-        """Give the operations in order, each when its memory is filled."""
-        for piece in self._pieces.values():
+    def submit(self, submit: Callable[[Operation], object]) -> None:
+        """Submit all pieces in order, each when its memory is filled.
+
+        Raises:
+            ReductionError: the first could not be submitted. After that one, the call ends with it.
+        """
+        stopped: ReductionError | None = None
+        for number, piece in enumerate(self._pieces.values(), 1):
+            operation = piece.operation
+            operation.more = operation.more or number < len(self._pieces)
+            operation.ended = partial(self.piece_ended, operation)
             if piece.prepare is not None:
                 piece.prepare()
-            yield piece.operation
+            if stopped is None:
+                try:
+                    submit(operation)
+                except ReductionError as error:
+                    if number == 1:
+                        raise
+                    stopped = error
+            if stopped is not None:  # pieces before it are on their way
+                operation.end(stopped)
 
-    def ended(self, operation: Operation, error: Exception | None) -> bool:
+    def piece_ended(self, operation: Operation, error: Exception | None) -> None:
+        """Take note that a piece has ended, and end the call if all have."""
+        if self.all_ended(operation, error):
+            self.finish()
+
+    def all_ended(self, operation: Operation, error: Exception | None) -> bool:
         """Take note that a piece has ended; return whether all have. It may be said twice."""
         piece = self._pieces[operation]
         if error is not None:
@@ -102,18 +117,13 @@ class Call:
         return not self._open
 
     def finish(self) -> None:
-        """End the caller's work, when all pieces have ended; after an error, at every call."""
+        """End the call, when all pieces have ended; after an error, at every call."""
         first = next(self._claims) == 0
         if self.error is None and not first:
             return  # another thread writes back just now
         if first and self._release is not None:
             self.attempt(partial(self._release, self.error))
-        self._work.finish(self._data, self.error, self._write_back)
-
-    def end(self, operation: Operation, error: Exception | None) -> None:
-        """Take note that a piece has ended, and end the call if all have."""
-        if self.ended(operation, error):
-            self.finish()
+        self._end(self.error)
 
     @property
     def missing(self) -> tuple[int, ...]:

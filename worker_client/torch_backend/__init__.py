@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reducer.errors import ConfigError, LocalProtocolError
 from worker_client.client import bootstrap
-from worker_client.client.hierarchical import HierarchicalClient
 from worker_client.client.rendezvous import Rendezvous
 from worker_client.staging.arguments import parse_op
 from worker_client.torch_backend.collectives import (
@@ -52,6 +51,8 @@ from worker_client.torch_backend.collectives import (
 from worker_client.torch_backend.work import ReductionWork, untraced
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch._C._distributed_c10d import Work as TorchWork
 
     from worker_client.client.client import Client
@@ -124,23 +125,27 @@ class ReductionGroup(ProcessGroup):
 
         number = count()
 
-        def make_private(timeout_s: float) -> ProcessGroup:
-            apart = PrefixStore(f"reduction/private/{next(number)}", store)
-            group = ProcessGroup(apart, rank, size)
+        ranks = tuple(options.global_ranks_in_group or range(size))
+
+        def make_private(timeout_s: float, all_of: Sequence[Sequence[int]]) -> ProcessGroup:
+            mine = next(some for some in all_of if ranks[rank] in some)
+            apart = PrefixStore(f"reduction/private/{next(number)}/{mine[0]}", store)
+            place = mine.index(ranks[rank]), len(mine)
+            group = ProcessGroup(apart, *place)
             timeout = timedelta(seconds=timeout_s)
-            take_in(group, ProcessGroupGloo(apart, rank, size, timeout=timeout))
+            take_in(group, ProcessGroupGloo(apart, *place, timeout=timeout))
             return group
 
         parent = dist.group.WORLD if dist.is_initialized() else None
         known = parent.client if isinstance(parent, ReductionGroup) else None
-        if isinstance(known, HierarchicalClient):
+        if known is not None and known.spec.world_size != known.world_size:
             known = None  # each local rank has a job of its own
         return bootstrap.connect(
             job=None if known is None else known.spec.job,
             timeout=self._given_timeout_s(),
             group=Rendezvous(
                 rank,
-                options.global_ranks_in_group or range(size),
+                ranks,
                 PrefixStore("reduction", store),
                 make_private=make_private,
                 name=str(options.group_id) if options.global_ranks_in_group else "",

@@ -1,0 +1,243 @@
+"""What every kind of communicator does, over real reducers: one suite for all of them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+import torch.distributed as dist
+
+from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
+from reducer.wire.constants import DType, ReduceOp
+from tests.waits import eventually
+from worker_client.client.compose import Composer
+from worker_client.communicators.casting import CastingCommunicator
+from worker_client.communicators.communicator import FlatCommunicator
+from worker_client.communicators.elastic import ElasticCommunicator
+from worker_client.communicators.fallback import FallbackCommunicator
+from worker_client.communicators.hierarchical import HierarchicalCommunicator
+from worker_client.communicators.node_sockets import NodeSockets, connect_node
+from worker_client.communicators.placement import arrange
+from worker_client.communicators.process_group import ProcessGroup
+from worker_client.protocol.operation import Operation, refused
+from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from worker_client.communicators.communicator import Communicator
+
+KINDS = {
+    "flat": FlatCommunicator,
+    "fallback": FallbackCommunicator,
+    "elastic": ElasticCommunicator,
+    "casting": CastingCommunicator,
+    "hierarchical": HierarchicalCommunicator,
+    "all but elastic": HierarchicalCommunicator,
+    "elastic, casting": CastingCommunicator,
+}
+RANKS = 4
+numbers = itertools.count()
+
+
+class Board:
+    """Where the ranks of a node publish what the others read."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def read(self, key: str) -> str:
+        eventually(lambda: key in self.values)
+        return self.values[key]
+
+
+def composed(kind: str, rank: int, servers: list[str], board: Board, number: int) -> Communicator:
+    place = arrange("0011", rank) if kind.startswith(("hier", "all")) else None
+    job, size, me = f"kinds-{number}", RANKS, rank
+    if place is not None:
+        job, size, me = f"{job}-{place.local_rank}", len(place.nodes), place.node
+    falls_back = kind in {"fallback", "all but elastic"}
+    group = None
+    if falls_back:
+        prefix = dist.PrefixStore(job, STORE)
+        gloo = dist.ProcessGroupGloo(prefix, me, size, timedelta(seconds=20))
+        group = ProcessGroup(gloo)
+
+    def meet(topic: str) -> NodeSockets:
+        assert place is not None
+
+        def share(name: str) -> None:
+            board.values[f"{number}/{topic}/{rank}"] = name
+
+        def read(other: int) -> str:
+            return board.read(f"{number}/{topic}/{other}")
+
+        return connect_node(place.peers, place.local_rank, share, read)
+
+    composer = Composer(
+        implementation.select(None),
+        20.0,
+        10.0,
+        wire_dtype=DType.BFLOAT16 if "casting" in kind or kind.startswith("all") else None,
+        place=place,
+        meet=None if place is None else meet,
+    )
+    spec = JobSpec(
+        job,
+        0,
+        me,
+        size,
+        tuple(servers),
+        0,
+        fallback=falls_back,
+        elastic=kind.startswith("elastic"),
+        process=str(rank),
+    )
+    return composer._around(composer._inner(spec, lambda: None, group), "ordered")
+
+
+STORE = dist.HashStore()
+
+
+@pytest.fixture(params=KINDS)
+def four(servers: list[str], request: pytest.FixtureRequest) -> Iterator[list[Communicator]]:
+    board, number = Board(), next(numbers)
+    with ExitStack() as stack, ThreadPoolExecutor(RANKS) as pool:
+        made = list(
+            pool.map(lambda at: composed(request.param, at, servers, board, number), range(RANKS))
+        )
+        for one in made:
+            stack.callback(one.stop)
+        assert {type(one) for one in made} == {KINDS[request.param]}
+        assert [one.rank for one in made] == list(range(RANKS))
+        assert {one.world_size for one in made} == {RANKS}
+        yield made
+
+
+class Asked:
+    """An all-reduce, and each time that its caller was told of its end."""
+
+    def __init__(self, values: np.ndarray, timeout_s: float = 20.0, **more: Any) -> None:
+        self.values = values
+        self.ends: list[Exception | None] = []
+        view = values.view(np.uint8).data
+        self.operation = Operation(
+            view, DType.FLOAT32, ReduceOp.SUM, None, timeout_s, ended=self.ends.append, **more
+        )
+
+
+def submit(four: list[Communicator], **more: Any) -> list[Asked]:
+    asked = [Asked(np.full(4, rank, np.float32), **more) for rank in range(RANKS)]
+    for one, communicator in zip(asked, four, strict=True):
+        communicator.submit(one.operation)
+    return asked
+
+
+def await_ends(asked: list[Asked]) -> None:
+    eventually(lambda: all(one.ends for one in asked))
+
+
+def test_each_ends_once_with_the_sum(four: list[Communicator]) -> None:
+    asked = [one for _ in range(20) for one in submit(four)]
+    await_ends(asked)
+    assert all((one.values == 6).all() for one in asked)
+    assert all(one.ends == [None] and one.operation.over for one in asked)
+    eventually(lambda: not any(communicator.busy for communicator in four))
+    assert not any(communicator.closing for communicator in four)
+    assert all(sum(communicator.counters) == 0 for communicator in four)
+
+
+def test_what_is_rounded_comes_back_whole(four: list[Communicator]) -> None:
+    asked = []
+    for rank, communicator in enumerate(four):
+        asked.append(Asked(np.full(3_000_000, rank / 4, np.float32), rounded=True))
+        communicator.submit(asked[-1].operation)
+    await_ends(asked)
+    assert all((one.values == 1.5).all() for one in asked)  # exact in 16 bits
+    assert all(one.ends == [None] for one in asked)
+
+
+def test_who_waits_leads_until_it_is_done(four: list[Communicator]) -> None:
+    def go(rank: int) -> None:
+        for _ in range(20):
+            asked = Asked(np.full(4, rank, np.float32))
+            four[rank].submit(asked.operation)
+            until = time.monotonic() + 20
+            while not asked.ends and time.monotonic() < until:
+                four[rank].wait(lambda: bool(asked.ends), until)  # noqa: B023 (within this turn)
+                time.sleep(0)
+            assert asked.ends == [None]
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(go, range(RANKS)))
+
+
+def test_a_refusal_fails_the_call_everywhere_and_no_other(four: list[Communicator]) -> None:
+    why = refused(four[1].spec.rank, "not this one")
+    asked = []
+    for rank, communicator in enumerate(four):
+        refusal = why if rank == 1 else None
+        asked.append(Asked(np.ones(4, np.float32), call=object(), refusal=refusal))
+        communicator.submit(asked[-1].operation)
+    after = submit(four)
+    await_ends([*asked, *after])
+    assert all(isinstance(one.ends[0], MismatchError) and len(one.ends) == 1 for one in asked)
+    assert all("not this one" in str(one.ends[0]) for one in asked)
+    assert all(one.ends == [None] and (one.values == 6).all() for one in after)
+
+
+def test_in_a_callback_nobody_may_wait(four: list[Communicator]) -> None:
+    said: list[object] = []
+    asked = [Asked(np.ones(4, np.float32)) for _ in four]
+
+    def callback(error: Exception | None) -> None:
+        said.append(four[0].in_callback)
+        with pytest.raises(LocalProtocolError, match="for ever"):
+            four[0].wait(lambda: False, time.monotonic() + 5)
+        said.append(error)
+
+    asked[0].operation.ended = callback
+    for one, communicator in zip(asked, four, strict=True):
+        communicator.submit(one.operation)
+    eventually(lambda: said == [True, None])
+    assert not four[0].in_callback
+
+
+def test_stop_ends_what_is_open_and_refuses_the_rest(four: list[Communicator]) -> None:
+    asked = [Asked(np.ones(4, np.float32)) for _ in range(5)]
+    for one in asked:
+        four[2].submit(one.operation)
+    stopping = threading.Thread(target=four[2].stop)
+    stopping.start()
+    stopping.join(20)
+    four[2].stop()
+    assert all(len(one.ends) == 1 for one in asked)
+    assert all(isinstance(one.ends[0], LocalProtocolError) for one in asked)
+    assert len({id(one.ends[0]) for one in asked}) == len(asked), "an error of its own for each"
+    assert four[2].closing
+    late = Asked(np.ones(4, np.float32))
+    with pytest.raises(LocalProtocolError, match="shut down"):
+        four[2].submit(late.operation)
+    with pytest.raises(LocalProtocolError, match="shut down"):
+        four[2].check()
+    assert not late.ends
+
+
+def test_whoever_does_not_come_in_time_is_named(four: list[Communicator]) -> None:
+    asked = [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]]
+    for one, communicator in zip(asked, four, strict=False):
+        communicator.submit(one.operation)
+    await_ends(asked)
+    assert isinstance(asked[2].ends[0], ReductionTimeout)
+    assert asked[2].ends[0].missing == (3,)
+    assert all(one.ends[0] is not None for one in asked)

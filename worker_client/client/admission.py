@@ -1,0 +1,160 @@
+"""Who takes part, where the job goes on without lost ranks: those that are left, and that join."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from reducer.errors import ConfigError, LocalProtocolError, MembershipError
+from worker_client.communicators.elastic import Change
+from worker_client.communicators.lobby import LOOK_S, Lobby, Offer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from worker_client.communicators.communicator import FlatCommunicator
+    from worker_client.communicators.elastic import ElasticCommunicator
+    from worker_client.communicators.lobby import Application
+    from worker_client.fusion.fusion import Fusion
+    from worker_client.protocol.spec import JobSpec
+
+ENDS_S = 1.0  # for a call to end whose caller has heard that it has
+
+log = logging.getLogger(__name__)
+
+
+class Admission:
+    """The membership of a client's two communicators; ranks join both of them, or none.
+
+    Args:
+        elastic: of calls in order.
+        enter: makes a communicator, for the lobby.
+        new_fusion: makes what reduces tensors with names when ranks have joined, from the ranks
+            that have ever taken part and those that are lost.
+        fusion: the first one.
+        newcomer: this rank joins a job that runs.
+
+    Attributes:
+        fusion: the one in use.
+        newcomer: this rank has joined, and not called `admit` yet.
+        refusal: why no rank can join.
+    """
+
+    def __init__(
+        self,
+        elastic: ElasticCommunicator,
+        enter: Callable[[JobSpec], FlatCommunicator],
+        new_fusion: Callable[[int, Collection[int]], Fusion],
+        fusion: Fusion,
+        *,
+        newcomer: bool,
+    ) -> None:
+        self.fusion = fusion
+        self.newcomer = newcomer
+        self.refusal: str | None = None
+        self._elastic = elastic
+        self._enter = enter
+        self._new_fusion = new_fusion
+        self._lobby: Lobby | None = None
+        self._callbacks: list[Callable[[Change], None]] = []
+        elastic.on_change = self._changed
+
+    def enter_job(self, application: Application) -> None:
+        """Wait until the others let this rank in.
+
+        Raises:
+            MembershipError: they have another membership by now.
+            ReductionError: they cannot be waited for.
+        """
+        application.accept()
+        self._elastic.arrive()
+        while not self._elastic.await_members(timeout_s=LOOK_S):
+            if application.refused.is_set():
+                raise MembershipError("the membership has changed before this rank was in it")
+
+    def settle_in(self, timeout_s: float) -> None:
+        """Be ready for calls with names, and wait until all ranks are, in a new membership."""
+        try:
+            self.fusion.open()
+            self._elastic.check()  # or nobody would stop that any more
+            self._lose_named()
+            self._elastic.admit(0, timeout_s)
+        except BaseException:
+            self.fusion.stop()
+            raise
+
+    def admit(self, timeout_s: float, busy: Callable[[], bool]) -> bool:
+        """Let ranks join that wait for it; `Client.admit` says the rest.
+
+        Args:
+            timeout_s: for the other ranks to call this.
+            busy: whether a call is in progress.
+        """
+        if self.refusal is not None:
+            raise ConfigError(self.refusal)
+        until = time.monotonic() + ENDS_S
+        while busy():
+            if time.monotonic() > until:
+                raise ConfigError("ranks join between calls: wait for all calls before admit()")
+            time.sleep(0.001)
+        if self.newcomer:
+            self.newcomer = False
+            return True
+        elastic = self._elastic
+        more = self._ready()
+        joined = elastic.admit(more, timeout_s)
+        if more and self._lobby is not None:
+            self._lobby.decide(admitted=joined and elastic.present[-1] == elastic.world_size - 1)
+        if joined:
+            self.fusion = self._new_fusion(elastic.world_size, elastic.lost_at_admission)
+            self.settle_in(timeout_s)
+        return joined
+
+    def tell(self, callback: Callable[[Change], None]) -> None:
+        """Have a function called with every new membership; see `Client.on_membership`."""
+        self._callbacks.append(callback)
+        if self.newcomer:
+            callback(Change(self._elastic.present, (self._elastic.rank,), ()))
+
+    def stop(self) -> None:
+        """Let nobody in any more."""
+        if self._lobby is not None:
+            self._lobby.stop()
+
+    def _ready(self) -> int:
+        """Return how many ranks are ready to join, if it is this rank that lets them in."""
+        if self._elastic.present[0] != self._elastic.rank:
+            if self._lobby is not None:
+                self._lobby.stop()
+                self._lobby = None
+            return 0
+        if self._lobby is None:
+            self._lobby = Lobby(self._enter, self._elastic.spec, self._offer)
+            if self._elastic.closing:  # it was shut down meanwhile
+                self._lobby.stop()
+        return int(self._lobby.ready())
+
+    def _offer(self) -> Offer:
+        elastic = self._elastic
+        if elastic.failed or elastic.closing:
+            raise LocalProtocolError("this rank goes on no more, and lets nobody in")
+        spec = elastic.spec
+        return Offer(elastic.world_size + 1, sorted(elastic.lost), spec.run, spec.generation)
+
+    def _lose_named(self) -> None:
+        """Go on without lost ranks in calls with names as well, where they may never have been."""
+        if (named := self.fusion.communicator) is not None:
+            named.lose(self._elastic.lost)
+
+    def _changed(self, change: Change) -> None:
+        self._lose_named()
+        for callback in self._callbacks:
+            _tell(callback, change)
+
+
+def _tell(callback: Callable[[Change], None], change: Change) -> None:
+    try:
+        callback(change)
+    except Exception:  # the job goes on all the same
+        log.exception("a callback of on_membership() failed")

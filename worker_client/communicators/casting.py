@@ -1,0 +1,162 @@
+"""What is to be rounded travels in 16 bits, a large buffer as several all-reduces.
+
+A float32 buffer is rounded to the wire's type, reducers sum in float32 and round once more, and the
+result is cast back. A large buffer is cut into pieces, each an all-reduce of its own, so that the
+first ones travel while others are cast.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reducer.errors import ReductionError
+from worker_client.communicators.communicator import Communicator, Counters
+from worker_client.protocol.operation import Operation
+from worker_client.staging import casts
+from worker_client.staging.buffer_pool import BufferPool
+from worker_client.staging.split_call import Piece, SplitCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reducer.wire.constants import DType
+    from worker_client.communicators.communicator import FlatCommunicator
+    from worker_client.protocol.spec import JobSpec
+
+LARGE_BYTES = 8 << 20  # to be cut: casting it takes as long as a small all-reduce
+PIECES = 8  # the network waits for the cast of the first, and the caller for that of the last
+_KEPT = 4  # memory of calls that have ended, for those to come ...
+_KEPT_CALLS = 64  # ... unless that many have had no use for it
+
+
+class CastingCommunicator(Communicator):
+    """Casts what is `rounded`, and passes on what is not.
+
+    Args:
+        inner: what the casts go through.
+        wire_dtype: FLOAT16 or BFLOAT16.
+        whole: do not cut buffers: each all-reduce must be all or nothing, whoever is lost.
+    """
+
+    def __init__(self, inner: Communicator, wire_dtype: DType, *, whole: bool) -> None:
+        self._inner = inner
+        self._wire_dtype = wire_dtype
+        self._whole = whole
+        self._casts = casts.select()
+        self._memory = BufferPool(_allocate, most=_KEPT, turns=_KEPT_CALLS)
+
+    # -- as of what is inside -----------------------------------------------------------------
+
+    @property
+    def flat(self) -> FlatCommunicator:
+        return self._inner.flat
+
+    @property
+    def spec(self) -> JobSpec:
+        return self._inner.spec
+
+    @property
+    def world_size(self) -> int:
+        return self._inner.world_size
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return self._inner.present
+
+    @property
+    def piecewise(self) -> bool:
+        return self._inner.piecewise
+
+    @property
+    def counters(self) -> Counters:
+        return self._inner.counters
+
+    @property
+    def closing(self) -> bool:
+        return self._inner.closing
+
+    @property
+    def busy(self) -> bool:
+        return self._inner.busy
+
+    @property
+    def in_callback(self) -> bool:
+        return self._inner.in_callback
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def join(self, timeout_s: float) -> None:
+        self._inner.join(timeout_s)
+
+    def lose(self, ranks: frozenset[int]) -> None:
+        self._inner.lose(ranks)
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        self._inner.wait(done, until)
+
+    def stop(self) -> None:
+        self._inner.stop()
+
+    # -- casts --------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """As of `Communicator`; what is rounded is cast by this thread, piece by piece."""
+        if not operation.rounded:
+            self._memory.skip()
+            self._inner.submit(operation)
+            return
+        wire = self._memory.take(operation.view.nbytes // 2)
+        pieces = self._pieces(operation, wire)
+        first = pieces[0].operation
+
+        def end(error: Exception | None) -> None:
+            operation.sequence = first.sequence
+            operation.end(error)
+
+        def release(_: object) -> None:
+            self._memory.give_back(wire)
+
+        operation.pieces = tuple(piece.operation for piece in pieces)
+        call = SplitCall(pieces, end, name=operation.name, release=release)
+        try:
+            call.submit(self._inner.submit)
+        except ReductionError:
+            release(None)
+            raise
+
+    def _pieces(self, operation: Operation, wire: memoryview) -> list[Piece]:
+        size = len(wire) // 2
+        large = operation.view.nbytes >= LARGE_BYTES and not self._whole
+        count = PIECES if large else 1
+        bounds = [size * at // count for at in range(count + 1)]
+        pieces = []
+        for at, (start, end) in enumerate(pairwise(bounds), 1):
+            values, part = operation.view[4 * start : 4 * end], wire[2 * start : 2 * end]
+            kept = None if operation.residual is None else operation.residual[4 * start : 4 * end]
+            piece = Operation(
+                part,
+                self._wire_dtype,
+                operation.op,
+                f"{operation.name or 'all-reduce'}, piece {at} of {count}",
+                operation.timeout_s,
+                call=operation.call or operation,
+            )
+            narrow = partial(self._narrow, values, part, kept)
+            widen = partial(self._casts.widen, part, values, self._wire_dtype)
+            pieces.append(Piece(piece, narrow, widen))
+        return pieces
+
+    def _narrow(self, values: memoryview, wire: memoryview, kept: memoryview | None) -> None:
+        if kept is None:
+            self._casts.narrow(values, wire, self._wire_dtype)
+        else:
+            self._casts.narrow_keeping(values, kept, wire, self._wire_dtype)
+
+
+def _allocate(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data

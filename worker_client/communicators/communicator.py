@@ -1,0 +1,313 @@
+"""What every communicator is, one membership of one job; and the innermost: at the reducers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
+from worker_client.protocol.session import Session
+from worker_client.runtime.driver import Driver
+from worker_client.runtime.service_thread import leave_in_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.protocol.operation import Operation, Unfinished
+    from worker_client.protocol.spec import JobSpec
+    from worker_client.runtime.credentials import Keys
+    from worker_client.runtime.implementation import Implementation
+
+LOOK_S = 0.2  # between two looks for a pool that is gone
+SETTLE_S = 1.0  # several times what an idle driver takes to see that some do not answer
+
+log = logging.getLogger(__name__)
+
+
+class Counters(NamedTuple):
+    """What a communicator has gone through, and all that it is made of.
+
+    Attributes:
+        losses: how often a reducer that was in use was lost.
+        moved: chunks that were sent again to another reducer.
+        claimed: chunks whose result was here, of which another reducer was told.
+        supplied: results that other ranks needed from here.
+        fallbacks: all-reduces that the process group did, as no reducer was left.
+        returns: how often they went back from the process group to reducers.
+    """
+
+    losses: int = 0
+    moved: int = 0
+    claimed: int = 0
+    supplied: int = 0
+    fallbacks: int = 0
+    returns: int = 0
+
+    def plus(self, other: Counters) -> Counters:
+        """Return the sum of two."""
+        return Counters(*map(sum, zip(self, other, strict=True)))
+
+
+class Communicator(ABC):
+    """All-reduces of host memory, in the same order at every rank; threads may share it.
+
+    Its kinds are put around each other at the start of a job (`worker_client.client.compose`):
+    `FlatCommunicator` is the innermost, or several of them are, one after another.
+    """
+
+    @property
+    @abstractmethod
+    def flat(self) -> FlatCommunicator:
+        """The membership at the reducers that is in use now."""
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job, as it began."""
+        return self.flat.spec
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+        return self.spec.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that have ever taken part: at the start, and joined since."""
+        return self.spec.world_size
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks that take part: all of them, but for those that the job goes on without."""
+        return tuple(range(self.world_size))
+
+    @property
+    def in_use(self) -> list[bool]:
+        """Whether each reducer is in use, in the order of the spec."""
+        used = dict(zip(self.flat.spec.reducers, self.flat.in_use, strict=True))
+        return [used.get(address, False) for address in self.spec.reducers]
+
+    def lose(self, ranks: frozenset[int]) -> None:  # noqa: B027 (most go on without none)
+        """Go on without ranks that are lost elsewhere, if it can: it may never have seen them."""
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether a large call may come as so many all-reduces as a call can have."""
+        return True
+
+    @property
+    @abstractmethod
+    def counters(self) -> Counters:
+        """What it has gone through so far."""
+
+    @property
+    @abstractmethod
+    def closing(self) -> bool:
+        """Whether nothing may be submitted any more."""
+
+    @property
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether an all-reduce is in progress, besides the one whose callback this is."""
+
+    @property
+    @abstractmethod
+    def in_callback(self) -> bool:
+        """Whether this thread is in a callback of an all-reduce, which may wait for none."""
+
+    def check(self) -> None:
+        """See whether all-reduces may be submitted.
+
+        Raises:
+            ReductionError: why not.
+        """
+        if self.closing:
+            raise LocalProtocolError("this client was shut down: call worker_client.init() again")
+
+    @abstractmethod
+    def join(self, timeout_s: float) -> None:
+        """Wait until every reducer has welcomed this rank that is in use.
+
+        Raises:
+            ReducerLostError: a reducer did not answer in time; the message names it and says why.
+            LocalProtocolError: it was stopped meanwhile.
+            ReductionError: a reducer refused this worker; the class says why.
+        """
+
+    @abstractmethod
+    def submit(self, operation: Operation) -> None:
+        """Start an all-reduce, which ends itself (`Operation.end`).
+
+        Raises:
+            ReductionError: nothing may be submitted any more, and the operation does not end.
+        """
+
+    @abstractmethod
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        """Move all-reduces on until `done`, or `until`, if this thread can; else return at once.
+
+        Raises:
+            LocalProtocolError: this is a callback of an all-reduce: nobody else can bring its end.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Leave the job; what is in progress fails. May be called again.
+
+        It returns before where waiting could last for ever, as `Driver.stop` does.
+        """
+
+
+class FlatCommunicator(Communicator):
+    """A session that runs.
+
+    Args:
+        spec: who we are and where the reducers are.
+        implementation: of the flight and the transport.
+        io_threads: threads of libzmq that serve the connections.
+        context: that of the reducer that this process hosts, if it does.
+        keys: what to show to reducers.
+        left: as of `Driver`.
+        hand_over: as of `Driver`, if `spec.fallback`.
+
+    Raises:
+        ConfigError: an address cannot be resolved.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        implementation: Implementation,
+        *,
+        io_threads: int,
+        context: Any,
+        keys: Keys | None = None,
+        left: Callable[[], None] = lambda: None,
+        hand_over: Callable[[list[Unfinished]], None] | None = None,
+    ) -> None:
+        inproc = {
+            address: endpoint
+            for address, endpoint in spec.inproc.items()
+            if endpoint.startswith(implementation.inproc)
+        }
+        spec = replace(spec, inproc=inproc)
+        self.session = Session(spec, implementation.flight)
+        self._wait_until = time.monotonic() + spec.wait_s
+        for address in spec.reducers:
+            _resolve(address, self._wait_until)
+        transport = implementation.transport(
+            self.session.flight, io_threads, context if inproc else None, keys, spec.heartbeats
+        )
+        for link in self.session.links:
+            transport.connect(self.session.endpoint(link))
+        self.driver = Driver(self.session, transport, left, hand_over or _keep)
+
+    @property
+    def flat(self) -> FlatCommunicator:
+        return self
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.session.spec
+
+    @property
+    def counters(self) -> Counters:
+        seen = self.session.failover
+        return Counters(seen.losses, seen.moved, seen.claimed, seen.supplied)
+
+    @property
+    def closing(self) -> bool:
+        return self.driver.closing
+
+    @property
+    def busy(self) -> bool:
+        return self.driver.busy
+
+    @property
+    def in_callback(self) -> bool:
+        return self.driver.in_callback
+
+    def submit(self, operation: Operation) -> None:
+        self.driver.submit(operation)
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        self.driver.wait(done, until)
+
+    def stop(self) -> None:
+        self.driver.stop()
+
+    def join(self, timeout_s: float) -> None:
+        """As of `Communicator`; if no reducer answers, it waits for longer, as the spec says."""
+        since = time.monotonic()
+        settled = self.driver.settled
+        settled.wait(timeout_s)
+        if time.monotonic() < self._wait_until and not settled.is_set() and not self._is_known:
+            left_s = self._wait_until - time.monotonic()
+            log.warning("no reducer answers yet: waiting for one for up to %.0f s more", left_s)
+            while time.monotonic() < self._wait_until and not (settled.is_set() or self._is_known):
+                settled.wait(LOOK_S)
+            settled.wait(timeout_s + SETTLE_S)  # for the others, or to begin without them
+        waited_s = time.monotonic() - since
+        if self.driver.closing:
+            raise LocalProtocolError("this client was shut down")
+        refusal = self.session.refusal
+        if refusal is not None:
+            raise refusal
+        for link in self.session.links:
+            if link.refusal is not None and self.in_use[link.reducer]:
+                raise link.refusal
+            if not link.member and self.in_use[link.reducer]:
+                why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
+                raise ReducerLostError(
+                    f"reducer {link.address} {why} (waited {waited_s:.3g} s): check the address in "
+                    "REDUCTION_SERVERS, and that `reducer serve` runs there, or set "
+                    "REDUCTION_WAIT_FOR_REDUCERS",
+                    reducer=link.address,
+                )
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether some reducer has welcomed us."""
+        return any(link.member for link in self.session.links)
+
+    @property
+    def in_use(self) -> list[bool]:
+        """Whether each reducer is in use, in the order of the spec."""
+        shard_map = self.session.failover.map
+        return [shard_map.uses(at) for at in range(len(self.session.spec.reducers))]
+
+
+def _resolve(address: str, until: float) -> None:
+    """Find out where a reducer is; clusters know no names of replicas that do not run."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() < until:
+                time.sleep(LOOK_S)
+                continue
+            raise ConfigError(
+                f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): "
+                "check REDUCTION_SERVERS"
+            ) from None
+    for *_, place in found:
+        leave_in_child(str(place[0]), int(place[1]))
+
+
+def _diagnose(address: str) -> str:
+    """Say why a reducer cannot be reached, by trying once with a plain socket."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError as error:
+        return f"cannot be reached: {error.strerror or error}"
+    return "accepts connections but does not speak this protocol"
+
+
+def _keep(calls: list[Unfinished]) -> None:
+    raise RuntimeError(f"{len(calls)} calls were handed over, and nobody is there to take them")

@@ -1,0 +1,391 @@
+"""All-reduces of jobs that have several ranks on each node: less on the network.
+
+The ranks of a node share one network card. Were each to send its whole buffer to the reducers, the
+card would carry the buffer as often as there are ranks. Instead, of each buffer
+
+1. every rank gets its part from all ranks of its node, and folds them in local-rank order;
+2. the ranks with the same local rank, one of each node, all-reduce that part through the reducers,
+   in a job of their own, which folds in node order;
+3. every rank gives its part of the result, divided for the mean and rounded once, to its node.
+
+So a node sends and receives each buffer once. 16-bit types travel as fp32 in step 2, to be rounded
+only once. The bits are the same at every rank, and from run to run where ranks lie on nodes alike;
+they may differ in the last place from those of an all-reduce without hierarchy, whose fold has no
+parentheses.
+
+Two threads do this, so that the network is busy with one buffer while a node passes on another:
+one does step 1 and starts step 2, the other waits for its end and does step 3.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import queue
+import threading
+import time
+from contextlib import suppress
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReductionError,
+    renumbered,
+)
+from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.header import fingerprint
+from worker_client.communicators.communicator import Communicator, Counters
+from worker_client.communicators.node_fold import finish, fold, folded_as
+from worker_client.communicators.node_sockets import hear, tell
+from worker_client.protocol.operation import Operation, reason, refused
+from worker_client.runtime.service_thread import ServiceThread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.communicators.communicator import FlatCommunicator
+    from worker_client.communicators.node_fold import Array
+    from worker_client.communicators.node_sockets import NodeSockets
+    from worker_client.communicators.placement import Place
+    from worker_client.protocol.spec import JobSpec
+
+# Of a buffer, at a time: while one piece is on the network, the node works on the next one.
+PIECE_BYTES = 16 << 20
+MOST_PIECES = 15  # of one all-reduce, each of which may travel as several; then larger ones
+PIECE_ALIGNMENT = 64  # bytes; a multiple of every element's size
+GRACE_S = 10.0  # for a rank of the node to say that the deadline has passed between its nodes
+LINGER_S = 2.5  # longer than reducers take to see that a rank is lost
+_TICK_S = 0.1  # between two looks whether a rank has given up
+_SHORTEST_S = 0.001
+_NAME_SHOWN = 200
+_REFUSAL_SHOWN = 500
+_IN, _OUT = 0, 1  # the streams of steps 1 and 3
+
+
+class _Reduction:
+    """One all-reduce in progress.
+
+    Attributes:
+        operation: what was asked for.
+        until: when to give up, in seconds of the monotonic clock.
+        error: of this rank's parts.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+        self.until = time.monotonic() + operation.timeout_s
+        self.error: ReductionError | None = None
+
+    def pieces(self, ranks: int) -> Iterator[list[slice]]:
+        """Yield each piece of the buffer, cut into parts for the ranks of a node."""
+        size, nbytes = self.operation.dtype.itemsize, self.operation.view.nbytes
+        step = max(PIECE_BYTES, -(-nbytes // (MOST_PIECES * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT)
+        for start in range(0, max(nbytes, 1), step):
+            count = (min(start + step, nbytes) - start) // size
+            ends = [start + count * at // ranks * size for at in range(ranks + 1)]
+            yield [slice(low, high) for low, high in pairwise(ends)]
+
+
+class _Piece(NamedTuple):
+    """A piece that is on its way between the nodes; without parts, the end of one with none."""
+
+    reduction: _Reduction
+    parts: list[memoryview]
+    folded: Array | None
+    between: Operation | None
+    answer: queue.SimpleQueue[Exception | None]  # has its end
+    last: bool
+
+
+class HierarchicalCommunicator(Communicator):
+    """The ranks of a node, around a communicator between the nodes.
+
+    An all-reduce that fails between nodes fails at all ranks of a node, and the next one may work.
+    What fails within a node ends this communicator, at all ranks of the job: a rank that has ended,
+    one that comes too late, ranks that disagree.
+
+    Args:
+        between: of the ranks with this local rank, one of each node.
+        place: of this rank.
+        node: the connections to the other ranks of this node.
+    """
+
+    def __init__(self, between: Communicator, place: Place, node: NodeSockets) -> None:
+        self.place = place
+        self._between = between
+        self._node = node
+        self._first = ServiceThread[_Reduction | None]("hierarchy", self._fold_all)
+        self._second = ServiceThread[_Piece | None]("hierarchy", self._hand_out_all)
+        self._open: dict[_Reduction, None] = {}
+        self._broken: ReductionError | None = None
+        self._leave_at = 0.0
+        self._latest: Operation | None = None
+        self._guard = threading.Lock()  # of the two before
+        self._failed: object = None  # the latest call that ranks of this node disagreed on,
+        self._failure: ReductionError | None = None  # and how
+        self._first.start()
+        self._second.start()
+
+    # -- as of Communicator -------------------------------------------------------------------
+
+    @property
+    def flat(self) -> FlatCommunicator:
+        return self._between.flat
+
+    @property
+    def spec(self) -> JobSpec:
+        return self._between.spec
+
+    @property
+    def rank(self) -> int:
+        return self.place.peers[self.place.local_rank]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.place.nodes) * len(self.place.peers)
+
+    @property
+    def counters(self) -> Counters:
+        return self._between.counters
+
+    @property
+    def closing(self) -> bool:
+        return self._broken is not None or self._between.closing
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def piecewise(self) -> bool:
+        return False  # it has pieces of its own
+
+    @property
+    def in_callback(self) -> bool:
+        return self._is_this_thread or self._between.in_callback
+
+    @property
+    def _is_this_thread(self) -> bool:
+        return self._first.is_current or self._second.is_current
+
+    def join(self, timeout_s: float) -> None:
+        self._between.join(timeout_s)
+
+    def check(self) -> None:
+        """As of `Communicator`; what ended this one is the reason."""
+        if self._broken is not None:
+            raise copy.copy(self._broken)
+        self._between.check()
+
+    def submit(self, operation: Operation) -> None:
+        """As of `Communicator`; what ended this one is raised by whoever submits next."""
+        reduction = _Reduction(operation)
+        with self._guard:
+            if self._broken is not None:
+                raise copy.copy(self._broken)
+            latest = self._latest
+            again = latest is not None and operation.call is latest.call and not latest.more
+            if again and operation.refusal is not None:
+                return  # all of that call is on its way, whatever interrupted its caller
+            self._open[reduction] = None
+            self._latest = operation
+            self._first.queue.put(reduction)
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        """As of `Communicator`: two threads of this object do everything."""
+        del done, until
+        if self._is_this_thread:
+            raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
+
+    def stop(self) -> None:
+        """As of `Communicator`; the ranks of this node that are in an all-reduce get an error.
+
+        After the loss of a rank it takes some seconds: the other nodes shall hear from their own
+        reducers who is lost, and not that this rank left.
+        """
+        self._node.stop()
+        self._first.queue.put(None)
+        self._second.queue.put(None)
+        self._first.wait_for_end()
+        self._second.wait_for_end()
+        self._break(LocalProtocolError("this client was shut down"))
+        self._end_all()
+        self._node.close()
+        time.sleep(max(0.0, self._leave_at - time.monotonic()))
+        self._between.stop()
+
+    # -- the first thread: within the node, and on to the reducers ------------------------------
+
+    def _fold_all(self) -> None:
+        while (reduction := self._first.queue.get()) is not None:
+            if self._broken is None:
+                self._try(self._fold, reduction)
+            self._second.queue.put(None)  # the other thread may have to end all-reduces
+
+    def _fold(self, reduction: _Reduction) -> None:
+        asked = reduction.operation
+        call = asked.call or asked
+        if call is not self._failed:
+            self._failure = self._disagreement(reduction)
+            self._failed = None if self._failure is None else call
+            if self._failure is not None:
+                self._refuse(call, asked, self._failure)
+        if call is self._failed:  # at all ranks of this node
+            reduction.error = self._failure
+            self._second.queue.put(_Piece(reduction, [], None, None, queue.SimpleQueue(), True))
+            return
+        ranks, here = len(self.place.peers), self.place.local_rank
+        op = ReduceOp.SUM if asked.op is ReduceOp.MEAN else asked.op
+        pieces = list(reduction.pieces(ranks))
+        for number, places in enumerate(pieces, 1):
+            parts = [asked.view[place] for place in places]
+            own = parts[here]
+            rows = [
+                own if at == here else np.empty(own.nbytes, np.uint8).data for at in range(ranks)
+            ]
+            self._node.exchange(_IN, parts, rows, reduction.until)
+            folded = fold(rows, asked.dtype, op)
+            answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+            between = Operation(
+                folded.data,
+                folded_as(asked.dtype),
+                op,
+                asked.name,
+                max(reduction.until - time.monotonic(), _SHORTEST_S),
+                call=call,
+                more=asked.more or number < len(pieces),
+                rounded=asked.rounded,
+                residual=None if asked.residual is None else asked.residual[places[here]],
+                ended=answer.put,
+            )
+            self._between.submit(between)
+            last = number == len(pieces)
+            self._second.queue.put(_Piece(reduction, parts, folded, between, answer, last))
+
+    def _refuse(self, call: object, asked: Operation, why: ReductionError) -> None:
+        """Let what the other nodes have of a call end as it does here."""
+        nothing = memoryview(b"")
+        with suppress(ReductionError):  # it was stopped: the others hear that
+            self._between.submit(
+                Operation(
+                    nothing,
+                    DType.UINT8,
+                    ReduceOp.SUM,
+                    None,
+                    asked.timeout_s,
+                    call=call,
+                    refusal=refused(self._between.rank, f"{type(why).__name__}: {why}"),
+                )
+            )
+
+    def _disagreement(self, reduction: _Reduction) -> ReductionError | None:
+        """See whether all ranks of this node ask for the same, and none has refused it."""
+        asked = reduction.operation
+        fields = ("total_bytes", "dtype", "op", "name", "name")
+        name = asked.name or ""
+        mine = [
+            asked.view.nbytes,
+            asked.dtype.name,
+            asked.op.name,
+            name[:_NAME_SHOWN] or "no name",
+            fingerprint(name),  # of what is not shown, too
+            reason(asked.refusal)[:_REFUSAL_SHOWN],
+        ]
+        answers = self._node.agree(_IN, json.dumps(mine).encode(), reduction.until)
+        said = [json.loads(answer) for answer in answers]
+        first = self.place.peers[0]
+        for rank, (*_, refusal) in zip(self.place.peers, said, strict=True):
+            if refusal:
+                return asked.refusal or refused(rank, refusal)
+        for rank, other in zip(self.place.peers, said, strict=True):
+            for field, expected, got in zip(fields, said[0], other, strict=False):
+                if expected != got:
+                    return MismatchError.between(
+                        "all-reduce within a node", field, (first, expected), (rank, got)
+                    )
+        return None
+
+    # -- the second thread: the results, to the node --------------------------------------------
+
+    def _hand_out_all(self) -> None:
+        while (piece := self._second.queue.get()) is not None or not self._node.stopped:
+            if piece is not None and self._broken is None:
+                self._try(self._hand_out, piece)
+            if self._broken is not None:
+                self._end_all()
+
+    def _hand_out(self, piece: _Piece) -> None:
+        reduction = piece.reduction
+        if piece.between is None or piece.folded is None:
+            self._conclude(reduction, reduction.error)
+            return
+        own = piece.parts[self.place.local_rank]
+        error = self._wait_for(piece, piece.between)
+        if isinstance(error, RankLostError):
+            raise error  # without it there are no more all-reduces
+        asked = reduction.operation
+        asked.sequence = piece.between.sequence
+        if error is None:
+            divisor = self.world_size if asked.op is ReduceOp.MEAN else 1
+            finish(piece.folded, asked.dtype, divisor, own)
+        reduction.error = reduction.error or error
+        until = reduction.until + GRACE_S
+        self._node.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
+        if piece.last:
+            mine = b"" if reduction.error is None else tell(reduction.error)
+            said = self._node.agree(_OUT, mine, until)
+            first = next((one for one in said if one), b"")
+            self._conclude(reduction, reduction.error if first == mine else hear(first))
+
+    def _wait_for(self, piece: _Piece, between: Operation) -> ReductionError | None:
+        """Wait for the end between the nodes and return the error, in this job's ranks."""
+        across = self.place.across
+        while True:
+            with suppress(queue.Empty):
+                error = piece.answer.get(timeout=_TICK_S)
+                break
+            self._node.check(everybody=True)  # none of them can have this one's end
+            piece.reduction.operation.missing = tuple(across[node] for node in between.missing)
+        if error is None or isinstance(error, ReductionError):
+            return None if error is None else renumbered(error, across, "between nodes")
+        raise error
+
+    # -- ends -----------------------------------------------------------------------------------
+
+    def _try(self, step: Callable[[Any], None], item: Any) -> None:
+        try:
+            step(item)
+        except ReductionError as error:
+            self._break(error)
+        except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+            self._break(ReductionError(repr(error)))
+
+    def _break(self, error: ReductionError) -> None:
+        """Take part no longer; the second thread ends what is open, as it writes to buffers."""
+        with self._guard:
+            if self._broken is not None:
+                return
+            self._broken = error
+        if self._node.stopped:
+            return
+        self._node.give_up(error)
+        if isinstance(error, RankLostError):
+            self._leave_at = time.monotonic() + LINGER_S
+        else:
+            self._between.stop()  # the other nodes shall not wait for this rank
+
+    def _end_all(self) -> None:
+        with self._guard:
+            open_, self._open = list(self._open), {}
+        for reduction in open_:
+            reduction.operation.end(self._broken)
+
+    def _conclude(self, reduction: _Reduction, error: ReductionError | None) -> None:
+        with self._guard:
+            self._open.pop(reduction, None)
+        reduction.operation.end(error)

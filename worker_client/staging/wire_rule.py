@@ -1,0 +1,76 @@
+"""Which tensors travel in 16 bits, by a rule that is the same at every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reducer.errors import ConfigError
+from reducer.wire.constants import DType, ReduceOp
+from worker_client.staging.host_buffer import host_buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from worker_client.staging.host_buffer import HostBuffer
+
+SMALLEST_BYTES = 16 << 10  # smaller ones gain nothing, and often are losses, norms or counts
+WIRE_DTYPES = {"none": None, "bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
+_CAST_OPS = {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX}  # factors' errors would grow
+
+
+class WireRule:
+    """What float32 tensors travel as.
+
+    Args:
+        wire_dtype: FLOAT16 or BFLOAT16; None for themselves.
+    """
+
+    def __init__(self, wire_dtype: DType | None) -> None:
+        self.wire_dtype = wire_dtype
+
+    def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
+        """Say which tensors may be packed into one buffer, so that each travels as it would alone.
+
+        Args:
+            tensors: dtype and bytes of each.
+            op: reduction of all of them.
+
+        Returns:
+            Their places, in groups of one dtype.
+        """
+        rounded = [self.rounds(dtype, op, nbytes) for dtype, nbytes in tensors]
+        groups: dict[tuple[DType, bool], list[list[int]]] = {}
+        for at, (dtype, nbytes) in enumerate(tensors):
+            members = groups.setdefault((dtype, rounded[at]), [[]])
+            filled = sum(tensors[member][1] for member in members[-1])
+            if not rounded[at] and self.rounds(dtype, op, filled + nbytes) and members[-1]:
+                members.append([])
+            members[-1].append(at)
+        return [group for members in groups.values() for group in members]
+
+    def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
+        """Whether a tensor of so many bytes travels in 16 bits; nothing else decides that."""
+        return (
+            self.wire_dtype is not None
+            and dtype is DType.FLOAT32
+            and nbytes >= SMALLEST_BYTES
+            and op in _CAST_OPS
+        )
+
+    def residual(self, residual: Any, buffer: HostBuffer) -> memoryview:
+        """Return the memory in which what the cast of `buffer` takes away is kept.
+
+        Raises:
+            ConfigError: nothing is cast, or `residual` does not go with the data.
+        """
+        if self.wire_dtype is None:
+            raise ConfigError(
+                "residual= keeps what the cast to 16 bits takes away, and nothing is cast: set "
+                "REDUCTION_WIRE_DTYPE=bf16 (or wire_dtype='bf16'), or leave it out"
+            )
+        kept = host_buffer(residual)
+        if kept.dtype is not DType.FLOAT32 or kept.write_back is not None:
+            raise ConfigError("residual= takes a contiguous float32 array or tensor of zeros")
+        if buffer.dtype is not DType.FLOAT32 or kept.view.nbytes != buffer.view.nbytes:
+            raise ConfigError("residual= goes with float32 data of its own size")
+        return kept.view
