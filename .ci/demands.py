@@ -40,13 +40,13 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/failpoints/* */faults.py", ("tests/faults",)),
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
-    (_modules("failover losses shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
+    (_modules("failover shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
     (_modules("fallback handover process_group"), (f"{JOBS}fallback.py",)),
     (
         _modules("elastic communicator replay_log reconcile"),
         (f"{JOBS}elastic.py", "tests/lab/test_elastic.py"),
     ),
-    (_modules("aborts calls roll_call"), (f"{JOBS}rank_loss.py",)),
+    (_modules("lifecycle operation"), (f"{JOBS}rank_loss.py",)),
     (
         _modules("hierarchical node_* placement"),
         (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),

@@ -12,7 +12,7 @@ from reducer.errors import ReductionError, VersionError
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from worker_client.protocol.actions import Send
+from worker_client.protocol.flight import Send
 from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation

@@ -25,7 +25,7 @@ from reducer.errors import (
 from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Challenge, Loss, Stragglers, Welcome, encode, encode_error
-from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuzz.source import check
 from reducer.errors import ConfigError
-from worker_client.protocol.actions import Connect, Finish, HandOver, Reset, Send
+from worker_client.protocol.flight import Connect, Finish, HandOver, Reset, Send
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.session import Session
 from worker_client.runtime import implementation
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.wire.constants import DType, ReduceOp
-    from worker_client.protocol.actions import Action
+    from worker_client.protocol.flight import Action
     from worker_client.protocol.spec import JobSpec
 
 

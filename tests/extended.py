@@ -49,6 +49,7 @@ PLAIN_ROWS = tuple(
         "tests/integration/test_misuse.py",
         "tests/integration/test_out_of_step.py",
         "tests/integration/test_pauses.py",
+        "tests/integration/test_communicators.py",
         "tests/integration/test_elastic.py",
         "tests/integration/test_join.py",
         "tests/integration/test_topologies.py",

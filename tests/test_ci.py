@@ -37,7 +37,7 @@ def demanded(*paths: str) -> list[str]:
         ("tests/frameworks/torch_suite.py", ["test-frameworks", "test-torch-suite"]),
         ("docker/reducer.Dockerfile", ["test-containers"]),
         ("docker/vertex/custom-job.yaml", ["test_vertex.py'", "test-containers", "test-clouds"]),
-        ("worker_client/protocol/losses.py", ["test_failures.py tests/sim tests/worker_client'"]),
+        ("worker_client/protocol/failover.py", ["test_failures.py tests/sim tests/worker_client'"]),
         (
             "bench/rank_loss.py",
             ["test_elastic.py tests/integration/test_rank_loss.py tests/lab'"],

@@ -8,7 +8,7 @@ from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
 from tests.engine import twins
-from worker_client.protocol.actions import Finish, Send
+from worker_client.protocol.flight import Finish, Send
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
-from worker_client.protocol.actions import Finish, Reset
+from worker_client.protocol.flight import Finish, Reset
 from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:

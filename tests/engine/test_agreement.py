@@ -20,8 +20,8 @@ from reducer.wire.messages import ALL_REDUCERS, Loss, encode
 from tests.engine import driven
 from tests.engine.network import Network, connected
 from tests.engine.words import number
-from worker_client.protocol.actions import Finish
-from worker_client.protocol.losses import ADOPT_S
+from worker_client.protocol.failover import ADOPT_S
+from worker_client.protocol.flight import Finish
 
 if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation

@@ -14,8 +14,8 @@ from reducer.wire.messages import decode_error
 from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.network import Network, connected
 from tests.engine.words import number
-from worker_client.protocol.actions import Finish, Send
-from worker_client.protocol.calls import FIRST_PLACE, GRACE_S
+from worker_client.protocol.flight import Finish, Send
+from worker_client.protocol.lifecycle import FIRST_PLACE, GRACE_S
 from worker_client.protocol.operation import Pending, refused
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ from reducer.wire.messages import (
 )
 from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.words import number
-from worker_client.protocol.actions import Finish, HandOver, Reset
-from worker_client.protocol.flight import Send
-from worker_client.protocol.losses import ADOPT_S
+from worker_client.protocol.failover import ADOPT_S
+from worker_client.protocol.flight import Finish, HandOver, Reset, Send
 from worker_client.protocol.operation import HURRY_S, STRAGGLER_S
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from reducer.errors import (
 from reducer.wire.header import Header, fingerprint
 from tests.engine.driven import Driven, error, errors, operation, sent
 from tests.engine.words import TWO_KEYS, M, Reducer, kinds, told
-from worker_client.protocol.actions import Reset
+from worker_client.protocol.flight import Reset
 from worker_client.protocol.joining import RETRY_S
 
 BOTH = AllowList({"key-1": frozenset({"job"}), "key-2": frozenset({"other"})})

@@ -10,7 +10,7 @@ from reducer.wire.header import Header
 from reducer.wire.messages import decode_error, encode_error
 from tests.engine.words import M, Reducer, kinds, number, told
 from worker_client.protocol.agreement import EVERY, OFTEN_S, Agreement
-from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.operation import refused
 
 QUESTION, CALL = number(4, 0), number(4)

@@ -17,7 +17,7 @@ from reducer.wire.header import Header
 from reducer.wire.messages import Hello, decode, decode_error, encode
 from tests.engine.driven import Driven
 from tests.engine.twins import IMPLEMENTATIONS, Served
-from worker_client.protocol.actions import Send
+from worker_client.protocol.flight import Send
 from worker_client.protocol.link import LinkState
 
 if TYPE_CHECKING:

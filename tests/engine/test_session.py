@@ -18,9 +18,9 @@ from reducer.wire.header import Header
 from reducer.wire.messages import Stragglers, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
-from worker_client.protocol.actions import Reset
-from worker_client.protocol.calls import GRACE_S
+from worker_client.protocol.flight import Reset
 from worker_client.protocol.joining import RETRY_S
+from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import LAST_S
 
 

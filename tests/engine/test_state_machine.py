@@ -27,8 +27,8 @@ from reducer.errors import (
 from reducer.wire.constants import MIN_CHARGE, SPARE_CHUNKS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.network import Network
-from worker_client.protocol.calls import GRACE_S
 from worker_client.protocol.joining import RETRY_S
+from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:

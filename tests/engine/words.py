@@ -14,7 +14,7 @@ from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
 from tests.engine.twins import Served
-from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol.lifecycle import FIRST_PLACE
 
 M = MessageType
 WINDOW = 1 << 16

@@ -18,7 +18,7 @@ from bench.chaos_run import Pool
 from bench.rolling import roll
 from reducer.errors import ReductionTimeout
 from worker_client.client.bootstrap import connect
-from worker_client.protocol.losses import ADOPT_S
+from worker_client.protocol.failover import ADOPT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 

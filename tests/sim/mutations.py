@@ -8,10 +8,8 @@ from unittest.mock import patch
 
 from reducer.engine import engine, rounds
 from reducer.engine.slots import Round
-from worker_client.protocol.aborts import Aborts
-from worker_client.protocol.calls import Calls
 from worker_client.protocol.failover import Failover
-from worker_client.protocol.losses import Losses
+from worker_client.protocol.lifecycle import Aborts, Calls
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.protocol.shard_map import ShardMap, Stage
 
@@ -20,8 +18,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import RankLostError
     from reducer.wire.header import Header
-    from worker_client.protocol.actions import Reset
-    from worker_client.protocol.flight import Send
+    from worker_client.protocol.flight import Reset, Send
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
 
@@ -29,7 +26,7 @@ _end_well = PlainFlight.take
 _next = PlainFlight._next
 _number = Calls.number
 _stage = ShardMap.stage
-_lose = Failover.lose
+_take_out = Failover._take_out
 
 
 def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
@@ -94,7 +91,7 @@ def _leave_whatever_was_lost(
 ) -> list[Reset | Send]:
     """Leave a reducer also if another process of it was lost than is there."""
     del process
-    return _lose(self, reducer, stage, present, "")
+    return _take_out(self, reducer, stage, present, "")
 
 
 def _number_by_place(self: Calls, operation: Operation) -> None:
@@ -110,7 +107,7 @@ def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
 
 
 @property
-def _my_own_last_stage(self: Losses) -> Stage:
+def _my_own_last_stage(self: Failover) -> Stage:
     """Take what ends everything for a rank that has yet to begin this epoch for one stage more."""
     return self._map.final
 
@@ -147,16 +144,16 @@ MUTATIONS = {
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
     "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=5),
     "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
-    "adopted-unclaimed": Mutation(Failover, "claim", _claim_nothing, seed=60),
+    "adopted-unclaimed": Mutation(Failover, "_claim_all", _claim_nothing, seed=60),
     "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=199),
-    "another-process-lost": Mutation(Failover, "lose", _leave_whatever_was_lost, seed=204),
+    "another-process-lost": Mutation(Failover, "_take_out", _leave_whatever_was_lost, seed=204),
     "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
 }
 
 # What only one world in thousands notices.
 RARE = {
     "comebacks-refused": Mutation(Round, "left_since", _refuse_whoever_left, seed=3048),
-    "latecomers-ended": Mutation(Losses, "_last", _my_own_last_stage, seed=7338),
+    "latecomers-ended": Mutation(Failover, "_last", _my_own_last_stage, seed=7338),
 }
 
 

@@ -28,8 +28,8 @@ from reducer.wire.constants import PLACES, DType, ReduceOp
 from tests.engine.twins import Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
-from worker_client.protocol.actions import Connect, Finish, HandOver, Reset
 from worker_client.protocol.agreement import FIRST_CALL
+from worker_client.protocol.flight import Connect, Finish, HandOver, Reset
 from worker_client.protocol.handover import gaps, held, merge
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import JobSpec

@@ -23,8 +23,8 @@ from reducer.wire.header import Header
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually
 from worker_client.client.compose import Composer
-from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.flight import LinkShard
+from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import compiled_transport as worker_transport

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from reducer.wire.layout import shards
 from tests.engine.words import number
-from worker_client.protocol import plan as plan_module
-from worker_client.protocol.calls import FIRST_PLACE
+from worker_client.protocol import shard_map
+from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.link import Link
-from worker_client.protocol.plan import Plan
+from worker_client.protocol.shard_map import Plan
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -82,7 +82,7 @@ def test_only_reducers_that_are_used_get_anything() -> None:
 
 
 def test_few_plans_are_kept(monkeypatch) -> None:
-    monkeypatch.setattr(plan_module, "_KEPT", 3)
+    monkeypatch.setattr(shard_map, "_KEPT_PLANS", 3)
     plan = made((1,), links((0, 0)))
     for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
         assert plan.cut(nbytes, sequence) == [(0, 0, nbytes)]

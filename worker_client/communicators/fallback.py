@@ -26,8 +26,8 @@ from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, 
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.communicators.membership import PATIENCE_S, marked
-from worker_client.protocol.calls import FIRST_PLACE
 from worker_client.protocol.handover import Held, gaps, held, merge
+from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.operation import Operation, reason, refused
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
 
@@ -346,7 +346,7 @@ class FallbackCommunicator(Communicator):
     def _offer(self) -> Offer:
         """Say where this rank could go on; it begins to join, if it does not yet."""
         if self._marker is None and not self._stopped:
-            if self._coming is not None and self._coming.session.losses.final:
+            if self._coming is not None and self._coming.session.failover.final:
                 self._try_another(self._attempt + 1)  # its reducers are gone again
             if self._coming is None and time.monotonic() >= self._retry_at:
                 self._join_again()

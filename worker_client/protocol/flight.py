@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reducer.errors import ReductionError
     from reducer.wire.header import Buffer, Header
-    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.operation import Operation, Unfinished
 
 
 class Send(NamedTuple):
@@ -178,3 +179,34 @@ class Flight(Protocol):
 
     def confirm(self, reached: int) -> None:
         """Learn that every all-reduce below a number is finished at every rank."""
+
+
+class Finish(NamedTuple):
+    """End an all-reduce: its buffer holds the result, or `error` says why not."""
+
+    operation: Operation
+    error: ReductionError | None
+
+
+class Connect(NamedTuple):
+    """Add a connection; the link that it is of counts them in order."""
+
+    endpoint: str
+
+
+class Reset(NamedTuple):
+    """Close a link's connection with all that it has yet to send, and connect anew.
+
+    Nothing reads the callers' memory for it from then on.
+    """
+
+    link: int
+
+
+class HandOver(NamedTuple):
+    """Have these calls brought to their end by other means, in this order: no reducer is left."""
+
+    calls: list[Unfinished]
+
+
+Action = Send | Finish | Connect | Reset | HandOver

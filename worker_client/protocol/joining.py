@@ -11,16 +11,15 @@ from reducer.errors import AuthError, StaleGenerationError
 from reducer.wire import authentication
 from reducer.wire.messages import Challenge, Hello, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
-from worker_client.protocol.actions import Connect, Send
+from worker_client.protocol.flight import Connect, Send
 from worker_client.protocol.link import Link
 
 if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from reducer.wire.header import Buffer, Header
-    from worker_client.protocol.failover import Failover
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.flow_control import FlowControl
-    from worker_client.protocol.plan import Plan
+    from worker_client.protocol.shard_map import Plan, ShardMap
     from worker_client.protocol.spec import JobSpec
 
 RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
@@ -46,7 +45,7 @@ class Joining:
         spec: who we are and where the reducers are.
         links: where they are kept.
         flight, flow, plan: what hears of links.
-        failover: knows which reducers are used.
+        shard_map: knows which reducers are used.
 
     Attributes:
         complete: every reducer has welcomed us once, or was given up.
@@ -60,7 +59,7 @@ class Joining:
         flight: Flight,
         flow: FlowControl,
         plan: Plan,
-        failover: Failover,
+        shard_map: ShardMap,
     ) -> None:
         self.complete = False
         self._spec = spec
@@ -68,7 +67,7 @@ class Joining:
         self._flight = flight
         self._flow = flow
         self._plan = plan
-        self._failover = failover
+        self._map = shard_map
         self._since: float | None = None  # when some reducers had welcomed us, and others had not
         self._retries: dict[int, float] = {}  # links that were refused: when to try again
         self._refused: set[int] = set()  # links that were refused last
@@ -79,7 +78,7 @@ class Joining:
     @property
     def done(self) -> bool:
         """Whether this worker is a member at every reducer that is in use."""
-        used = self._failover.map.uses
+        used = self._map.uses
         return all(link.member or not used(link.reducer) for link in self._links)
 
     def give_up(self, now: float) -> list[int]:
@@ -186,6 +185,6 @@ class Joining:
         self._links.append(link)
         window = self._spec.window_per_reducer()
         hosted = reducer in self._spec.hosts
-        self._flight.add_link(window, self._failover.keeps(reducer), in_place=hosted)
-        self._plan.use(self._links, self._failover.map.base)
+        self._flight.add_link(window, self._spec.keeps(reducer), in_place=hosted)
+        self._plan.use(self._links, self._map.base)
         return Connect(self.endpoint(link))

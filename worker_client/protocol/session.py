@@ -24,19 +24,15 @@ from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error
 from reducer.wire.states import LinkState, Role, after
-from worker_client.protocol.aborts import Aborts
-from worker_client.protocol.actions import Action, Finish, HandOver, Reset, Send
 from worker_client.protocol.agreement import Agreement
-from worker_client.protocol.calls import FIRST_PLACE, Calls
 from worker_client.protocol.failover import Failover
+from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
 from worker_client.protocol.flow_control import FlowControl
 from worker_client.protocol.handover import HandingOver
 from worker_client.protocol.joining import Joining, may_pass
-from worker_client.protocol.losses import Losses
+from worker_client.protocol.lifecycle import FIRST_PLACE, Aborts, Calls, RollCall
 from worker_client.protocol.operation import Unfinished
-from worker_client.protocol.plan import Plan
-from worker_client.protocol.roll_call import RollCall
-from worker_client.protocol.shard_map import Stage
+from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,14 +67,13 @@ class Session:
             rank=spec.rank,
         )
         self.flight = flight(self._identity)
-        self.failover = Failover(spec, self.links, self.flight, self._header)
-        self._map = self.failover.map
+        self._map = ShardMap(len(spec.reducers), spec.hosts, adopts=spec.adopts)
         reducers = len(spec.reducers)
         # A card that carries contributions and results alike hardly rests, whatever their size.
         embedded = len(spec.hosts) == reducers
         chunk_bytes = spec.chunk_bytes or (LARGEST_CHUNK if embedded else 0)
         choose = spec.world_size > 1 and not chunk_bytes
-        self._agreement = Agreement(choose or self.failover.replaceable, chunk_bytes, reducers)
+        self._agreement = Agreement(choose or spec.replaceable, chunk_bytes, reducers)
         weights = spec.weights or (1,) * reducers
         self._plan = Plan(weights, spec.chunk_bytes)
         self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
@@ -89,7 +84,7 @@ class Session:
             flight=self.flight,
             flow=self._flow,
             plan=self._plan,
-            failover=self.failover,
+            shard_map=self._map,
         )
         self._aborts = Aborts(self.links, self.flight, self._map, self._header)
         self.calls = Calls(
@@ -100,15 +95,16 @@ class Session:
             aborts=self._aborts,
             ended=self._ended,
         )
-        self.losses = Losses(
+        self.failover = Failover(
             spec,
             self.links,
+            self._map,
             calls=self.calls,
-            failover=self.failover,
             flight=self.flight,
             flow=self._flow,
             aborts=self._aborts,
-            renewed=self._renewed,
+            header=self._header,
+            cut_anew=self._cut_anew,
         )
         self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
         self._handing = HandingOver()
@@ -181,8 +177,8 @@ class Session:
     def disconnected(self, index: int, reason: str) -> list[Action]:
         """Go on without a reducer that the transport has lost, if that can be."""
         link = self.links[index]
-        if self._joining.complete and not self.losses.final:
-            return self._move_on(self.losses.disconnected(link, reason))
+        if self._joining.complete and not self.failover.final:
+            return self._move_on(self.failover.disconnected(link, reason))
         link.disconnect()
         self.flight.shut(index)
         return []
@@ -213,14 +209,14 @@ class Session:
         if self.calls.final is not None:
             return [Finish(operation, self.calls.final)]
         question = self.calls.question
-        if self.losses.final or question is not None:
+        if self.failover.final or question is not None:
             self._held.append((operation, now))
         if question is not None:
             if not question.overdue and now + operation.timeout_s < question.deadline:
                 # It keeps nobody waiting longer than the calls that wait for it.
                 self.calls.active.expect(question, now + operation.timeout_s)
             return []
-        if self.losses.final:
+        if self.failover.final:
             return []
         if self._agreement.due(operation.sequence):
             self._held.append((operation, now))
@@ -242,7 +238,7 @@ class Session:
         for shard in shards:
             link = self.links[shard.link]
             if link.state is not LinkState.MEMBER or not self._map.intact:
-                actions += self.losses.route(operation, link)
+                actions += self.failover.route(operation, link)
         return actions
 
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
@@ -258,32 +254,25 @@ class Session:
             held, self._held = self._held, []
             return [Finish(operation, final) for operation, _ in held]
         if error is None:
-            used = {reducer for reducer in self._map.base if self._map.uses(reducer)}
-            missed = self.failover.agree(self._agreement.answer())
-            for reducer in set(self._map.base) - used:
-                log.warning("reducer %s is used again", self.spec.reducers[reducer])
-            self._cut_anew()
+            actions += self.failover.agree(self._agreement.answer(), sequence)
             self._roll_call.agreed()
             self._agreement.wanted = False  # as far as is known; it is looked at again soon
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
-            actions += self.losses.agreed(missed, sequence)
         elif _declined(error):
             log.debug("a rank did not ask with the others which reducers to use")
         elif not self.failover.renewed_after(sequence):  # others may have got the answer
-            actions += self.losses.renew(self._map.fresh(), sequence)
-        if self.losses.final:
+            actions += self.failover.renew(self._map.fresh(), sequence)
+        if self.failover.final:
             return actions
         held, self._held = self._held, []
         for operation, now in held:
             actions += self._go_on(operation, now)
         return actions
 
-    def _renewed(self) -> None:
-        self._agreement.reset()
-        self._cut_anew()
-
-    def _cut_anew(self) -> None:
-        """Cut buffers from now on as the agreement and the shard map say."""
+    def _cut_anew(self, afresh: bool) -> None:
+        """Cut buffers from now on as the agreement, if it still holds, and the shard map say."""
+        if afresh:
+            self._agreement.reset()
         self._plan.use(self.links, self._map.base)
         self._flow.chunk_bytes = self._agreement.chunk_bytes
 
@@ -304,7 +293,7 @@ class Session:
         except ReductionError as error:
             log.warning("reducer %s: %s", link.address, error)
             if before in {LinkState.MEMBER, LinkState.DRAINING}:
-                return self._move_on(self.losses.lose(link, error))
+                return self._move_on(self.failover.lose(link, error))
             link.state = LinkState.STRANGER
             self._joining.refuse(link, error, self._now)
             return []
@@ -333,9 +322,9 @@ class Session:
         self._flow.tick(now)
         actions: list[Action] = [self.failover.close(link) for link in self._joining.retry(now)]
         for reducer in self._joining.give_up(now):
-            actions += self.losses.missed(reducer, Stage(self._map.epoch))
-        actions += self.losses.leave_drained()
-        actions += self.losses.adopt(now)
+            actions += self.failover.missed(reducer, Stage(self._map.epoch))
+        actions += self.failover.leave_drained()
+        actions += self.failover.adopt(now)
         self._agreement.wanted = self.failover.wanted()
         for link in self.links:
             actions += self._aborts.pay(link)
@@ -371,8 +360,8 @@ class Session:
     def _move_on(self, actions: list[Action]) -> list[Action]:
         """Let others have what was left with connections that these actions close, or all calls."""
         if self.failover.closed:
-            actions += self.losses.rehome_all()
-        return actions + self._hand_over() if self.losses.final else actions
+            actions += self.failover.rehome_all()
+        return actions + self._hand_over() if self.failover.final else actions
 
     def _hand_over(self) -> list[Action]:
         """Leave all calls to others, when nothing reads their buffers any more."""
@@ -395,7 +384,7 @@ class Session:
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         connects = self._joining.welcome(link, header, payload)
-        return [*self.losses.welcomed(link), *connects]
+        return [*self.failover.welcomed(link), *connects]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         """Say what is wrong with a result that the flight did not take."""
@@ -416,7 +405,7 @@ class Session:
             epoch = 1 + max(map(_epoch, (error.expected, error.got)))
             renewed = Loss(ALL_REDUCERS, epoch, header.sequence)
             renewed.check_epoch()
-            anew = self.losses.renew(renewed.epoch, renewed.sequence)
+            anew = self.failover.renew(renewed.epoch, renewed.sequence)
             return [*anew, *self._failed(link, header, error)]
         return self._failed(link, header, error)
 
@@ -427,7 +416,7 @@ class Session:
             if type(error) is MembershipError or isinstance(
                 error, (AuthError, RemoteProtocolError)
             ):
-                return self.losses.lose(link, error)  # it does not know us, or not what we said
+                return self.failover.lose(link, error)  # it does not know us, or not what we said
             return self.calls.fail_all(error)
         operation = self.calls.active.get(header.sequence)
         if operation is None:
@@ -441,7 +430,7 @@ class Session:
     def _goodbye(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del header, payload
         log.warning("reducer %s is shutting down", link.address)
-        return self.losses.draining(link)
+        return self.failover.draining(link)
 
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         self.flight.confirm(header.watermark)
@@ -454,8 +443,8 @@ class Session:
         loss = decode(Loss, payload)
         loss.check_epoch()
         if loss.reducer == ALL_REDUCERS:
-            return self.losses.renew(loss.epoch, loss.sequence)
-        return self.losses.told(loss.reducer, Stage(loss.epoch, loss.stage), loss.incarnation)
+            return self.failover.renew(loss.epoch, loss.sequence)
+        return self.failover.told(loss.reducer, Stage(loss.epoch, loss.stage), loss.incarnation)
 
     def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del payload

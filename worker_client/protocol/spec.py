@@ -83,3 +83,21 @@ class JobSpec:
     def window_per_reducer(self) -> int:
         """Return the most bytes that will be in flight at one reducer."""
         return most_per_link(self.window_bytes, self.chunk_bytes, len(self.reducers))
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether any reducer could replace another one."""
+        return len(self.reducers) > 1 and len(self.hosts) < len(self.reducers)
+
+    @property
+    def adopts(self) -> bool:
+        """Whether calls go on when no reducer is left between which buffers were cut."""
+        alone = len(self.reducers) == 1 and not self.hosts
+        waits = alone and self.wait_s > 0  # for another process in its place
+        return (self.replaceable or waits) and not self.fallback
+
+    def keeps(self, reducer: int) -> bool:
+        """Whether results of a reducer are kept: it may be lost, and there is another way then."""
+        if reducer in self.hosts:
+            return False
+        return self.fallback or self.adopts or len(self.reducers) > 1

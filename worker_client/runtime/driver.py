@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.protocol.actions import Connect, Finish, Reset, Send
+from worker_client.protocol.flight import Connect, Finish, Reset, Send
 from worker_client.runtime.service_thread import STOP_S, forks
 from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
-    from worker_client.protocol.actions import Action
+    from worker_client.protocol.flight import Action
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
     from worker_client.runtime.transport import Event, Transport

@@ -1,29 +1,37 @@
-"""The life of an all-reduce in a session, from its start to its good or bad end (sans I/O)."""
+"""The life of an all-reduce in a session: its end, whom it waits for, who is told (sans I/O)."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
-from reducer.wire.constants import PLACES
-from worker_client.protocol.operation import Names, Pending
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
+from reducer.wire.messages import encode_error
+from worker_client.protocol.flight import Send
+from worker_client.protocol.link import Failed
+from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from reducer.errors import ReductionError
-    from worker_client.protocol.aborts import Aborts
-    from worker_client.protocol.actions import Action
-    from worker_client.protocol.flight import Flight, LinkShard
+    from reducer.wire.header import Header
+    from worker_client.protocol.flight import Action, Flight, LinkShard
     from worker_client.protocol.flow_control import FlowControl
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
+    from worker_client.protocol.shard_map import ShardMap
     from worker_client.protocol.spec import JobSpec
 
 FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
 _SINCE_MASK = (1 << 32) - 1
 GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
+_MOST_FAILED = 256  # entries of what has failed here; then the oldest become one
+
+log = logging.getLogger(__name__)
 
 
 class Calls:
@@ -213,3 +221,147 @@ class Calls:
     def waiting(self, sequence: int) -> list[Link]:
         """Return the links on which results of an all-reduce are expected."""
         return [link for link in self._links if self._flight.waits_for(link.index, sequence)]
+
+
+class Aborts:
+    """What reducers are told, all of them: any may take the place of others later.
+
+    Args:
+        links: the session's.
+        flight: knows the watermark.
+        shard_map: knows the epoch.
+        header: makes the header of a message.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        flight: Flight,
+        shard_map: ShardMap,
+        header: Callable[[MessageType], Header],
+    ) -> None:
+        self._links = links
+        self._flight = flight
+        self._map = shard_map
+        self._header = header
+        self._failed: deque[Failed] = deque()  # what some rank may not have finished
+
+    def tell(self, sequence: int, error: ReductionError, told_by: Link | None) -> list[Send]:
+        """Tell all reducers but the one that has told us that an all-reduce cannot be finished."""
+        return self._note(Failed(sequence, sequence, error), told_by)
+
+    def tell_finished(self, error: ReductionError) -> list[Send]:
+        """Tell that nobody can have results from here that other ranks may still lack."""
+        reached, watermark = self._flight.reached, self._flight.watermark
+        if reached == watermark:
+            return []
+        self._failed.clear()  # it is all among this
+        return self._note(Failed(reached, watermark - 1, error))
+
+    def _note(self, failed: Failed, told_by: Link | None = None) -> list[Send]:
+        while self._failed and self._failed[0].last < self._flight.reached:
+            self._failed.popleft()
+        if len(self._failed) == _MOST_FAILED:
+            oldest, next_one = self._failed.popleft(), self._failed.popleft()
+            last = max(oldest.last, next_one.last)
+            self._failed.appendleft(Failed(min(oldest.first, next_one.first), last, oldest.error))
+        self._failed.append(failed)
+        sends = []
+        for link in self._links:
+            if link.member and link is not told_by:
+                link.untold.append(failed)
+                sends += self.pay(link)
+        return sends
+
+    def welcomed(self, link: Link) -> None:
+        """Take note that a reducer is to be told everything: it may be another process now."""
+        link.untold = list(self._failed)
+
+    def pay(self, link: Link) -> list[Send]:
+        """Tell a reducer what has failed here and it was not told yet, as far as that may be."""
+        sends = []
+        limit = self._flight.watermark + MAX_ROUNDS_AHEAD  # nothing may be said of what is beyond
+        while link.untold and link.member and link.untold[0].last < limit:
+            sends.append(self._abort(link, link.untold.pop(0)))
+        return sends
+
+    def abort(self, link: Link, sequence: int, error: ReductionError) -> Send:
+        """Give up an all-reduce."""
+        return self._abort(link, Failed(sequence, sequence, error))
+
+    def _abort(self, link: Link, failed: Failed) -> Send:
+        header = self._header(MessageType.ABORT)._replace(
+            sequence=failed.first, nbytes=failed.last - failed.first, epoch=self._map.epoch
+        )
+        return Send(link.index, header.pack(), encode_error(failed.error))
+
+
+class RollCall:
+    """What reducers have said of ranks.
+
+    Args:
+        links: the session's.
+        shard_map: knows which reducers are in use.
+        active: the all-reduces in progress.
+        elastic: whether the ranks that are left go on elsewhere when one is lost.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], shard_map: ShardMap, active: Pending, *, elastic: bool
+    ) -> None:
+        self._links = links
+        self._map = shard_map
+        self._active = active
+        self._elastic = elastic
+        self._outdated: set[int] = set()  # links whose next PING may be from before the agreement
+        self._lost: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that a reducer in use has lost, or that have left."""
+        # One that cannot reach a rank, but is not in use, says nothing of that rank's life.
+        said = tuple(self._lost.items())
+        used = [ranks for link, ranks in said if self._map.uses(self._links[link].reducer)]
+        return {rank for ranks in used for rank in ranks}
+
+    def hear(self, link: Link, lost: tuple[int, ...], now: float) -> None:
+        """Take note of the ranks that are lost at a reducer, by its latest PING."""
+        if link.index in self._outdated:
+            self._outdated.discard(link.index)
+            return
+        news = set(lost) - set(self._lost.pop(link.index, ()))
+        if lost:
+            self._lost[link.index] = lost
+        if news:
+            self._active.hurry(now)
+
+    def agreed(self) -> None:
+        """Forget who was lost: every rank has just said which reducers it can use."""
+        self._lost.clear()
+        self._outdated = {link.index for link in self._links}
+
+    def begin(self, now: float) -> None:
+        """See to it that it is soon asked whom an all-reduce waits for, if ranks are lost."""
+        if self._lost:
+            self._active.hurry(now)
+
+    def answer(
+        self, operation: Operation, link: Link, missing: Collection[int], now: float
+    ) -> RankLostError | None:
+        """Say whom an all-reduce waits for; return why it waits in vain, if it does."""
+        # One that is missing may have gone on elsewhere without another one, which is lost.
+        if lost := sorted(self.lost if self._elastic else self.lost.intersection(missing)):
+            # This reducer cannot know: it was restarted, and that rank has never been there.
+            why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
+            return RankLostError(why, rank=lost[0])
+        operation.missing = tuple(missing)
+        waited = now - operation.begun
+        if waited >= STRAGGLER_S and not operation.quiet:
+            log.warning(
+                "%s: reducer %s waits for rank %s, %.0f s so far",
+                operation,
+                link.address,
+                ", ".join(map(str, missing)),
+                waited,
+            )
+        return None
