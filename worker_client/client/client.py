@@ -98,6 +98,8 @@ class Client:
         self._ordered = ordered
         self._fusion = fusion
         self._wire = wire
+        self._casts = wire.wire_dtype is not None
+        self._piecewise = ordered.piecewise
         self._departure = departure
         self._admission = admission
         self._bytes_reduced = 0
@@ -249,20 +251,15 @@ class Client:
             try:
                 self._check_usable()
                 self._calls += 1
-                if self._ordered.piecewise and device.is_on_device(data):
+                if self._piecewise and device.is_on_device(data):
                     refuse_extras(weight, residual, "tensors on a device")
                     return self._stage(call, data, op, timeout)
                 buffer = host_buffer(data)
                 reduction, timeout_s = parse(buffer.dtype, op, None, timeout, self.timeout_s)
-                operation = Operation(
-                    buffer.view,
-                    buffer.dtype,
-                    reduction,
-                    None,
-                    timeout_s,
-                    call=call,
-                    rounded=self._wire.rounds(buffer.dtype, reduction, buffer.view.nbytes),
-                )
+                view, dtype, _ = buffer
+                operation = Operation(view, dtype, reduction, None, timeout_s, call=call)
+                if self._casts:
+                    operation.rounded = self._wire.rounds(dtype, reduction, view.nbytes)
                 if residual is not None:
                     operation.residual = self._wire.residual(residual, buffer)
                 if weight is not None:
