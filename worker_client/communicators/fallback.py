@@ -15,6 +15,7 @@ communicator's thread, which passes it on; until the last of it has, later calls
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -185,7 +186,8 @@ class FallbackCommunicator(Communicator):
         def left() -> None:
             going_there = communicator is self._coming and self._marker is not None
             if communicator is self._flat or going_there:
-                self._stopped = True  # if it has ended by itself
+                with self._gate:
+                    self._stopped = True  # if it has ended by itself
                 self._left()
                 self._end_all()
 
@@ -199,14 +201,14 @@ class FallbackCommunicator(Communicator):
             stay: which they are of.
             calls: with numbers that go on from those of the time before; none is fine.
         """
-        if self._group.stopped:
-            return
-        if calls and not stay.begun:
+        if calls and not stay.begun and not self._group.stopped:
             stay.begun = True
             log.log(self._level, "no reducer is left: all-reduces go through the process group now")
         self._thread.start()
         if calls:
             self._thread.queue.put([(stay, call) for call in calls])
+        if self._group.stopped:
+            self._end_rest()
 
     def _end_all(self) -> None:
         """Write to no buffer from now on, and end what is here."""
@@ -214,11 +216,15 @@ class FallbackCommunicator(Communicator):
         self._thread.queue.put([])
         if self._thread.ident is not None and not self._thread.is_current:
             self._group.await_rest()
+        self._end_rest()
+
+    def _end_rest(self) -> None:
         error = LocalProtocolError("this client was shut down")
         handed_over = [] if self._made is None else [self._made]
         handed_over += [one for _, one in list(self._waiting)]
-        while not self._thread.queue.empty():
-            handed_over += [one for _, one in self._thread.queue.get_nowait()]
+        with suppress(queue.Empty):
+            while True:
+                handed_over += [one for _, one in self._thread.queue.get_nowait()]
         for operation in [*(one.operation for one in handed_over), *list(self._later)]:
             if operation is not None:
                 operation.end(error)
@@ -251,7 +257,8 @@ class FallbackCommunicator(Communicator):
                 self._forward(_asked_for(call))
             elif stay.failure is not None:
                 self._end(call, stay.failure)
-            self._made = None
+            if not self._group.stopped:  # else it has perhaps not ended
+                self._made = None
         self._group.rest()
 
     def _await_call(self) -> bool:
