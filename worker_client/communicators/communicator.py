@@ -259,7 +259,8 @@ class FlatCommunicator(Communicator):
         for link in self.session.links:
             if link.refusal is not None and self.in_use[link.reducer]:
                 raise link.refusal
-            if not link.member and self.in_use[link.reducer]:
+            # Once all have answered, one that is lost in this moment is failover's business.
+            if not link.member and self.in_use[link.reducer] and not settled.is_set():
                 why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
                 raise ReducerLostError(
                     f"reducer {link.address} {why} (waited {waited_s:.3g} s): check the address in "
