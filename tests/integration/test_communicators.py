@@ -233,7 +233,7 @@ def test_stop_ends_what_is_open_and_refuses_the_rest(four: list[Communicator]) -
     assert not late.ends
 
 
-def test_whoever_does_not_come_in_time_is_named(four: list[Communicator]) -> None:
+def test_a_late_rank_is_named(four: list[Communicator]) -> None:
     asked = [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]]
     for one, communicator in zip(asked, four, strict=False):
         communicator.submit(one.operation)

@@ -1,4 +1,4 @@
-"""Who takes part, where the job goes on without lost ranks: those that are left, and that join."""
+"""How ranks join a job that goes on without lost ones, and who is told of its membership."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Admission:
     Args:
         elastic: of calls in order.
         enter: makes a communicator, for the lobby.
-        new_fusion: makes what reduces tensors with names when ranks have joined, from the ranks
-            that have ever taken part and those that are lost.
+        new_fusion: makes what reduces named tensors after ranks have joined. Its arguments: how
+            many ranks have ever taken part, and which ones are lost.
         fusion: the first one.
         newcomer: this rank joins a job that runs.
 

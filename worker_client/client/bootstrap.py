@@ -325,7 +325,7 @@ def enlist(
         group: the job's members, if a process group knows them.
         who: rank and world size in the job at the reducers.
         place: of this rank, if all-reduces go through nodes first; that job is between them then.
-        meet: as of `Composer`.
+        meet: connects to the other ranks of this node.
         application: lets this rank in, where the job runs already.
     """
     rank, world_size = who

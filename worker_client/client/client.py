@@ -13,7 +13,7 @@ from reducer.wire.constants import DType, ReduceOp
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime.service_thread import forks
 from worker_client.staging import device
-from worker_client.staging.arguments import describe, parse, refuse_extras
+from worker_client.staging.arguments import parse, refuse_extras
 from worker_client.staging.device_copies import DeviceStaging
 from worker_client.staging.host_buffer import flatten, host_buffer
 from worker_client.staging.split_call import SplitCall
@@ -275,8 +275,8 @@ class Client:
         Until then this rank takes part in the others' calls that have names.
 
         Args:
-            data: as of `all_reduce`.
-            stand_in: returns what this rank contributes to a tensor, as of `all_reduce`, or raises
+            data: what `all_reduce` takes.
+            stand_in: returns what this rank contributes to a tensor of the others', or raises
                 a ReductionError, with which the others' call fails. On a thread of this client's.
 
         Raises:
@@ -346,7 +346,7 @@ class Client:
         nothing of the training's state yet: `worker_client.elastic.sync` calls this, and sends it.
 
         Args:
-            timeout: as of `all_reduce`.
+            timeout: seconds, or text such as ``"5s"``, for the other ranks to call this.
 
         Returns:
             Whether ranks have joined, the same at every rank.
@@ -429,9 +429,9 @@ class Client:
         def ended(error: Exception | None) -> None:
             self._finish(work, data, nbytes, error, divide)
 
-        split = SplitCall(pieces, ended, name=None)
-        work = PlainWork(describe(None, nbytes), self._wait, lambda: split.missing)
-        split.submit(self._submit)
+        operation.pieces = tuple(piece.operation for piece in pieces)
+        work = PlainWork(operation, self._wait, lambda: operation.missing)
+        SplitCall(pieces, ended, name=None).submit(self._submit)
         return work
 
     def _stage(
@@ -440,7 +440,7 @@ class Client:
         """Start an all-reduce of a tensor on a device."""
         flat = flatten(tensor)
         reduction, timeout_s = parse(flat.dtype, op, None, timeout, self.timeout_s)
-        work = PlainWork(describe(None, flat.data.nbytes), self._wait_for_device)
+        work = PlainWork(f"all-reduce of {flat.data.nbytes} bytes", self._wait_for_device)
 
         def ended(error: Exception | None) -> None:
             self._finish(work, tensor, 0, error)

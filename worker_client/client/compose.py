@@ -102,7 +102,7 @@ class Composer:
             cycle_s: how long a tensor with a name waits for the next one.
 
         Raises:
-            ReductionError: as of `worker_client.init`.
+            ReductionError: the job cannot be joined; `worker_client.init` says what can be wrong.
         """
         departure = Departure(stop_host)
         wire = WireRule(self.wire_dtype)
@@ -168,13 +168,13 @@ class Composer:
         lost: Collection[int] | None = None,
         joins: bool = False,
     ) -> Communicator:
-        """Make what bears losses: of reducers, all reducers, ranks.
+        """Make the part that survives losses: of reducers, of all of them, of ranks.
 
         Args:
             spec: of the job.
-            left: as of `Driver`.
+            left: called once, after the farewell.
             group: to fall back to, if `spec.fallback`.
-            announced: as of `FallbackCommunicator`.
+            announced: whether another communicator's warnings say where all-reduces go.
             lost: ranks that an elastic job goes on without already; None for a job that begins.
             joins: whether this rank joins a job that runs.
         """
@@ -207,7 +207,7 @@ class Composer:
         """Wait for the reducers, and put the rest around what is inside, which ends if that fails.
 
         Args:
-            inner: bears losses.
+            inner: what survives losses.
             topic: what ranks of a node call it.
 
         Raises:

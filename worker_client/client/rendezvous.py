@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     class MakePrivate(Protocol):
-        """As of `Rendezvous`."""
+        """Makes a group that nothing else uses."""
 
         def __call__(self, timeout_s: float, all_of: Sequence[Sequence[int]]) -> dist.ProcessGroup:
             """Make a group."""

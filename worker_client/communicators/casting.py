@@ -49,7 +49,7 @@ class CastingCommunicator(Communicator):
         self._casts = casts.select()
         self._memory = BufferPool(_allocate, most=_KEPT, turns=_KEPT_CALLS)
 
-    # -- as of what is inside -----------------------------------------------------------------
+    # -- what the inner one says ------------------------------------------------------------------
 
     @property
     def flat(self) -> FlatCommunicator:
@@ -105,7 +105,7 @@ class CastingCommunicator(Communicator):
     # -- casts --------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
-        """As of `Communicator`; what is rounded is cast by this thread, piece by piece."""
+        """Start an all-reduce; what is rounded is cast by this thread, piece by piece."""
         if not operation.rounded:
             self._memory.skip()
             self._inner.submit(operation)

@@ -170,8 +170,8 @@ class FlatCommunicator(Communicator):
         io_threads: threads of libzmq that serve the connections.
         context: that of the reducer that this process hosts, if it does.
         keys: what to show to reducers.
-        left: as of `Driver`.
-        hand_over: as of `Driver`, if `spec.fallback`.
+        left: called once, after the farewell.
+        hand_over: takes the calls that are to end by other means, if `spec.fallback`.
 
     Raises:
         ConfigError: an address cannot be resolved.
@@ -240,7 +240,7 @@ class FlatCommunicator(Communicator):
         self.driver.stop()
 
     def join(self, timeout_s: float) -> None:
-        """As of `Communicator`; if no reducer answers, it waits for longer, as the spec says."""
+        """Wait for the reducers; if none answers, for as long as `spec.wait_s` says."""
         since = time.monotonic()
         settled = self.driver.settled
         settled.wait(timeout_s)

@@ -71,7 +71,7 @@ class ElasticCommunicator(Communicator):
         membership: that this rank begins in, or joins.
         joins: whether the others of it are at work already, and let this rank in.
         enter: makes a communicator in a membership, from its spec and its `left`.
-        left: as of `Driver`.
+        left: called once, after the farewell.
         timeout_s: for the ranks that are left to reconcile.
         connect_timeout_s: for the reducers to admit them.
 
@@ -127,7 +127,7 @@ class ElasticCommunicator(Communicator):
         self._last_question = -1  # sequence number of the reconciliation's last all-reduce
         self.communicator = self._connect(membership.spec)
 
-    # -- as of Communicator -------------------------------------------------------------------
+    # -- the communicator -------------------------------------------------------------------------
 
     @property
     def flat(self) -> FlatCommunicator:
@@ -165,7 +165,7 @@ class ElasticCommunicator(Communicator):
         self.communicator.join(timeout_s)
 
     def submit(self, operation: Operation) -> None:
-        """As of `Communicator`; it begins when the ranks have reconciled, if they are about to."""
+        """Start an all-reduce, when the ranks have reconciled if they are about to."""
         entry = Entry(operation)
         with self._gate:
             self._check_open()
@@ -180,7 +180,7 @@ class ElasticCommunicator(Communicator):
             _report([entry])
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
-        """As of `Communicator`, for as long as the membership stays."""
+        """Move all-reduces on, for as long as the membership stays."""
         self.communicator.wait(lambda: done() or self._recovery is not None, until)
 
     def stop(self) -> None:
@@ -239,7 +239,7 @@ class ElasticCommunicator(Communicator):
         return frozenset(range(origin.all.world_size)).difference(origin.present)
 
     def lose(self, ranks: frozenset[int]) -> None:
-        """As of `Communicator`: the reducers of this one may never have seen them."""
+        """Go on without ranks that are lost elsewhere: reducers here may never have seen them."""
         with self._gate:
             news = sorted(
                 (ranks - self.lost - self._suspects).intersection(self.membership.present)

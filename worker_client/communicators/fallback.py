@@ -85,7 +85,7 @@ class FallbackCommunicator(Communicator):
         spec: of the job.
         enter: makes a communicator of a job, from its spec, its `left` and its `hand_over`.
         group: of all ranks.
-        left: as of `Driver`.
+        left: called once, after the farewell.
         returns: whether the ranks go back to the reducers.
         announced: whether another one says, at the same time, where all-reduces go.
     """
@@ -122,7 +122,7 @@ class FallbackCommunicator(Communicator):
         self._gate = threading.RLock()
         self._flat = self._connect(spec)
 
-    # -- as of Communicator -------------------------------------------------------------------
+    # -- the communicator -------------------------------------------------------------------------
 
     @property
     def flat(self) -> FlatCommunicator:

@@ -131,7 +131,7 @@ class HierarchicalCommunicator(Communicator):
         self._first.start()
         self._second.start()
 
-    # -- as of Communicator -------------------------------------------------------------------
+    # -- the communicator -------------------------------------------------------------------------
 
     @property
     def flat(self) -> FlatCommunicator:
@@ -177,13 +177,13 @@ class HierarchicalCommunicator(Communicator):
         self._between.join(timeout_s)
 
     def check(self) -> None:
-        """As of `Communicator`; what ended this one is the reason."""
+        """See whether all-reduces may be submitted; if not, the error is what ended this one."""
         if self._broken is not None:
             raise copy.copy(self._broken)
         self._between.check()
 
     def submit(self, operation: Operation) -> None:
-        """As of `Communicator`; what ended this one is raised by whoever submits next."""
+        """Start an all-reduce, or raise what has ended this communicator."""
         reduction = _Reduction(operation)
         with self._guard:
             if self._broken is not None:
@@ -197,13 +197,13 @@ class HierarchicalCommunicator(Communicator):
             self._first.queue.put(reduction)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
-        """As of `Communicator`: two threads of this object do everything."""
+        """Return at once: two threads of this object do everything."""
         del done, until
         if self._is_this_thread:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
 
     def stop(self) -> None:
-        """As of `Communicator`; the ranks of this node that are in an all-reduce get an error.
+        """Leave the job; the ranks of this node that are in an all-reduce get an error.
 
         After the loss of a rank it takes some seconds: the other nodes shall hear from their own
         reducers who is lost, and not that this rank left.

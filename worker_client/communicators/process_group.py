@@ -48,7 +48,7 @@ class ProcessGroup:
         group: of all ranks, used for nothing else; its timeout bounds everything here.
 
     Attributes:
-        rank, size: as of the group.
+        rank, size: this rank's number in the group, and how many there are.
         stopped: nothing is written to any buffer any more.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import ReduceOp
@@ -10,14 +10,7 @@ from worker_client import config
 
 if TYPE_CHECKING:
     from reducer.wire.constants import DType
-    from worker_client.staging.host_buffer import HostBuffer
 
-
-# What one call asks for: buffer, op, name, timeout_s, data, weight, residual and rounded, which
-# `Client.submit` describes. No class, which would cost every small call another one.
-Arguments: TypeAlias = (
-    "tuple[HostBuffer, ReduceOp, str | None, float, Any, float | None, Any, bool | None]"
-)
 _REDUCTIONS = {op.name.lower(): op for op in ReduceOp}
 
 
@@ -49,11 +42,6 @@ def parse(
     if name is not None:
         _check_name(name)
     return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
-
-
-def describe(name: str | None, nbytes: int) -> str:
-    """Name an all-reduce in errors."""
-    return f"all-reduce{f' {name!r}' if name else ''} of {nbytes} bytes"
 
 
 def refuse_extras(weight: float | None, residual: Any, what: str) -> None:

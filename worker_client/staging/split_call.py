@@ -125,11 +125,6 @@ class SplitCall:
             self.attempt(partial(self._release, self.error))
         self._end(self.error)
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Ranks that it waits for, as far as a reducer was asked."""
-        return next((piece.missing for piece in list(self._open) if piece.missing), ())
-
     def attempt(self, step: Callable[[], object]) -> None:
         """Make a step of the call, whose exception is the call's error."""
         try:

@@ -29,15 +29,7 @@ class WireRule:
         self.wire_dtype = wire_dtype
 
     def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
-        """Say which tensors may be packed into one buffer, so that each travels as it would alone.
-
-        Args:
-            tensors: dtype and bytes of each.
-            op: reduction of all of them.
-
-        Returns:
-            Their places, in groups of one dtype.
-        """
+        """Return which tensors may be packed into one buffer; `Client.packs` says the rest."""
         rounded = [self.rounds(dtype, op, nbytes) for dtype, nbytes in tensors]
         groups: dict[tuple[DType, bool], list[list[int]]] = {}
         for at, (dtype, nbytes) in enumerate(tensors):
