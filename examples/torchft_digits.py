@@ -16,9 +16,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import distributed as dist
 from torch import nn
-from torchft import DistributedDataParallel, Manager, Optimizer
+from torchft import Manager, Optimizer
 
-from worker_client.torchft import ProcessGroupReduction
+from worker_client.torchft import DistributedDataParallel, ProcessGroupReduction
 
 BATCH = 60  # of each replica
 

@@ -1,25 +1,25 @@
 """torchft over reducers: a process group for its manager that is made anew for every quorum.
 
-    from worker_client.torchft import ProcessGroupReduction
+    from worker_client.torchft import DistributedDataParallel, ProcessGroupReduction
 
     manager = torchft.Manager(pg=ProcessGroupReduction(), ...)
+    model = DistributedDataParallel(manager, model)
 
 All-reduces and reduce-scatters go through reducers, the rest through Gloo, as with the backend
 ``reduction`` (`worker_client.torch_backend`). Each quorum is a job of its own, ``JOB.torchft.ID``.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
 
 import secrets
-from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import _DistributedBackendOptions
+import torch
+from torch._C._distributed_c10d import GradBucket, Store, _DistributedBackendOptions
+from torchft import ddp
+from torchft.manager import Manager
 from torchft.process_group import ProcessGroupWrapper
 
 from worker_client.torch_backend import ReductionGroup
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 
 class ProcessGroupReduction(ProcessGroupWrapper):  # type: ignore[misc] # (torchft is not looked at)
@@ -63,3 +63,25 @@ class ProcessGroupReduction(ProcessGroupWrapper):  # type: ignore[misc] # (torch
             group.shutdown()
             raise
         return group
+
+
+class DistributedDataParallel(ddp.DistributedDataParallel):  # type: ignore[misc] # (as above)
+    """torchft's DDP, whose process goes on when a replica dies in the middle of an all-reduce.
+
+    torchft's own hook asserts then that the all-reduce has a future, which one that failed has not
+    (its pull request 294): with any process group, the replicas that are left would end.
+
+    Args:
+        manager: of this replica.
+        module: to train.
+        **kwargs: for torch's DDP.
+    """
+
+    @staticmethod
+    def _comm_hook(state: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        # False if it failed: the manager knows, and this step is not committed.
+        state.allreduce(buffer).wait()
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future

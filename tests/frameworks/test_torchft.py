@@ -47,8 +47,12 @@ calls = []
 ReductionGroup._reduce = counted
 atexit.register(lambda: print(f"reduced {len(calls)} times"))
 """
+# Imports take a process seconds, in which the others could end: they are done before it is let in.
 TRAIN = f"""{COUNTED}
-import runpy
+import os, pathlib, runpy, time
+import sklearn.datasets, worker_client.torchft
+while not pathlib.Path(os.environ["GATE"]).exists():
+    time.sleep(0.05)
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 # Runs some of torchft's tests with our process group in the place of theirs.
@@ -72,6 +76,8 @@ class Replica:
     def __init__(self, number: int, environment: dict[str, str], stack: ExitStack) -> None:
         command = [sys.executable, "-c", TRAIN, f"--replica={number}", f"--steps={STEPS}"]
         self._path = Path(environment["SAID"]) / f"{number}-{time.monotonic_ns()}"
+        self._gate = self._path.with_suffix(".gate")
+        environment = {**environment, "GATE": str(self._gate)}
         with self._path.open("w") as file:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
@@ -83,6 +89,9 @@ class Replica:
     def said(self) -> str:
         return self._path.read_text()
 
+    def let_in(self) -> None:
+        self._gate.touch()
+
     def reaches(self, step: int, replicas: int) -> None:
         """Wait until it has said that it was in a step this late, with so many replicas."""
         deadline = time.monotonic() + 120
@@ -90,12 +99,12 @@ class Replica:
             int(at) >= step and int(there) == replicas
             for at, there in re.findall(r"step (\d+): .*, (\d+) replicas", self.said)
         ):
-            assert time.monotonic() < deadline, self.said
-            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said[-5000:]
+            assert self.process.poll() is None, self.said[-5000:]
             time.sleep(0.1)
 
     def weights(self) -> str:
-        assert self.process.wait(120) == 0, self.said
+        assert self.process.wait(120) == 0, self.said[-5000:]
         assert reductions(self.said) >= 10
         return re.findall(r"weights (\w+)", self.said)[0]
 
@@ -121,11 +130,15 @@ def environment(
 def test_a_replica_is_killed_and_comes_back(environment: dict[str, str]) -> None:
     with ExitStack() as stack:
         first, second, third = (Replica(number, environment, stack) for number in range(3))
+        again = Replica(2, environment, stack)
+        for replica in (first, second, third):
+            replica.let_in()
         for replica in (first, second, third):
             replica.reaches(20, 3)
         third.process.kill()
         first.reaches(40, 2)
-        third = Replica(2, environment, stack)
+        third = again
+        third.let_in()
         third.reaches(60, 3)
         assert first.weights() == second.weights() == third.weights()
         losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", first.said)]
