@@ -136,8 +136,10 @@ def _mismatch(field: str, one: tuple[int, object], other: tuple[int, object]) ->
     return MismatchError.between("broadcast", field, one, other, called=f"the {field}")
 
 
-def all_gather_bytes(client: Client, payload: bytes, *, name: str | None = None) -> list[bytes]:
-    """Return every rank's payload, in rank order; they may differ in length.
+def all_gather_bytes(
+    client: Client, payload: bytes, *, name: str | None = None
+) -> dict[int, bytes]:
+    """Return the payload of every rank that takes part, by rank, ascending; lengths may differ.
 
     Args:
         client: the job's.
@@ -145,14 +147,20 @@ def all_gather_bytes(client: Client, payload: bytes, *, name: str | None = None)
         name: the same at every rank, as `Client.all_reduce` takes it.
 
     Raises:
+        RankLostError: a rank was lost before its payload had come, which every rank finds alike.
         ReductionError: as `Client.all_reduce`.
     """
-    lengths = np.zeros(client.world_size, np.int64)
-    lengths[client.rank] = len(payload)
-    client.all_reduce(lengths, "sum", name=name).wait()
-    ends = np.cumsum(lengths)
+    # Each payload ends with a byte that is not 0: a rank that is lost leaves zeros.
+    sizes = np.zeros(client.world_size, np.int64)
+    sizes[client.rank] = len(payload) + 1
+    client.all_reduce(sizes, "sum", name=name).wait()
+    ends = np.cumsum(sizes)
     everything = np.zeros(int(ends[-1]), np.uint8)
-    mine = slice(int(ends[client.rank]) - len(payload), int(ends[client.rank]))
-    everything[mine] = np.frombuffer(payload, np.uint8)
+    mine = slice(int(ends[client.rank]) - len(payload) - 1, int(ends[client.rank]))
+    everything[mine] = np.frombuffer(payload + b"\1", np.uint8)
     client.all_reduce(everything, "sum", name=name and f"{name}.payloads").wait()
-    return [everything[end - n : end].tobytes() for end, n in zip(ends, lengths, strict=True)]
+    there = np.flatnonzero(sizes).tolist()
+    for rank in there:
+        if not everything[ends[rank] - 1]:
+            raise RankLostError(f"rank {rank} was lost before its data had come", rank=rank)
+    return {rank: everything[ends[rank] - sizes[rank] : ends[rank] - 1].tobytes() for rank in there}

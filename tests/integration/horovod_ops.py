@@ -290,7 +290,6 @@ def case_what_is_missing_says_so() -> None:
     for name, hint in (
         ("alltoall", "all_to_all"),
         ("ProcessSet", "all ranks"),
-        ("elastic", "torchrun"),
     ):
         with pytest.raises(AttributeError, match=f"hvd.{name} is not available: .*{hint}"):
             getattr(hvd, name)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.conftest import local_pool
 from tests.ranks import case_names, environments, ranks, run
+from tests.waits import eventually
 
 pytest.importorskip("torch", reason="needs torch")
 
 OPS = "tests.integration.horovod_ops"
 TRAINING = "tests.integration.horovod_training"
+ELASTIC = "tests.integration.horovod_elastic"
 ERRORS = "tests.integration.horovod_errors"
 SIZE = 3
 
@@ -40,6 +44,16 @@ def training() -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", case_names(TRAINING))
 def test_training(training: list[dict[str, str]], case: str) -> None:
     assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
+
+
+@pytest.fixture(scope="module")
+def elastic() -> list[dict[str, str]]:
+    return run_cases(ELASTIC)
+
+
+@pytest.mark.parametrize("case", case_names(ELASTIC))
+def test_elastic_states(elastic: list[dict[str, str]], case: str) -> None:
+    assert [rank.get(case, "not reached") for rank in elastic] == [""] * SIZE
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -118,3 +132,25 @@ def test_servers_without_a_launcher_are_refused() -> None:
     with ranks(given, "-c", "import worker_client.horovod as hvd; hvd.init()") as (rank,):
         rank.wait(100)
         assert "ConfigError: rank and world size are unknown" in rank.err
+
+
+def test_a_rank_is_killed_and_one_joins(pool: list[str]) -> None:
+    arguments = ["examples/horovod_elastic_digits.py", "--epochs", "12", "--pause", "0.01"]
+    settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "60s"}
+    given = environments(3, pool, REDUCTION_JOB="elastic", **settings)
+    newcomer = {k: v for k, v in given[0].items() if k not in {"RANK", "WORLD_SIZE"}}
+    with ranks(given, *arguments) as old:
+        eventually(lambda: "epoch 1" in old[0].out)
+        old[1].kill()
+        eventually(lambda: ", 2 ranks" in old[0].out)
+        with ranks([{**newcomer, "REDUCTION_JOIN": "1"}], *arguments) as new:
+            old.finish(killed=[1])
+            new.finish()
+            said = [old[0].out, old[2].out, new[0].out]
+    ends = [re.findall(r"rank (\d) of (\d) ends with weights (\w+)", one)[0] for one in said]
+    assert [end[:2] for end in ends] == [("0", "3"), ("1", "3"), ("2", "3")]
+    assert len({weights for _, _, weights in ends}) == 1
+    epochs = re.findall(r"epoch (\d+): loss ([0-9.]+), (\d) ranks", said[0])
+    assert [int(epoch) for epoch, _, _ in epochs] == list(range(12))
+    assert "".join(size for _, _, size in epochs).rstrip("3").lstrip("3").strip("2") == ""
+    assert float(epochs[-1][1]) < float(epochs[0][1]) / 2

@@ -358,7 +358,7 @@ class Client:
             ReductionError: as `all_reduce`.
         """
         self._check_usable()
-        if self._admission is None or self.spec.hosts:
+        if not self.admits or self._admission is None:
             raise ConfigError(
                 "ranks can join only where REDUCTION_ON_RANK_LOST=continue is set, and reducers "
                 "are those of a pool (REDUCTION_SERVERS)"
@@ -375,6 +375,11 @@ class Client:
                 self._bytes_reduced += earlier.bytes_reduced
                 self._calls += earlier.calls
                 self._waited_s += earlier.waited_s
+
+    @property
+    def admits(self) -> bool:
+        """Whether ranks can join: the job goes on without lost ones, at reducers of a pool."""
+        return self._admission is not None and not self.spec.hosts
 
     @property
     def newcomer(self) -> bool:

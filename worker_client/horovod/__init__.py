@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from reducer.errors import ReductionError as HorovodInternalError
+from worker_client.horovod import elastic
 from worker_client.horovod.allreduce import (
     allreduce,
     allreduce_,
@@ -26,6 +27,7 @@ from worker_client.horovod.broadcasting import (
     broadcast_async,
     broadcast_async_,
 )
+from worker_client.horovod.elastic import HostsUpdatedInterrupt
 from worker_client.horovod.gather import (
     allgather,
     allgather_async,
@@ -75,7 +77,6 @@ _NOT_HERE = {
     "grouped_reducescatter_async": "use hvd.reducescatter for each tensor",
     "sparse_allreduce_async": "use hvd.DistributedOptimizer, or tensor.to_dense()",
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm with a process group",
-    "elastic": "start the script with torchrun, which restarts all ranks when one is lost",
     "run": "start the script with torchrun or mpirun",
     "start_timeline": "there is no timeline",
     "stop_timeline": "there is no timeline",
@@ -93,6 +94,7 @@ __all__ = [
     "DistributedOptimizer",
     "Handle",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "Product",
@@ -114,6 +116,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "elastic",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.collectives import Broadcast, check_root
+from worker_client.collectives import Broadcast
 from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import Handle
@@ -23,28 +23,27 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def check(tensor: torch.Tensor, root_rank: int) -> None:
+def check(tensor: torch.Tensor) -> None:
     """Refuse what cannot be broadcast.
 
     Raises:
-        ConfigError: there is no such rank, or the tensor is not in this machine's memory.
+        ConfigError: the tensor is not in this machine's memory.
     """
-    check_root(CURRENT.job.client, root_rank)
     if tensor.device.type != "cpu":
         raise ConfigError(f"a tensor on {tensor.device} cannot be broadcast: use tensor.cpu()")
 
 
-def start_broadcast(tensor: torch.Tensor, root_rank: int, wire: str) -> Handle:
-    """Start a broadcast in place that ranks call `wire`.
+def start_broadcast(tensor: torch.Tensor, root: int, wire: str) -> Handle:
+    """Start a broadcast in place, of the rank that is the client's `root`, which is called `wire`.
 
     Raises:
-        ConfigError: there is no such rank.
+        ReductionError: as `Client.all_reduce`.
     """
     client = CURRENT.job.client
     target = tensor.detach()
     data = target.contiguous()
     what = f"{data.dtype} {tuple(data.shape)}"
-    one = Broadcast(client, as_bytes(data).numpy(), root_rank, what)
+    one = Broadcast(client, as_bytes(data).numpy(), root, what)
     work = client.all_reduce(one.sent, "sum", name=wire)
 
     def finish() -> torch.Tensor:
@@ -86,16 +85,18 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     shape; the tensor is as it was then.
     """
     with CURRENT.job.call("broadcast", name) as wire:
-        check(tensor, root_rank)
-    return start_broadcast(tensor, root_rank, wire)
+        root = CURRENT.job.number(root_rank)
+        check(tensor)
+    return start_broadcast(tensor, root, wire)
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle:
     """As `broadcast_async_`, into a new tensor."""
     with CURRENT.job.call("broadcast", name) as wire:
         copy = dense_copy(tensor)
-        check(copy, root_rank)
-    return start_broadcast(copy, root_rank, wire)
+        root = CURRENT.job.number(root_rank)
+        check(copy)
+    return start_broadcast(copy, root, wire)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.collectives import all_gather_bytes
 from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.broadcasting import as_bytes
 from worker_client.horovod.job import CURRENT
@@ -39,7 +38,7 @@ def gather_rows(tensor: torch.Tensor, name: str | None) -> list[torch.Tensor]:
         dtype = str(rows.dtype).encode()
         head = struct.pack(f"<BB{rows.dim()}q", len(dtype), rows.dim(), *rows.shape) + dtype
         payload = head + as_bytes(rows).numpy().tobytes()
-    payloads = all_gather_bytes(CURRENT.job.client, payload, name=wire)
+    payloads = CURRENT.job.gather(payload, wire)
     parts = []
     for rank, payload in enumerate(payloads):
         length, dims = payload[0], payload[1]

@@ -58,7 +58,7 @@ class Gradients:
     def add(self, name: str, members: Sequence[torch.Tensor]) -> None:
         """Take on parameters that travel together; those that need no gradient are left out."""
         trained = [parameter for parameter in members if parameter.requires_grad]
-        if not trained or self._job.client.world_size == 1:
+        if not trained or self._job.alone:
             return
         name = f"optimizer{self._number}.{name}"  # several may be on their way at once
         bundle = Bundle(name, trained, self._options, self._passes)
@@ -99,7 +99,7 @@ class Gradients:
         Raises:
             ReductionError: an all-reduce failed; nothing is in progress any more.
         """
-        if self._job.client.world_size == 1:
+        if self._job.alone:
             return
         try:
             for bundle in self._bundles:

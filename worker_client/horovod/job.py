@@ -1,22 +1,23 @@
-"""The job of this process: `init()`, `shutdown()`, and who is where."""
+"""The job of this process: `init()`, `shutdown()`, who takes part, and who is where."""
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import json
 import logging
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # what torch.distributed.HashStore is
 
 import worker_client
-from reducer.errors import ConfigError, ReductionError
+from reducer.errors import ConfigError, RankLostError, ReductionError
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
 from worker_client.communicators.placement import host_identity
@@ -51,17 +52,76 @@ class Job:
 
     Attributes:
         place: where this rank is.
+        present: the client's numbers of the ranks that take part, by Horovod's, which have no gaps.
+            The same at every rank, and the same until the next `renew`.
         calls: how many this rank has made since the latest `join()`.
         optimizers: how many this rank has made.
     """
 
+    place: Place
+
     def __init__(self, client: Client) -> None:
         self.client = client
+        self.present: tuple[int, ...] = ()
         self.calls = 0
         self.optimizers = 0
-        self.place = _find_place(client)
         self._joins = 0
         self._numbers: Counter[str] = Counter()  # of calls without a name, by kind
+        self.renew()
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return self.present.index(self.client.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.present)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank, and never will be."""
+        return self.client.world_size == 1 and not self.client.admits
+
+    def number(self, rank: int) -> int:
+        """Return the client's number of a rank.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"root {rank} is not a rank of a world of size {self.size}")
+        return self.present[rank]
+
+    def renew(self) -> bool:
+        """Let ranks in that wait for it, and see who takes part; every rank calls this alike.
+
+        Returns:
+            Whether that has changed, the same at every rank.
+
+        Raises:
+            ReductionError: as `Client.admit` and `Client.all_reduce`.
+        """
+        if self.client.admits:
+            self.client.admit()
+        while True:
+            try:
+                ranks = all_gather_bytes(self.client, json.dumps(_whereabouts()).encode())
+            except RankLostError as error:
+                if error.rank in self.client.present:
+                    raise
+                continue  # all go on without it, and have found that out alike
+            present = tuple(ranks)
+            if present == self.present:
+                return False
+            everybody = len(present) == self.client.world_size
+            told = [json.loads(said) for said in ranks.values()]
+            self.place = _find_place(told, present.index(self.client.rank), everybody=everybody)
+            self.present = present
+            self.calls = self._joins = 0  # ranks that have joined count from here
+            self._numbers.clear()
+            return True
 
     @contextmanager
     def call(self, kind: str, name: str | None, parts: int = 1) -> Iterator[str]:
@@ -83,6 +143,19 @@ class Job:
                 self.client.decline(error, name=part_of(wire, at))
             raise
         self.calls += 1
+
+    def gather(self, payload: bytes, wire: str) -> list[bytes]:
+        """Return every rank's payload, in rank order.
+
+        Raises:
+            RankLostError: the job goes on without a rank whose payload belongs to them.
+            ReductionError: as `Client.all_reduce`.
+        """
+        payloads = all_gather_bytes(self.client, payload, name=wire)
+        for rank, number in enumerate(self.present):
+            if number not in payloads:
+                raise RankLostError(f"rank {rank}, whose data is needed, is lost", rank=number)
+        return list(payloads.values())
 
     def begin_join(self) -> int:
         """Begin a new count of calls without a name, as all ranks do; return `calls`."""
@@ -173,11 +246,11 @@ class Current:
 
     def rank(self) -> int:
         """Return the number of this worker among all."""
-        return self.job.client.rank
+        return self.job.rank
 
     def size(self) -> int:
         """Return the number of workers."""
-        return self.job.client.world_size
+        return self.job.size
 
     def local_rank(self) -> int:
         """Return the number of this worker among those of its host."""
@@ -221,21 +294,35 @@ def _make_group() -> bool:
     return True
 
 
-def _find_place(client: Client) -> Place:
+def _whereabouts() -> list[Any]:
+    """Return this process's host, and what the launcher says of its local rank and size."""
     told = config.launch()
-    mine = [host_identity(), told.local_rank, told.local_world_size]
-    ranks = [json.loads(said) for said in all_gather_bytes(client, json.dumps(mine).encode())]
-    seen: dict[str, int] = {}
-    places = []
-    for host, local_rank, local_size in ranks:
-        at = seen.get(host, 0)
-        seen[host] = at + 1
-        places.append((host, at if local_rank is None else local_rank, local_size))
-    sizes = [seen[host] if size is None else size for host, _, size in places]
-    mine_at = places[client.rank][1]
-    peers = [rank for rank, (_, local_rank, _) in enumerate(places) if local_rank == mine_at]
+    return [host_identity(), told.local_rank, told.local_world_size]
+
+
+def _find_place(whereabouts: list[list[Any]], rank: int, *, everybody: bool) -> Place:
+    """Return where a rank is.
+
+    Args:
+        whereabouts: of each rank.
+        rank: the one that is asked for.
+        everybody: no rank was ever lost, so that what launchers say of sizes is true.
+    """
+    taken: dict[str, set[int]] = {}  # local ranks, by host
+    for host, local_rank, _ in whereabouts:
+        taken.setdefault(host, set()).update(() if local_rank is None else [local_rank])
+    seen = Counter(host for host, _, _ in whereabouts)
+    local_ranks = []
+    for host, local_rank, _ in whereabouts:
+        free = next(at for at in itertools.count() if at not in taken[host])
+        local_ranks.append(free if local_rank is None else local_rank)
+        taken[host].add(local_ranks[-1])
+    sizes = [
+        size if everybody and size is not None else seen[host] for host, _, size in whereabouts
+    ]
+    peers = [one for one, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
     return Place(
-        mine_at, sizes[client.rank], peers.index(client.rank), len(peers), len(set(sizes)) == 1
+        local_ranks[rank], sizes[rank], peers.index(rank), len(peers), len(set(sizes)) == 1
     )
 
 

@@ -40,7 +40,7 @@ def join(device: int = -1) -> int:
     calls = np.zeros(job.client.world_size, np.int64)
     calls[job.client.rank] = 1 + job.begin_join()  # 0: a rank that is lost
     job.client.join(calls, _stand_in).wait()
-    return int(np.flatnonzero(calls == calls.max())[-1])
+    return job.present.index(int(np.flatnonzero(calls == calls.max())[-1]))
 
 
 def _stand_in(tensor: Tensor) -> Any:

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.collectives import all_gather_bytes
-from worker_client.horovod.broadcasting import as_bytes, check, start_broadcast
+from worker_client.horovod.broadcasting import as_bytes, start_broadcast
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import torch_dtype
 from worker_client.horovod.reduction import dense_copy
@@ -169,14 +168,14 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
     """
     is_root = CURRENT.rank() == root_rank
     with CURRENT.job.call("broadcast_object", name) as wire:
+        root = CURRENT.job.number(root_rank)
         payload = _pack(obj) if is_root else b""
-        size = torch.tensor([len(payload)])
-        check(size, root_rank)
-    start_broadcast(size, root_rank, wire).wait()
+    size = torch.tensor([len(payload)])
+    start_broadcast(size, root, wire).wait()
     data = torch.zeros(int(size), dtype=torch.uint8)
     if is_root:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    start_broadcast(data, root_rank, f"{wire}.data").wait()
+    start_broadcast(data, root, f"{wire}.data").wait()
     received = _unpack(root_rank, data.numpy().tobytes())
     return obj if is_root else received
 
@@ -185,5 +184,5 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's object, in rank order; arguments and errors as `broadcast_object`."""
     with CURRENT.job.call("allgather_object", name) as wire:
         payload = _pack(obj)
-    payloads = all_gather_bytes(CURRENT.job.client, payload, name=wire)
+    payloads = CURRENT.job.gather(payload, wire)
     return [_unpack(rank, one) for rank, one in enumerate(payloads)]

@@ -16,7 +16,7 @@ from worker_client.staging.host_buffer import find_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.client.client import Client
+    from worker_client.horovod.job import Job
     from worker_client.work import Work
 
 
@@ -65,7 +65,7 @@ def start(
     for at, members in enumerate(groups):
         packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
         try:
-            work, end = _start_one(job.client, packed, part_of(base, at), op, scales)
+            work, end = _start_one(job, packed, part_of(base, at), op, scales)
         except BaseException as error:  # of this part the others hear from the client
             for later in range(at + 1, len(groups)):
                 job.client.decline(error, name=part_of(base, later))
@@ -84,16 +84,16 @@ def start(
 
 
 def _start_one(
-    client: Client, flat: torch.Tensor, name: str, op: Op, scales: tuple[float, float]
+    job: Job, flat: torch.Tensor, name: str, op: Op, scales: tuple[float, float]
 ) -> tuple[Work, Callable[[], None]]:
     """Start one all-reduce; return what to wait for, and what to call then."""
     before, after = scales
     scale_(flat, before)
-    work = client.all_reduce(flat, on_the_wire(op, flat.dtype), name=name)
+    work = job.client.all_reduce(flat, on_the_wire(op, flat.dtype), name=name)
 
     def finish() -> None:
         if divides(op, flat.dtype):
-            flat.div_(client.world_size, rounding_mode="trunc")
+            flat.div_(job.size, rounding_mode="trunc")
         scale_(flat, after)
 
     return work, finish

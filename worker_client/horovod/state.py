@@ -37,6 +37,7 @@ def broadcast_parameters(
     """
     job = CURRENT.job
     with job.call("broadcast_parameters", None) as wire:
+        root = job.number(root_rank)
         keys = getattr(params, "items", None)
         listed: list[Any] = sorted(keys()) if keys is not None else list(params)
         named = [one if isinstance(one, tuple) else (str(at), one) for at, one in enumerate(listed)]
@@ -46,13 +47,13 @@ def broadcast_parameters(
                     f"{name!r} is a {type(tensor).__name__}, not a tensor: pass "
                     "model.state_dict() without it, and use hvd.broadcast_object for it"
                 )
-            check(tensor, root_rank)
+            check(tensor)
         names = f"{len(named)} tensors, {fingerprint(chr(0).join(n for n, _ in named)):016x}"
     # First, so that nothing changes at any rank if one refuses its parameters, or has others.
-    broadcast_bytes(job.client, np.zeros(0, np.uint8), root_rank, names, name=wire)
+    broadcast_bytes(job.client, np.zeros(0, np.uint8), root, names, name=wire)
     wait_for_all(
         [
-            start_broadcast(tensor, root_rank, short(f"{wire}.{at}.{name}"))
+            start_broadcast(tensor, root, short(f"{wire}.{at}.{name}"))
             for at, (name, tensor) in enumerate(named)
         ]
     )

@@ -1,0 +1,321 @@
+"""``hvd.elastic``: a training whose ranks come and go, with what it keeps between two commits.
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, epochs):
+            ...
+            state.commit()                                   # every rank, at the same step
+
+    train(hvd.elastic.TorchState(model, optimizer, epoch=0))
+
+Ranks are lost and let in as `worker_client.client.client.Client.admit` says: with
+``REDUCTION_ON_RANK_LOST=continue`` the others' all-reduces go on without a lost rank, and a process
+with ``REDUCTION_JOIN=1`` joins. At the next commit every rank finds who is there, and begins again
+with the function, from the state of the first rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
+from worker_client.horovod.job import CURRENT
+from worker_client.horovod.objects import broadcast_object
+from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sized
+
+    T = TypeVar("T")
+
+# After these the ranks may go on from their last commit; others say that the script is wrong.
+_PASSING = (RankLostError, ReducerLostError, ReductionTimeout)
+
+log = logging.getLogger(__name__)
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
+    """Ranks have left or joined: `run` begins again with the function.
+
+    Args:
+        skip_sync: the states of the ranks need not be made the same before.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("ranks have left or joined")
+        self.skip_sync = skip_sync
+
+
+def run(func: Callable[..., T]) -> Callable[..., T]:
+    """Let a function train while ranks leave and join.
+
+    The function is called with a state that is the same at every rank. When ranks have left or
+    joined (`State.commit` finds that), it is called again; when a call of it fails because a rank
+    or the reducers were lost, or an all-reduce took too long, it is called again with the state of
+    the last commit. Other errors are raised. Before a further call the state's reset callbacks are
+    called.
+
+    Args:
+        func: takes a `State`, and more. Ranks make no calls to each other before it, but for
+            ``hvd.init()``: a rank that joins makes its first calls in it.
+
+    Returns:
+        A function with the same arguments, which returns what the last call of `func` does.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
+        skip_sync = False
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            except ReductionError as error:
+                if not isinstance(error, _PASSING) and type(error) is not ReductionError:
+                    raise
+                log.warning("going on from the last commit, after this error: %s", error)
+                state.restore()
+                CURRENT.job.renew()
+                skip_sync = False
+            state.on_reset()
+
+    return wrapper
+
+
+class State:
+    """What ranks have in common, and what becomes of it when they come and go.
+
+    Subclasses say how it is saved, restored and made the same.
+
+    Args:
+        bcast_object: takes an object, and returns the one of rank 0.
+        get_rank: returns this rank's number.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = CURRENT.rank,
+    ) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._reset_callbacks: list[Callable[[], object]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
+        """Have functions called when ranks have left or joined, before the function is run again.
+
+        To scale the learning rate with ``hvd.size()``, say. They must not call other ranks.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Do what is to be done when ranks have left or joined."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Save the state, and see whether ranks have left or wait to join: `check_host_updates`.
+
+        Every rank calls it at the same point, with no call to other ranks in progress.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """See whether ranks have left, and let those join that wait for it.
+
+        Every rank calls it at the same point. It takes as long as three small all-reduces; nothing
+        where neither can be, because ``REDUCTION_ON_RANK_LOST`` is not ``continue``.
+
+        Raises:
+            HostsUpdatedInterrupt: the ranks are others than before, at every rank alike.
+            ReductionError: as `Client.admit`.
+        """
+        if CURRENT.job.client.spec.elastic and CURRENT.job.renew():
+            raise HostsUpdatedInterrupt
+
+    def save(self) -> None:
+        """Keep the state as it is now."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make the state that of rank 0, at every rank, and save it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Do what a subclass has to do when ranks have left or joined, before the callbacks."""
+
+
+class ObjectState(State):
+    """A state of Python objects, which are its attributes.
+
+    Args:
+        bcast_object: takes an object, and returns the one of rank 0.
+        get_rank: returns this rank's number.
+        **kwargs: the objects, of types that `broadcast_object` takes.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] = broadcast_object,
+        get_rank: Callable[[], int] = CURRENT.rank,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = kwargs
+        self._set()
+
+    def save(self) -> None:
+        """Keep the objects as they are now; copies, so that changes in place are undone as well."""
+        now = {name: getattr(self, name) for name in self._saved_state}
+        self._saved_state = copy.deepcopy(now)
+
+    def restore(self) -> None:
+        """Go back to the objects that were saved last."""
+        self._set()
+
+    def sync(self) -> None:
+        """Replace the objects by those of rank 0, which it has now, and save them."""
+        if self._saved_state:
+            now = {name: getattr(self, name) for name in self._saved_state}
+            self._saved_state = self._bcast_object(now)
+            self._set()
+
+    def _set(self) -> None:
+        for name, value in copy.deepcopy(self._saved_state).items():
+            setattr(self, name, value)
+
+
+class TorchState(ObjectState):
+    """The state of a training with PyTorch, whose parts are its attributes.
+
+    Args:
+        model: its parameters and buffers are kept, restored and sent.
+        optimizer: so is its state.
+        **kwargs: more of it. What has ``state_dict`` and ``load_state_dict``, such as another model
+            or optimizer, a scheduler or an `ElasticSampler`, keeps its identity; other objects
+            are replaced, as of `ObjectState`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = {"model": model, "optimizer": optimizer, **kwargs}
+        self._stateful = [name for name, one in given.items() if hasattr(one, "load_state_dict")]
+        for name in self._stateful:
+            setattr(self, name, given[name])
+        super().__init__(**{name: one for name, one in given.items() if name not in self._stateful})
+        self._saved_states: dict[str, Any] = {}
+        self._save_stateful()
+
+    def save(self) -> None:
+        """Keep everything as it is now."""
+        self._save_stateful()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for name in self._stateful:
+            # A copy: optimizers keep the tensors that they load.
+            getattr(self, name).load_state_dict(copy.deepcopy(self._saved_states[name]))
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank what rank 0 has now, and save it."""
+        for name in self._stateful:
+            one = getattr(self, name)
+            if isinstance(one, torch.nn.Module):
+                broadcast_parameters(one.state_dict(), root_rank=0)
+            elif isinstance(one, torch.optim.Optimizer):
+                broadcast_optimizer_state(one, root_rank=0)
+            else:
+                one.load_state_dict(self._bcast_object(one.state_dict()))
+        super().sync()
+        self._save_stateful()
+
+    def _save_stateful(self) -> None:
+        self._saved_states = {
+            name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._stateful
+        }
+
+
+class ElasticSampler(Sampler[int]):
+    """Divides a dataset among the ranks, and what is left of an epoch anew when they change.
+
+    Make it part of a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end
+    of each epoch.
+
+    Args:
+        dataset: of any length, the same at every rank.
+        shuffle: in an order that depends on the seed and the epoch alone.
+        seed: of the order, the same at every rank.
+
+    Attributes:
+        epoch: the current one.
+        processed_num: samples of it that all ranks together have processed.
+        num_replicas: number of ranks, and `rank` this one's number, as of the latest `reset`.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, of which nothing is processed yet."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 (Horovod's)
+        """Take note of a batch: this rank's number of samples, which others have processed too."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what is to be kept."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Take over what was kept, and divide what is left among the ranks that are there now."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left of the epoch among the ranks that are there now."""
+        self.num_replicas, self.rank = CURRENT.size(), CURRENT.rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 (no secret)
+        left = order[self.processed_num :]
+        # All have equally many: the last ones are the first ones again.
+        missing = -len(left) % self.num_replicas
+        whole = left + (left * (missing // len(left) + 1))[:missing] if left else []
+        self._mine = whole[self.rank :: self.num_replicas]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine[:])
+
+    def __len__(self) -> int:
+        return len(self._mine)
