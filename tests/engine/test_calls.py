@@ -101,6 +101,9 @@ def test_a_refusal_waits_for_the_answer_to_a_question(session: Driven) -> None:
     assert errors(asked) == []
     ((link, question),) = sent(asked)
     assert (question.type, question.sequence) == (M.CONTRIBUTION, number(2, place=0))
+    behind = part()
+    session.submit(behind, 0.0)
+    assert (behind.since, behind.history) == (3, 0), "the refused call is left out for it already"
     actions = result(session, link, question)
     assert [str(failure) for failure in errors(actions)] == [str(REFUSAL)]
     assert aborts(actions) == {link: [(number(2), MismatchError)] for link in range(2)}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ import torch.distributed as dist
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
+from tests.conftest import local_pool
+from tests.integration.calls import process_of
+from tests.interrupts import BoomError, boom_at
 from tests.waits import eventually
 from worker_client.client.compose import Composer
 from worker_client.communicators.casting import CastingCommunicator
@@ -31,6 +35,7 @@ from worker_client.communicators.process_group import ProcessGroup
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
+from worker_client.runtime.service_thread import STOP_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,6 +50,7 @@ KINDS = {
     "hierarchical": HierarchicalCommunicator,
     "all but elastic": HierarchicalCommunicator,
     "elastic, casting": CastingCommunicator,
+    "elastic, fallback": ElasticCommunicator,
 }
 RANKS = 4
 numbers = itertools.count()
@@ -66,7 +72,7 @@ def composed(kind: str, rank: int, servers: list[str], board: Board, number: int
     job, size, me = f"kinds-{number}", RANKS, rank
     if place is not None:
         job, size, me = f"{job}-{place.local_rank}", len(place.nodes), place.node
-    falls_back = kind in {"fallback", "all but elastic"}
+    falls_back = "fallback" in kind or kind == "all but elastic"
     group = None
     if falls_back:
         prefix = dist.PrefixStore(job, STORE)
@@ -109,18 +115,22 @@ def composed(kind: str, rank: int, servers: list[str], board: Board, number: int
 STORE = dist.HashStore()
 
 
-@pytest.fixture(params=KINDS)
-def four(servers: list[str], request: pytest.FixtureRequest) -> Iterator[list[Communicator]]:
+@contextmanager
+def four_of(kind: str, servers: list[str]) -> Iterator[list[Communicator]]:
     board, number = Board(), next(numbers)
     with ExitStack() as stack, ThreadPoolExecutor(RANKS) as pool:
-        made = list(
-            pool.map(lambda at: composed(request.param, at, servers, board, number), range(RANKS))
-        )
+        made = list(pool.map(lambda at: composed(kind, at, servers, board, number), range(RANKS)))
         for one in made:
             stack.callback(one.stop)
-        assert {type(one) for one in made} == {KINDS[request.param]}
+        assert {type(one) for one in made} == {KINDS[kind]}
         assert [one.rank for one in made] == list(range(RANKS))
         assert {one.world_size for one in made} == {RANKS}
+        yield made
+
+
+@pytest.fixture(params=KINDS)
+def four(servers: list[str], request: pytest.FixtureRequest) -> Iterator[list[Communicator]]:
+    with four_of(request.param, servers) as made:
         yield made
 
 
@@ -241,3 +251,77 @@ def test_a_late_rank_is_named(four: list[Communicator]) -> None:
     assert isinstance(asked[2].ends[0], ReductionTimeout)
     assert asked[2].ends[0].missing == (3,)
     assert all(one.ends[0] is not None for one in asked)
+
+
+def test_an_interrupted_call_is_no_other_ones(
+    four: list[Communicator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
+    # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
+    for communicator in four:
+        monkeypatch.setattr(communicator.flat.driver, "_take_lead", lambda *_: False)
+    for line in range(1, 200):
+        call, interrupted = object(), False
+        asked = Asked(np.full(4, 100, np.float32), call=call)
+        sys.settrace(boom_at(line, after="submit", never_in="none"))
+        try:
+            four[1].submit(asked.operation)
+        except BoomError:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        if interrupted:  # what the client does then
+            why = refused(four[1].spec.rank, "BoomError")
+            nothing = memoryview(b"")
+            four[1].submit(
+                Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 20.0, call=call, refusal=why)
+            )
+        others = [Asked(np.full(4, 100, np.float32), call=object()) for _ in four[:3]]
+        for one, communicator in zip(others, [four[0], *four[2:]], strict=True):
+            communicator.submit(one.operation)
+        after = submit(four)
+        await_ends([*others, *after])
+        assert all(one.ends[0] is None or "BoomError" in str(one.ends[0]) for one in others)
+        assert all(one.ends == [None] and (one.values == 6).all() for one in after)
+        eventually(lambda: not any(communicator.busy for communicator in four))
+        if not interrupted:
+            break
+    else:
+        pytest.fail("it has more lines than were tried")
+
+
+def test_stop_in_a_callback_ends_each_once_and_soon(four: list[Communicator]) -> None:
+    took: list[float] = []
+    asked = [Asked(np.ones(4, np.float32)) for _ in four]
+    open_ = Asked(np.ones(4, np.float32))
+    ends = asked[2].ends
+
+    def callback(error: Exception | None) -> None:
+        ends.append(error)
+        begun = time.monotonic()
+        four[2].stop()
+        took.append(time.monotonic() - begun)
+
+    asked[2].operation.ended = callback
+    for one, communicator in zip(asked, four, strict=True):
+        communicator.submit(one.operation)
+        if one is asked[2]:
+            communicator.submit(open_.operation)
+    await_ends([*asked, open_])
+    assert [one.ends for one in asked] == [[None]] * RANKS
+    assert len(open_.ends) == 1
+    assert isinstance(open_.ends[0], LocalProtocolError)
+    assert took[0] < STOP_S / 2
+
+
+@pytest.mark.parametrize("kind", ["fallback", "elastic, fallback"])
+def test_through_the_process_group_nothing_is_kept_and_a_callback_may_stop(kind: str) -> None:
+    with local_pool(1) as servers, four_of(kind, servers) as made:
+        await_ends(submit(made))
+        process_of(servers[0]).kill()
+        for _ in range(30):
+            await_ends(submit(made))
+        if isinstance(made[0], ElasticCommunicator):
+            # Process groups survive no rank, so no call will be made again.
+            eventually(lambda: all(not list(one._replay_log) for one in made))
+        test_stop_in_a_callback_ends_each_once_and_soon(made)

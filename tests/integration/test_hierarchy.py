@@ -193,6 +193,13 @@ def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers: list
                 assert set(result.tolist()) == {1.0 if rounded else 1 + 2.0**-12}
 
 
+def test_a_mean_of_16_bits_is_no_larger_than_what_it_is_of(servers: list[str]) -> None:
+    with ranks_on(2, 2, servers, wire_dtype=DType.FLOAT16) as clients:
+        rows = [np.full(4096, 40_000, np.float32) for _ in clients]  # of which two are too many
+        for result in reduced(clients, rows, "mean"):
+            assert set(result.tolist()) == {40_000.0}
+
+
 def test_ranks_are_those_of_the_whole_job(six: list[Client]) -> None:
     assert [client.rank for client in six] == list(range(6))
     assert {client.world_size for client in six} == {6}

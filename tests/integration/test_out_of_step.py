@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-import worker_client
 from reducer.errors import ConfigError, MismatchError, RankLostError, StaleGenerationError
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of
+from tests.interrupts import BoomError, boom_at
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
@@ -102,44 +100,6 @@ def test_the_next_call_after_a_mismatch(three: list[Client], field: str) -> None
     for error in errors_of([odd(client) for client in three], within_s=1.0):
         assert isinstance(error, MismatchError)
     check(three)
-
-
-class BoomError(Exception):
-    """What a signal handler raises."""
-
-
-def boom_at(line: int, *, after: str, never_in: str) -> Any:
-    """Return what raises BoomError, as a trace function, at a line of the worker's code.
-
-    Args:
-        line: number of an executed line, from 1 for the first one of the function `after`.
-        after: name of a function; an interrupt before it cannot be told from no call at all.
-        never_in: a function that is not interrupted.
-    """
-    folder = str(Path(worker_client.__file__).parent)
-    lines = -1
-    entered: set[tuple[Any, int]] = set()
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal lines
-        code = frame.f_code
-        if not code.co_filename.startswith(folder) or code.co_name == never_in:
-            return None
-        if code.co_name == after:
-            lines = max(lines, 0)
-        if event == "line" and lines >= 0:
-            here = frame, frame.f_lineno
-            source = linecache.getline(code.co_filename, frame.f_lineno).lstrip()
-            if source.startswith("with ") and here in entered:
-                return trace  # it is left: no handler runs before its lock is released
-            entered.add(here)
-            lines += 1
-            if lines == line:
-                sys.settrace(None)
-                raise BoomError
-        return trace
-
-    return trace
 
 
 def test_an_exception_out_of_a_trace_at_any_line_of_a_call(

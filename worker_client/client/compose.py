@@ -12,6 +12,7 @@ from worker_client.client.client import Client, Departure
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
+from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.membership import PATIENCE_S, Membership
 from worker_client.config import NAMED
@@ -182,10 +183,6 @@ class Composer:
         def enter(spec: JobSpec, left: Callable[[], None]) -> Communicator:
             if not spec.fallback or group is None:
                 return self.flat(spec, left)
-            from worker_client.communicators.fallback import (  # noqa: PLC0415 (loads torch)
-                FallbackCommunicator,
-            )
-
             # An elastic job could not go back: its calls have numbers that others would not know.
             return FallbackCommunicator(
                 spec, self.flat, group, left, returns=not spec.elastic, announced=announced

@@ -87,7 +87,8 @@ class Communicator(ABC):
     @property
     def in_use(self) -> list[bool]:
         """Whether each reducer is in use, in the order of the spec."""
-        used = dict(zip(self.flat.spec.reducers, self.flat.in_use, strict=True))
+        flat = self.flat  # another one, perhaps, the next time
+        used = dict(zip(flat.spec.reducers, flat.in_use, strict=True))
         return [used.get(address, False) for address in self.spec.reducers]
 
     def lose(self, ranks: frozenset[int]) -> None:  # noqa: B027 (most go on without none)

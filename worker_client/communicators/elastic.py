@@ -171,9 +171,7 @@ class ElasticCommunicator(Communicator):
             self._check_open()
             begun = self._replay_log.latest()
             if operation.refusal is not None and begun is not None and _same_call(begun, operation):
-                begun.operation.refusal = operation.refusal
-                if begun.attempt is not None and not begun.over:
-                    self.communicator.submit(operation)  # which ends the attempt
+                self._refuse(begun, operation)
                 return
             doomed = self._enter_call(entry)
         if doomed:
@@ -295,6 +293,23 @@ class ElasticCommunicator(Communicator):
         self._attempts.add(entry)
         self.communicator.submit(attempt)
 
+    def _refuse(self, entry: Entry, refusal: Operation) -> None:
+        """End a call that an interrupt has left half begun: the others hear why."""
+        entry.operation.refusal = refusal.refusal
+        if entry.over or self._recovery is not None:
+            return
+
+        # Ends in the place of the attempt, if that was never submitted; else ends the attempt.
+        refusal.ended = partial(self._refusal_ended, entry, refusal)
+        self._attempts.add(entry)
+        self.communicator.submit(refusal)
+
+    def _refusal_ended(
+        self, entry: Entry, refusal: Operation, error: ReductionError | None
+    ) -> None:
+        entry.attempt = refusal
+        self._attempt_ended(entry, error)
+
     def _attempt_ended(self, entry: Entry, error: ReductionError | None) -> None:
         with self._gate:
             self._attempts.discard(entry)
@@ -310,7 +325,9 @@ class ElasticCommunicator(Communicator):
             entry.finish(bytes(entry.operation.view) if told is None else None, told)
             if self._admits(entry):
                 self._recover()
-            reached = self.flat.session.flight.reached
+            session = self.flat.session
+            # Process groups survive no rank: of what they do nothing is made again.
+            reached = math.inf if session.handed_over else session.flight.reached
             self._replay_log.prune(reached)
             if self._behind and reached > self._last_question:
                 behind, self._behind = self._behind, []

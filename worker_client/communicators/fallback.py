@@ -172,6 +172,9 @@ class FallbackCommunicator(Communicator):
             self._stopped = True
             communicators = [one for one in (self._coming, self._flat) if one is not None]
             leaving = self._leaving
+        if self._thread.is_current:  # in a callback: nobody needs to wait for this thread
+            self._group.stop()
+            self._group.rest()
         for communicator in communicators:
             communicator.stop()
         if leaving is not None:
@@ -247,15 +250,15 @@ class FallbackCommunicator(Communicator):
                     error = self._reduce(stay, call, stay.shares.pop(call.number, None))
                     if not stay.over:
                         self._end(call, error)
+                if stay.over and stay.failure is None and not self._group.stopped:
+                    self._forward(_asked_for(call))
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
                 if not self._group.stopped:
                     log.warning("the process group's all-reduce failed: %s", error)
                 why = f"no reducer is left, and the process group failed as well: {error}"
                 stay.failure = ReducerLostError(why, reducer="")
                 stay.shares = {}
-            if stay.over and not self._group.stopped:
-                self._forward(_asked_for(call))
-            elif stay.failure is not None:
+            if stay.failure is not None:
                 self._end(call, stay.failure)
             if not self._group.stopped:  # else it has perhaps not ended
                 self._made = None
@@ -272,6 +275,7 @@ class FallbackCommunicator(Communicator):
             return
         if error is None:
             self._past = self._past.plus(Counters(fallbacks=1))
+        self._made = None  # before: its caller may shut the client down, which ends the rest
         call.operation.end(error)
 
     def _reduce(
@@ -367,6 +371,8 @@ class FallbackCommunicator(Communicator):
         Args:
             offers: what each rank has said with it.
         """
+        if self._marker is not None:
+            return False  # this rank is on its way back from an earlier stay
         latest = max(offer.attempt for offer in offers)
         if latest > self._attempt:
             self._try_another(latest)
@@ -428,12 +434,18 @@ class FallbackCommunicator(Communicator):
             self._spec,
             job=marked(self._spec.job, ("after the process group", self._attempt)),
             patience_s=PATIENCE_S,
+            wait_s=0.0,  # a call waits meanwhile, which the process group can make
         )
         try:
-            self._coming = self._connect(spec)
+            self._coming = coming = self._connect(spec)
         except ReductionError as error:
             log.debug("no way back to the reducers yet: %s", error)
             self._retry_at = time.monotonic() + RETRY_S
+            return
+        with self._gate:
+            stopped = self._stopped
+        if stopped:  # `stop` has not seen it
+            coming.stop()
 
     def _try_another(self, attempt: int) -> None:
         """Give up the job that this rank tries to join, for another one."""

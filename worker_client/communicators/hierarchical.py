@@ -124,8 +124,8 @@ class HierarchicalCommunicator(Communicator):
         self._open: dict[_Reduction, None] = {}
         self._broken: ReductionError | None = None
         self._leave_at = 0.0
-        self._latest: Operation | None = None
-        self._guard = threading.Lock()  # of the two before
+        self._latest: Operation | None = None  # the first thread has begun with
+        self._guard = threading.Lock()  # of `_broken`, between the two threads
         self._failed: object = None  # the latest call that ranks of this node disagreed on,
         self._failure: ReductionError | None = None  # and how
         self._first.start()
@@ -184,17 +184,18 @@ class HierarchicalCommunicator(Communicator):
 
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce, or raise what has ended this communicator."""
+        if self._broken is not None:
+            raise copy.copy(self._broken)
         reduction = _Reduction(operation)
-        with self._guard:
-            if self._broken is not None:
-                raise copy.copy(self._broken)
-            latest = self._latest
-            again = latest is not None and operation.call is latest.call and not latest.more
-            if again and operation.refusal is not None:
-                return  # all of that call is on its way, whatever interrupted its caller
+        try:
             self._open[reduction] = None
-            self._latest = operation
             self._first.queue.put(reduction)
+        except BaseException:  # an interrupt: nobody waits for it
+            self._open.pop(reduction, None)
+            raise
+        # Where it has ended meanwhile, the second thread may have overlooked this.
+        if self._broken is not None and self._open.pop(reduction, reduction) is None:
+            raise copy.copy(self._broken)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Return at once: two threads of this object do everything."""
@@ -208,13 +209,13 @@ class HierarchicalCommunicator(Communicator):
         After the loss of a rank it takes some seconds: the other nodes shall hear from their own
         reducers who is lost, and not that this rank left.
         """
+        # No lock is taken here: a signal handler may have interrupted whoever holds it.
+        self._broken = self._broken or LocalProtocolError("this client was shut down")
         self._node.stop()
         self._first.queue.put(None)
         self._second.queue.put(None)
         self._first.wait_for_end()
         self._second.wait_for_end()
-        self._break(LocalProtocolError("this client was shut down"))
-        self._end_all()
         self._node.close()
         time.sleep(max(0.0, self._leave_at - time.monotonic()))
         self._between.stop()
@@ -228,8 +229,13 @@ class HierarchicalCommunicator(Communicator):
             self._second.queue.put(None)  # the other thread may have to end all-reduces
 
     def _fold(self, reduction: _Reduction) -> None:
-        asked = reduction.operation
+        asked, latest = reduction.operation, self._latest
         call = asked.call or asked
+        again = latest is not None and asked.call is latest.call and not latest.more
+        if again and asked.refusal is not None:
+            self._conclude(reduction, None)  # all of that call was on its way when it was refused
+            return
+        self._latest = asked
         if call is not self._failed:
             self._failure = self._disagreement(reduction)
             self._failed = None if self._failure is None else call
@@ -240,7 +246,7 @@ class HierarchicalCommunicator(Communicator):
             self._second.queue.put(_Piece(reduction, [], None, None, queue.SimpleQueue(), True))
             return
         ranks, here = len(self.place.peers), self.place.local_rank
-        op = ReduceOp.SUM if asked.op is ReduceOp.MEAN else asked.op
+        op, between_op, within, _ = self._steps(asked)
         pieces = list(reduction.pieces(ranks))
         for number, places in enumerate(pieces, 1):
             parts = [asked.view[place] for place in places]
@@ -250,11 +256,13 @@ class HierarchicalCommunicator(Communicator):
             ]
             self._node.exchange(_IN, parts, rows, reduction.until)
             folded = fold(rows, asked.dtype, op)
+            if within != 1:
+                finish(folded, asked.dtype, within, folded.data)
             answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
             between = Operation(
                 folded.data,
                 folded_as(asked.dtype),
-                op,
+                between_op,
                 asked.name,
                 max(reduction.until - time.monotonic(), _SHORTEST_S),
                 call=call,
@@ -266,6 +274,17 @@ class HierarchicalCommunicator(Communicator):
             self._between.submit(between)
             last = number == len(pieces)
             self._second.queue.put(_Piece(reduction, parts, folded, between, answer, last))
+
+    def _steps(self, asked: Operation) -> tuple[ReduceOp, ReduceOp, int, int]:
+        """Return what is done within a node and between nodes, and what is divided by after each.
+
+        What travels in 16 bits is a mean: the sum of all ranks may be too large for fp16.
+        """
+        if asked.op is not ReduceOp.MEAN:
+            return asked.op, asked.op, 1, 1
+        if asked.rounded:
+            return ReduceOp.SUM, ReduceOp.MEAN, len(self.place.peers), 1
+        return ReduceOp.SUM, ReduceOp.SUM, 1, self.world_size
 
     def _refuse(self, call: object, asked: Operation, why: ReductionError) -> None:
         """Let what the other nodes have of a call end as it does here."""
@@ -318,6 +337,7 @@ class HierarchicalCommunicator(Communicator):
                 self._try(self._hand_out, piece)
             if self._broken is not None:
                 self._end_all()
+        self._end_all()
 
     def _hand_out(self, piece: _Piece) -> None:
         reduction = piece.reduction
@@ -331,8 +351,7 @@ class HierarchicalCommunicator(Communicator):
         asked = reduction.operation
         asked.sequence = piece.between.sequence
         if error is None:
-            divisor = self.world_size if asked.op is ReduceOp.MEAN else 1
-            finish(piece.folded, asked.dtype, divisor, own)
+            finish(piece.folded, asked.dtype, self._steps(asked)[3], own)
         reduction.error = reduction.error or error
         until = reduction.until + GRACE_S
         self._node.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
@@ -380,12 +399,10 @@ class HierarchicalCommunicator(Communicator):
             self._between.stop()  # the other nodes shall not wait for this rank
 
     def _end_all(self) -> None:
-        with self._guard:
-            open_, self._open = list(self._open), {}
-        for reduction in open_:
+        while self._open:
+            reduction, _ = self._open.popitem()
             reduction.operation.end(self._broken)
 
     def _conclude(self, reduction: _Reduction, error: ReductionError | None) -> None:
-        with self._guard:
-            self._open.pop(reduction, None)
+        self._open.pop(reduction, None)
         reduction.operation.end(error)

@@ -152,7 +152,7 @@ class ReplayLog:
             calls = self._entries.items()
             return max((number for number, entry in calls if entry.over), default=-1) + 1
 
-    def prune(self, reached: int) -> None:
+    def prune(self, reached: float) -> None:
         """Forget what has ended at every rank.
 
         Args:

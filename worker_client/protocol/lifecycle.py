@@ -109,6 +109,8 @@ class Calls:
         if self._number >= self._since:
             asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
             self._history = ((self._history ^ operation.tag) * _FACTOR + asked) & _MASK
+        if operation.refusal is not None:  # now: it may be held, and others are numbered meanwhile
+            self._since, self._history = self._number + 1, 0
 
     def begin(
         self,

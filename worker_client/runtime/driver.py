@@ -103,12 +103,16 @@ class Driver:
         Raises:
             LocalProtocolError: the driver has stopped.
         """
-        with self._order:
-            if self.closing:
-                raise LocalProtocolError("this client was shut down")
-            first = not self._queue
-            self._open[operation] = None
-            self._queue.append(operation)
+        try:
+            with self._order:
+                if self.closing:
+                    raise LocalProtocolError("this client was shut down")
+                first = not self._queue
+                self._open[operation] = None
+                self._queue.append(operation)
+        except BaseException:  # an interrupt, perhaps: nobody waits for it
+            self._open.pop(operation, None)
+            raise
         if not self._lead_with(self._take_lead, self._start_now) and first:
             self._wake()  # otherwise the leader was woken already
 
