@@ -58,7 +58,7 @@ def train() -> dict[str, Any]:
             "weights": digest(ddp),
             "bytes_reduced": client.bytes_reduced,
         }
-        names = all_gather_bytes(client, f"rank {client.rank}".encode())
+        names = list(all_gather_bytes(client, f"rank {client.rank}".encode()).values())
         found[mode]["names"] = [name.decode() for name in names]
         found[mode]["by_name"] = by_name(client)
         dist.barrier()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import secrets
 import threading
 from datetime import timedelta
 from itertools import count
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import (  # what torch.distributed's are, with t
     ProcessGroup,
     ProcessGroupGloo,
     ReduceScatterOptions,
+    _DistributedBackendOptions,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.constants import default_pg_timeout
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
 NAME = "reduction"
 OLDEST = "2.7.0.dev0"  # torch
+_DESTROYED = "the process group was destroyed: make a new one"
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,9 @@ class ReductionGroup(ProcessGroup):
     """A process group whose all-reduces and reduce-scatters go through reducers.
 
     The default group joins its job at once. Each group made of it is a job of its own on the
-    reducers, ``JOB.GROUP``, which its members join with their first reduction.
+    reducers, ``JOB.GROUP``, which its members join with their first reduction. Where torch can give
+    a group other members (``init_process_group(enable_reconfigure=True)``, since 2.14), it has none
+    before the first `reconfigure`, each of which makes a job of its own, too.
 
     Args:
         options: what torch knows of the group: its store, ranks, name and timeout.
@@ -84,17 +89,21 @@ class ReductionGroup(ProcessGroup):
     def __init__(self, options: Any, _: object = None) -> None:
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo = ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        self._reconfigures = bool(getattr(options, "enable_reconfigure", False))
+        more = {"enable_reconfigure": True} if self._reconfigures else {}
+        self._gloo = ProcessGroupGloo(options.store, rank, size, timeout=options.timeout, **more)
         take_in(self, self._gloo)
         # The same without this class's methods, which C++ code would call again.
         self._inner = ProcessGroup(options.store, rank, size)
         take_in(self._inner, self._gloo)
         self._options = options
+        self._store = options.store
         self._client: Client | None = None
-        self._closed = self._warned = False
+        self._closed: str | None = None  # why there is no client, and will be none
+        self._warned = False
         self._declined = 0  # reductions that Gloo has made before there was a client
         self._joining = threading.Lock()
-        if not options.global_ranks_in_group and size > 1:
+        if not options.global_ranks_in_group and size > 1 and not self._reconfigures:
             self.join()  # all ranks are here, which later need not be so
 
     @property
@@ -109,8 +118,8 @@ class ReductionGroup(ProcessGroup):
             ReductionError: as `worker_client.init`.
         """
         with self._joining:
-            if self._closed:
-                raise LocalProtocolError("the process group was destroyed: make a new one")
+            if self._closed is not None:
+                raise LocalProtocolError(self._closed)
             if self._client is None:
                 self._client = self._connect()
                 for _ in range(self._declined):
@@ -161,19 +170,78 @@ class ReductionGroup(ProcessGroup):
         timeout = self._gloo.options._timeout  # noqa: SLF001 (no public name)
         return None if timeout == default_pg_timeout else timeout.total_seconds()
 
+    # -- other members ------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Return the number of this rank among the members."""
+        return int(self._options.group_rank)
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return int(self._options.group_size)
+
+    getRank = rank  # noqa: N815 (C++ looks for these by their names there)
+    getSize = size  # noqa: N815
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether the group can be given other members."""
+        return self._reconfigures
+
+    def get_reconfigure_handle(self) -> str:
+        """Return what the other members need to know of this one."""
+        handle: str = self._gloo.get_reconfigure_handle()  # type: ignore[attr-defined]
+        return handle
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Leave the job of the members so far, and join one of those given.
+
+        All that is in progress fails. The new members have met when this returns.
+
+        Args:
+            opts: ``uuid``, a number that no members of this store had before, the same at all;
+                ``handles`` of the members, in the order of their ranks if it is a list; ``timeout``
+                for them to come.
+
+        Returns:
+            What has ended.
+
+        Raises:
+            RuntimeError: torch's, if they do not come, or the number was used.
+            ReductionError: as `worker_client.init`.
+        """
+        # First: members so far may wait for this rank's part, and not come here before that fails.
+        self._leave("the process group has no members: reconfigure it")
+        self._gloo.reconfigure(opts).wait()  # type: ignore[attr-defined]
+        members = _DistributedBackendOptions()
+        members.store = PrefixStore(f"reduction/members/{opts.uuid}", self._store)
+        members.group_rank, members.group_size = self._gloo.rank(), self._gloo.size()
+        members.timeout = self._options.timeout
+        # Another run may count from the same number.
+        if members.group_rank == 0:
+            members.store.set("run", secrets.token_hex(4))
+        members.group_id = f"{opts.uuid}.{members.store.get('run').decode()}"
+        members.global_ranks_in_group = list(range(members.group_size))
+        with self._joining:
+            self._options, self._client, self._declined = members, None, 0
+            self._closed = None
+        if members.group_size > 1:
+            self.join()
+        return ReductionWork([], [], in_callback=lambda: False)
+
     def shutdown(self) -> None:
         """Leave the job and the inner group; what is in progress fails."""
-        self._leave()
+        self._leave(_DESTROYED)
         self._inner.shutdown()
 
     def abort(self) -> None:
         """Do as `shutdown` does, which waits for nobody either."""
-        self._leave()
+        self._leave(_DESTROYED)
         self._inner.abort()
 
-    def _leave(self) -> None:
+    def _leave(self, why: str) -> None:
         with self._joining:
-            self._closed = True
+            self._closed = why
             if self._client is not None:
                 atexit.unregister(self._client.shutdown)
                 self._client.shutdown()
