@@ -1,0 +1,1 @@
+"""Memberships without a network: real elastic communicators over jobs in memory, by seeds."""
