@@ -82,6 +82,16 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_broken_rule_is_noticed[failures-untold]",
         ),
     },
+    "tests/integration/test_communicators.py": {
+        "test_an_interrupted_call_is_no_other_ones[compiled-flat]": (
+            "test_an_interrupted_call_is_no_other_ones[compiled-fallback]",
+            "test_an_interrupted_call_is_no_other_ones[compiled-casting]",
+        ),
+        "test_an_interrupted_call_is_no_other_ones[compiled-elastic]": (
+            "test_an_interrupted_call_is_no_other_ones[compiled-elastic, casting]",
+            "test_an_interrupted_call_is_no_other_ones[compiled-elastic, fallback]",
+        ),
+    },
     "tests/memberships/test_memberships.py": {
         "test_all_that_are_left_have_the_same_results": (
             "test_in_many_more_trainings_as_well",
