@@ -9,6 +9,7 @@ import torch
 
 import worker_client.horovod as hvd
 from reducer.errors import ConfigError
+from worker_client.horovod.job import CURRENT
 
 SIZE = 3
 
@@ -31,14 +32,15 @@ def values(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def case_sync_makes_everything_that_of_rank_0() -> None:
     net, optimizer = trained()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1 + hvd.rank())
-    state = hvd.elastic.TorchState(
-        net, optimizer, scheduler=scheduler, epoch=hvd.rank(), seen=[hvd.rank()]
-    )
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1 + hvd.rank(), 5])
+    seen = [hvd.rank()]
+    state = hvd.elastic.TorchState(net, optimizer, scheduler=scheduler, epoch=hvd.rank(), seen=seen)
     expected = hvd.broadcast_object(values(net, optimizer))
+    assert state.seen is seen
     state.sync()
     assert values(net, optimizer) == expected
-    assert (state.epoch, state.seen, scheduler.step_size) == (0, [0], 1)
+    assert (state.epoch, state.seen) == (0, [0])
+    assert scheduler.milestones == {1: 1, 5: 1}
     assert (state.model, state.optimizer) == (net, optimizer)
     # What was received is what a failure goes back to.
     state.epoch = 7
@@ -93,6 +95,31 @@ def case_whoever_is_told_that_ranks_have_changed_begins_again() -> None:
 
     assert train(state) == "done"
     assert calls == [0, 10, 20 + hvd.rank()]
+
+
+def case_a_failure_at_one_rank_takes_all_back() -> None:
+    """Its calls without names are others than theirs by then."""
+    state = hvd.elastic.ObjectState(step=0)
+    calls: list[int] = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        calls.append(state.step)
+        for state.step in range(state.step, 4):  # noqa: B020 (as Horovod's users do)
+            if state.step == 2 and len(calls) == 1:
+                if hvd.rank() == 1:
+                    hvd.allreduce(torch.ones(1), name="first", op=hvd.Sum)
+                    raise hvd.HorovodInternalError("on purpose")
+                hvd.allreduce(torch.ones(1), name="first", op=hvd.Sum)
+                # What the others do is to see who is there, at the latest in their next commit.
+                if CURRENT.job.renew():
+                    raise hvd.HostsUpdatedInterrupt
+            assert int(hvd.allreduce(torch.ones(1), op=hvd.Sum)) == SIZE
+            state.save()
+        return len(calls)
+
+    assert train(state) == 2
+    assert calls[0] == 0
 
 
 def case_what_is_wrong_with_the_script_is_raised() -> None:

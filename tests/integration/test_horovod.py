@@ -154,3 +154,34 @@ def test_a_rank_is_killed_and_one_joins(pool: list[str]) -> None:
     assert [int(epoch) for epoch, _, _ in epochs] == list(range(12))
     assert "".join(size for _, _, size in epochs).rstrip("3").lstrip("3").strip("2") == ""
     assert float(epochs[-1][1]) < float(epochs[0][1]) / 2
+
+
+STALL = """
+import sys, time, torch
+import worker_client.horovod as hvd
+hvd.init()
+state = hvd.elastic.ObjectState(step=0, total=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 6:
+        if hvd.rank() == 1 and state.step == 3 and not stalled:
+            stalled.append(1)
+            time.sleep(3.5)
+        state.total += int(hvd.allreduce(torch.tensor(state.step), op=hvd.Sum))
+        state.step += 1
+        if state.step % 2 == 0:
+            state.commit()
+
+stalled = []
+train(state)
+print(state.step, state.total, len(stalled))
+hvd.shutdown()
+"""
+
+
+def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for(pool: list[str]) -> None:
+    settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "1500ms"}
+    with ranks(environments(2, pool, REDUCTION_JOB="stall", **settings), "-c", STALL) as job:
+        assert job.outputs() == ["6 30 0\n", "6 30 1\n"]
+        assert "going on from the last commit, after this error" in job[0].err

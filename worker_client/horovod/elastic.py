@@ -19,7 +19,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import random
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,10 +35,13 @@ from worker_client.horovod.state import broadcast_optimizer_state, broadcast_par
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sized
 
+    from worker_client.horovod.job import Job
+
     T = TypeVar("T")
 
 # After these the ranks may go on from their last commit; others say that the script is wrong.
 _PASSING = (RankLostError, ReducerLostError, ReductionTimeout)
+_PAUSE_S = 0.5  # between two attempts to go on
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +64,14 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     The function is called with a state that is the same at every rank. When ranks have left or
     joined (`State.commit` finds that), it is called again; when a call of it fails because a rank
     or the reducers were lost, or an all-reduce took too long, it is called again with the state of
-    the last commit. Other errors are raised. Before a further call the state's reset callbacks are
-    called.
+    the last commit, when all ranks have met again, for which they have twice as long as for an
+    all-reduce (``REDUCTION_TIMEOUT``). Other errors are raised. Before a further call the state's
+    reset callbacks are called.
 
     Args:
         func: takes a `State`, and more. Ranks make no calls to each other before it, but for
-            ``hvd.init()``: a rank that joins makes its first calls in it.
+            ``hvd.init()``: a rank that joins makes its first calls in it. A `DistributedOptimizer`
+            is made before it: in it there would be one more for each call.
 
     Returns:
         A function with the same arguments, which returns what the last call of `func` does.
@@ -72,24 +79,41 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> T:
-        skip_sync = False
+        job = CURRENT.job
+        skip_sync, until = False, math.inf  # the latter: for ranks that go on from a commit to meet
         while True:
             try:
+                if until < math.inf:
+                    job.renew(afresh=True)
+                    state.on_reset()
                 if not skip_sync:
                     state.sync()
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
+                until = math.inf
+                with job.elastic_function():
+                    return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt as interrupt:  # noqa: PERF203 (once in many steps)
                 skip_sync = interrupt.skip_sync
+                state.on_reset()
             except ReductionError as error:
-                if not isinstance(error, _PASSING) and type(error) is not ReductionError:
+                if not _passes(error, job) or time.monotonic() > until:
                     raise
-                log.warning("going on from the last commit, after this error: %s", error)
-                state.restore()
-                CURRENT.job.renew()
                 skip_sync = False
-            state.on_reset()
+                if until < math.inf:
+                    log.debug("not all ranks are back: %s", error)
+                    time.sleep(_PAUSE_S)
+                else:
+                    log.warning("going on from the last commit, after this error: %s", error)
+                    until = time.monotonic() + 2 * job.client.timeout_s
+                state.restore()
 
     return wrapper
+
+
+def _passes(error: ReductionError, job: Job) -> bool:
+    """Whether ranks may go on from their last commit after an error."""
+    if isinstance(error, RankLostError) and error.rank in job.client.present:
+        return False  # the job does not go on without that rank
+    return isinstance(error, _PASSING) or type(error) is ReductionError
 
 
 class State:
@@ -177,8 +201,9 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = kwargs
-        self._set()
+        self._saved_state = copy.deepcopy(kwargs)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
 
     def save(self) -> None:
         """Keep the objects as they are now; copies, so that changes in place are undone as well."""
@@ -187,18 +212,18 @@ class ObjectState(State):
 
     def restore(self) -> None:
         """Go back to the objects that were saved last."""
-        self._set()
+        for name, value in copy.deepcopy(self._saved_state).items():
+            setattr(self, name, value)
 
     def sync(self) -> None:
         """Replace the objects by those of rank 0, which it has now, and save them."""
         if self._saved_state:
             now = {name: getattr(self, name) for name in self._saved_state}
-            self._saved_state = self._bcast_object(now)
-            self._set()
-
-    def _set(self) -> None:
-        for name, value in copy.deepcopy(self._saved_state).items():
-            setattr(self, name, value)
+            received = self._bcast_object(now)
+            if received is not now:
+                for name, value in received.items():
+                    setattr(self, name, value)
+            self._saved_state = copy.deepcopy(received)
 
 
 class TorchState(ObjectState):
@@ -289,7 +314,11 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 (Horovod's)
-        """Take note of a batch: this rank's number of samples, which others have processed too."""
+        """Take note of a batch: this rank's number of samples, which others have processed too.
+
+        A rank that was lost counts among them until the next commit: its samples since then are
+        not seen in this epoch.
+        """
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, int]:

@@ -56,6 +56,8 @@ class Job:
             The same at every rank, and the same until the next `renew`.
         calls: how many this rank has made since the latest `join()`.
         optimizers: how many this rank has made.
+        in_elastic_function: whether it is in the function of ``hvd.elastic.run``, which may be
+            called again.
     """
 
     place: Place
@@ -65,6 +67,8 @@ class Job:
         self.present: tuple[int, ...] = ()
         self.calls = 0
         self.optimizers = 0
+        self.in_elastic_function = False
+        self._renewals = 0  # the same at every rank
         self._joins = 0
         self._numbers: Counter[str] = Counter()  # of calls without a name, by kind
         self.renew()
@@ -94,11 +98,15 @@ class Job:
             raise ConfigError(f"root {rank} is not a rank of a world of size {self.size}")
         return self.present[rank]
 
-    def renew(self) -> bool:
+    def renew(self, *, afresh: bool = False) -> bool:
         """Let ranks in that wait for it, and see who takes part; every rank calls this alike.
 
+        Args:
+            afresh: this rank has made other calls than the others, perhaps: all count their calls
+                without names anew.
+
         Returns:
-            Whether that has changed, the same at every rank.
+            Whether ranks have left or joined, or one begins afresh; the same at every rank.
 
         Raises:
             ReductionError: as `Client.admit` and `Client.all_reduce`.
@@ -107,21 +115,33 @@ class Job:
             self.client.admit()
         while True:
             try:
-                ranks = all_gather_bytes(self.client, json.dumps(_whereabouts()).encode())
+                mine = [*_whereabouts(), self._renewals, afresh]
+                ranks = all_gather_bytes(self.client, json.dumps(mine).encode())
             except RankLostError as error:
                 if error.rank in self.client.present:
                     raise
                 continue  # all go on without it, and have found that out alike
             present = tuple(ranks)
-            if present == self.present:
+            told = [json.loads(said) for said in ranks.values()]
+            if present == self.present and not any(one[-1] for one in told):
                 return False
             everybody = len(present) == self.client.world_size
-            told = [json.loads(said) for said in ranks.values()]
-            self.place = _find_place(told, present.index(self.client.rank), everybody=everybody)
+            places = [one[:3] for one in told]
+            self.place = _find_place(places, present.index(self.client.rank), everybody=everybody)
             self.present = present
+            self._renewals = 1 + max(one[-2] for one in told)
             self.calls = self._joins = 0  # ranks that have joined count from here
             self._numbers.clear()
             return True
+
+    @contextmanager
+    def elastic_function(self) -> Iterator[None]:
+        """Take note that the function of ``hvd.elastic.run`` runs."""
+        self.in_elastic_function = self.client.spec.elastic
+        try:
+            yield
+        finally:
+            self.in_elastic_function = False
 
     @contextmanager
     def call(self, kind: str, name: str | None, parts: int = 1) -> Iterator[str]:
@@ -133,7 +153,7 @@ class Job:
             parts: all-reduces that the other ranks may make of it; see `part_of`.
         """
         if name is None:
-            name = f"noname.{self._joins}.{self._numbers[kind]}"
+            name = f"noname.{self._renewals}.{self._joins}.{self._numbers[kind]}"
             self._numbers[kind] += 1
         wire = short(f"{kind}.{name}")
         try:
@@ -152,9 +172,9 @@ class Job:
             ReductionError: as `Client.all_reduce`.
         """
         payloads = all_gather_bytes(self.client, payload, name=wire)
-        for rank, number in enumerate(self.present):
+        for number in self.present:
             if number not in payloads:
-                raise RankLostError(f"rank {rank}, whose data is needed, is lost", rank=number)
+                raise RankLostError(f"rank {number}, whose data is needed, is lost", rank=number)
         return list(payloads.values())
 
     def begin_join(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from worker_client.horovod.reduction import dense_copy
 _LENGTH = struct.Struct("<Q")  # of the JSON
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
-_DICTS = {kind.__name__: kind for kind in (dict, OrderedDict)}
+_DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _BYTES = {kind.__name__: kind for kind in (bytes, bytearray)}
 _REFUSED, _ENCODED = b"E", b"O"
 
@@ -115,7 +115,7 @@ def _restore(described: Any, data: bytes, at: int) -> tuple[Any, int]:
             restored, at = _restore(key, data, at)
             value, at = _restore(one, data, at)
             pairs.append((restored, value))
-        return _DICTS[name](pairs), at
+        return _DICTS[name](dict(pairs)), at
     blob = data[at : at + rest[-1]]
     at += rest[-1]
     if len(blob) != rest[-1] or rest[-1] < 0:

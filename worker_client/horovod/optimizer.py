@@ -138,6 +138,11 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ConfigError: an argument is wrong; the message says what to write. `init()` was not called.
     """
     job = CURRENT.job
+    if job.in_elastic_function:
+        raise ConfigError(
+            "a DistributedOptimizer that is made in the function of hvd.elastic.run would be made "
+            "again when ranks leave or join: make it before, and give it to the state"
+        )
     if isinstance(optimizer, _Distributed):
         raise ConfigError("the optimizer is a DistributedOptimizer already: wrap it once")
     if isinstance(optimizer, torch.optim.LBFGS):
