@@ -81,7 +81,7 @@ def case_a_failure_goes_back_to_the_last_commit() -> None:
     assert state.seen == [1, 2, 3, 4]
 
 
-def case_whoever_is_told_that_ranks_have_changed_begins_again() -> None:
+def case_an_interrupt_runs_the_function_again() -> None:
     state = hvd.elastic.ObjectState(batch=hvd.rank())
     calls: list[int] = []
 

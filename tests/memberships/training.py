@@ -48,8 +48,7 @@ class Training:
         chance = self.world.random
         self._size = chance.randint(3, 5)
         self._joins = sorted(chance.sample(range(0, STEPS, ADMIT_EVERY), chance.randint(0, 3)))
-        # As many as leave a majority of those that were there before, whoever else joins; some in
-        # the moment in which others do.
+        # A majority of the first ranks stays. Some are killed while others join.
         moments = [*self._joins, chance.randrange(STEPS)]
         self._kills = [chance.choice(moments) for _ in range((self._size - 1) // 2)]
         self._ranks: list[Rank] = []

@@ -172,7 +172,7 @@ class FlatCommunicator(Communicator):
         context: that of the reducer that this process hosts, if it does.
         keys: what to show to reducers.
         left: called once, after the farewell.
-        hand_over: takes the calls that are to end by other means, if `spec.fallback`.
+        hand_over: takes the calls that no reducer can finish any more, if `spec.fallback`.
 
     Raises:
         ConfigError: an address cannot be resolved.

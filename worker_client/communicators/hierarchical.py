@@ -124,7 +124,7 @@ class HierarchicalCommunicator(Communicator):
         self._open: dict[_Reduction, None] = {}
         self._broken: ReductionError | None = None
         self._leave_at = 0.0
-        self._latest: Operation | None = None  # the first thread has begun with
+        self._latest: Operation | None = None  # the first thread has taken
         self._guard = threading.Lock()  # of `_broken`, between the two threads
         self._failed: object = None  # the latest call that ranks of this node disagreed on,
         self._failure: ReductionError | None = None  # and how
@@ -183,7 +183,7 @@ class HierarchicalCommunicator(Communicator):
         self._between.check()
 
     def submit(self, operation: Operation) -> None:
-        """Start an all-reduce, or raise what has ended this communicator."""
+        """Start an all-reduce; raise the error that ended this communicator, if one did."""
         if self._broken is not None:
             raise copy.copy(self._broken)
         reduction = _Reduction(operation)
@@ -209,7 +209,7 @@ class HierarchicalCommunicator(Communicator):
         After the loss of a rank it takes some seconds: the other nodes shall hear from their own
         reducers who is lost, and not that this rank left.
         """
-        # No lock is taken here: a signal handler may have interrupted whoever holds it.
+        # Takes no lock: a signal handler may have interrupted the thread that holds it.
         self._broken = self._broken or LocalProtocolError("this client was shut down")
         self._node.stop()
         self._first.queue.put(None)

@@ -232,9 +232,9 @@ class TorchState(ObjectState):
     Args:
         model: its parameters and buffers are kept, restored and sent.
         optimizer: so is its state.
-        **kwargs: more of it. What has ``state_dict`` and ``load_state_dict``, such as another model
-            or optimizer, a scheduler or an `ElasticSampler`, keeps its identity; other objects
-            are replaced, as of `ObjectState`.
+        **kwargs: further parts. An object with ``state_dict`` and ``load_state_dict``, such as
+            another model, a scheduler or an `ElasticSampler`, stays the same object and loads the
+            state; any other object is replaced by the one that was saved or received.
     """
 
     def __init__(
@@ -296,7 +296,8 @@ class ElasticSampler(Sampler[int]):
     Attributes:
         epoch: the current one.
         processed_num: samples of it that all ranks together have processed.
-        num_replicas: number of ranks, and `rank` this one's number, as of the latest `reset`.
+        num_replicas: number of ranks at the latest `reset`.
+        rank: this rank's number then.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -314,7 +315,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 (Horovod's)
-        """Take note of a batch: this rank's number of samples, which others have processed too.
+        """Count a batch as processed: `batch_size` samples at this rank, and at each other one.
 
         A rank that was lost counts among them until the next commit: its samples since then are
         not seen in this epoch.

@@ -136,7 +136,7 @@ class Job:
 
     @contextmanager
     def elastic_function(self) -> Iterator[None]:
-        """Take note that the function of ``hvd.elastic.run`` runs."""
+        """Keep `in_elastic_function` true for as long as the function of a run is called."""
         self.in_elastic_function = self.client.spec.elastic
         try:
             yield

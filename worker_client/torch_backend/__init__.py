@@ -204,7 +204,7 @@ class ReductionGroup(ProcessGroup):
                 for them to come.
 
         Returns:
-            What has ended.
+            A work handle that is complete already.
 
         Raises:
             RuntimeError: torch's, if they do not come, or the number was used.
