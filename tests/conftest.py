@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -176,12 +177,23 @@ def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
     """All ranks of one job as clients in this process, each with its own thread and sockets."""
     arguments.setdefault("job", "a job")
     with ExitStack() as stack, ThreadPoolExecutor(world_size) as pool:
-        clients = pool.map(
-            lambda rank: connect(rank=rank, world_size=world_size, **arguments), range(world_size)
-        )
-        joined = [stack.enter_context(client) for client in clients]
+
+        def join(rank: int) -> Client:  # one that gets in leaves again, whatever others do
+            return stack.enter_context(connect(rank=rank, world_size=world_size, **arguments))
+
+        joined = list(pool.map(join, range(world_size)))
         assert {client.impl for client in joined} == {os.environ.get("REDUCTION_IMPL", "compiled")}
         yield joined
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_client_is_left() -> Iterator[None]:
+    """Find clients that were never shut down: they would meet the reducers of other tests."""
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name == "worker-client"]
+    for thread in left:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in left)
 
 
 @pytest.fixture

@@ -43,12 +43,10 @@ PLAIN_ROWS = tuple(
     Row(tests, (tests, *TWINS), PLAIN)
     for tests in (
         "tests/faults/",
-        "tests/integration/test_ddp_failover.py",
         "tests/integration/test_failures.py",
         "tests/integration/test_hierarchy.py",
         "tests/integration/test_misuse.py",
         "tests/integration/test_out_of_step.py",
-        "tests/integration/test_pauses.py",
         "tests/integration/test_communicators.py",
         "tests/integration/test_elastic.py",
         "tests/integration/test_join.py",
@@ -74,6 +72,12 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "tests/worker_client/test_flight_twins.py": {
         "TestTwins": ("TestManyTwins",),
+    },
+    "tests/worker_client/test_driver_signals.py": {
+        "test_interrupts_at_any_instant": ("test_a_signal_handler_may_shut_down_at_any_instant",),
+    },
+    "tests/worker_client/test_named_counts.py": {
+        "test_what_others_have_to_be_told": ("test_whatever_fails_where_only_calls_of_one_step",),
     },
     "tests/sim/test_simulator.py": {
         "test_the_guarantee_holds_whatever": ("test_the_guarantee_holds_in_many_more_worlds",),
@@ -106,7 +110,10 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     # -- ranks and reducers that are lost
     "tests/integration/test_rolling.py": {
-        "test_a_rolling_restart_costs_no_call": ("test_rolling_restarts_at_other_paces",),
+        "test_every_reducer_is_killed_and_replaced": (
+            "test_a_rolling_restart_costs_no_call",
+            "test_rolling_restarts_at_other_paces",
+        ),
         "test_a_call_waits_for_a_pool_that_is_gone[1]": (
             "test_a_call_waits_for_a_pool_that_is_gone[2]",
         ),
@@ -120,16 +127,11 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_a_minority_does_not_go_on": ("test_several_die_at_about_the_same_time",),
     },
     "tests/integration/test_join.py": {
-        "test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost[admission]": (
-            "test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost[meeting]",
-            "test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost[decision]",
+        "test_four_ranks_become_three_four_six_and_five": (
+            "test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost",
             "test_ranks_are_lost_while_others_join",
             "test_many_changes_while_reducers_come_and_go",
-        ),
-    },
-    "tests/integration/test_ddp_failover.py": {
-        "test_all_reducers_are_replaced_one_by_one": (
-            "test_reducers_that_are_killed_and_come_back",
+            "test_the_example_trains_alike_at_old_ranks_and_new_ones",
         ),
     },
     "tests/integration/test_fallback.py": {
@@ -170,13 +172,11 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tests/integration/test_demo.py": {
         "test_it_trains_alike_through_reducers_and_through_gloo": (
             "test_the_command_trains_alike",
-        ),
-        "test_ranks_that_differ_are_a_failure": ("test_too_little_training",),
-        "test_it_can_be_stopped[terminate]": (
-            "test_it_can_be_stopped[ctrl-c]",
+            "test_it_can_be_stopped",
             "test_nobody_outlives_a_killed_demo",
             "test_a_worker_that_dies_is_named_and_the_others_are_stopped",
         ),
+        "test_ranks_that_differ_are_a_failure": ("test_too_little_training",),
     },
     "tests/integration/test_ddp.py": {
         "test_three_ranks_in_fp32[0]": ("test_three_ranks_in_fp32[3]",),
@@ -205,6 +205,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_servers_without_a_launcher_are_refused": (
             "test_without_a_launcher_the_job_is_of_one",
         ),
+        "test_a_rank_is_killed_and_one_joins": (
+            "test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for",
+        ),
     },
     # -- the package, links and launchers
     "tests/integration/test_wheel.py": {
@@ -223,25 +226,35 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "tests/launch/test_launchers.py": {
-        "test_torchrun_on_two_nodes": (
+        "test_a_rank_is_told_who_it_is": (
+            "test_torchrun_on_two_nodes",
             "test_srun",
             "test_the_batch_script",
             "test_azure_ml_calls_mpirun",
             "test_mpirun",
         ),
     },
+    "tests/launch/test_doctor.py": {
+        "test_each_illness_is_named": ("test_each_illness_of_keys_is_named",),
+        "test_a_slow_link_is_one": ("test_a_link_at_a_tenth_of_the_others_is_named",),
+    },
     # -- benchmarks
     "tests/bench/test_allreduce.py": {
         "test_all_reduces_are_compared": (
             "test_predictions_are_compared_with_the_lab",
             "test_scaling",
+            "test_soak",
+            "test_a_contender_that_fails_is_named_and_the_others_go_on",
             "test_checkouts_side_by_side",
             "test_auto_is_compared_with_what_could_be_set",
             "test_other_contenders",
         ),
     },
     "tests/bench/test_guarantee.py": {
-        "test_every_result_is_right_or_an_error_in_time": ("test_every_topology",),
+        "test_what_is_wrong_is_found": (
+            "test_every_result_is_right_or_an_error_in_time",
+            "test_every_topology",
+        ),
     },
     "tests/bench/test_ddp.py": {
         "test_a_tiny_run[mlp-pool1-": (
@@ -253,6 +266,11 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 ROWS = (
     *PLAIN_ROWS,
     Row("tests/reducer/test_http.py", ("tests/reducer/test_http.py",), {"server": "plain"}),
+    Row("tests/integration/test_pauses.py", ("tests/integration/test_failures.py", "tests/sim/")),
+    Row(
+        "tests/integration/test_ddp_failover.py",
+        ("tests/integration/test_failures.py", "tests/integration/test_ddp.py"),
+    ),
     Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
     Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
     Row("tests/launch/test_vertex.py", ()),

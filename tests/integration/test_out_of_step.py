@@ -170,8 +170,8 @@ def test_a_run_without_a_name_is_told_to_take_one(no_settings: None) -> None:
 def test_a_job_of_one_needs_no_name(no_settings: None) -> None:
     with local_pool(1) as servers:
         for _ in range(2):
-            client = connect(rank=0, world_size=1, servers=servers)
-            assert client.all_reduce(np.ones(3), "sum").wait(5).tolist() == [1.0, 1.0, 1.0]
+            with connect(rank=0, world_size=1, servers=servers) as client:
+                assert client.all_reduce(np.ones(3), "sum").wait(5).tolist() == [1.0, 1.0, 1.0]
 
 
 def test_the_process_of_an_earlier_run_is_not_met() -> None:

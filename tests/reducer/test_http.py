@@ -373,7 +373,7 @@ def test_no_secret_is_told(port: str) -> None:
 
 
 def test_it_drains_before_it_ends() -> None:
-    with serving("--http", 0) as reducer:
+    with serving("--http", 0, "--drain-timeout", "1s") as reducer:
         with connect(servers=reducer.address, rank=0, world_size=1, job="last"):
             assert ask(reducer.http, "/readyz") == (200, b"ok\n")
             reducer.process.send_signal(signal.SIGTERM)
