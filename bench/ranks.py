@@ -108,7 +108,8 @@ class Ranks:
         """Return the next report; None if a rank has ended, or none came in that time.
 
         Raises:
-            CrewError: a rank failed; the message holds the end of what it said.
+            CrewError: a rank failed; the message holds the end of what it said, and where the
+                others were.
         """
         try:
             rank, line = self._lines.get(timeout=patience_s)
@@ -119,7 +120,7 @@ class Ranks:
             return said
         code = self._processes[rank].wait()
         if code != 0 and rank not in self._killed:
-            raise CrewError(f"rank {rank} ended with code {code}\n{self._last_words(rank)}")
+            raise self.stalled(f"rank {rank} ended with code {code}\n{self._last_words(rank)}")
         self.running -= 1
         return None
 
