@@ -37,6 +37,8 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # -- reducers
     ("reducer/kernels/*", (f"{JOBS}bits.py",)),
     ("reducer/monitoring/* reducer/commands/status.py", ("tests/reducer",)),
+    ("reducer/engine/lateness*", ("tests/lab/test_stragglers.py",)),
+    ("reducer/runtime/* worker_client/runtime/*", (f"{JOBS}pauses.py", f"{JOBS}rolling.py")),
     ("reducer/failpoints/* */faults.py", ("tests/faults",)),
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
@@ -65,7 +67,10 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (TORCH_SUITE, f"{JOBS}torch_backend.py"),
     ),
     (_modules("ddp rendezvous"), (f"{JOBS}ddp.py", f"{JOBS}readme.py")),
-    ("worker_client/launch/* worker_client/commands/launch.py", ("tests/launch",)),
+    (
+        "worker_client/launch/* worker_client/commands/launch.py worker_client/commands/doctor/*",
+        ("tests/launch",),
+    ),
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
     ("examples/elastic_digits.py", ("tests/lab/test_elastic.py",)),

@@ -24,6 +24,7 @@ TESTS = (
     "tests/engine/test_claims.py",
     "tests/engine/test_comebacks.py",
     "tests/engine/test_failover.py",
+    "tests/engine/test_lateness.py",
     "tests/engine/test_session.py",
     "tests/worker_client/test_flight.py",
     "tests/worker_client/test_casts.py",

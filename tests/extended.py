@@ -225,6 +225,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_rank_whose_cable_is_pulled",
         ),
     },
+    "tests/lab/test_stragglers.py": {
+        "test_it_is_named_with_the_reason": ("test_nobody_is_accused_without_a_reason",),
+    },
     "tests/launch/test_launchers.py": {
         "test_a_rank_is_told_who_it_is": (
             "test_torchrun_on_two_nodes",

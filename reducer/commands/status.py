@@ -6,6 +6,7 @@ import itertools
 import json as standard_json
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reducer.config import parse_http
+from reducer.engine.lateness import Cause, Straggler
 from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
 from reducer.monitoring.status import dump, load, printable
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from reducer.monitoring.status import JobStatus, ReducerStatus
+    from reducer.monitoring.status import JobStatus, ReducerStatus, StragglerStatus
 
 TIMEOUT_S = 4.0  # for each step of a request
 MAX_BYTES = 4 << 20  # of an answer; `reducer.monitoring.status` keeps it far smaller
@@ -213,6 +215,7 @@ def render(found: Sequence[Found], rates: dict[str, Rates] | None = None) -> Ren
     known = [each.status for each in found if each.status]
     if any(status.jobs for status in known):
         parts.append(jobs(known))
+        parts += [Text(_plain(line), style="yellow") for line in stragglers(known)]
     parts += [Text(_plain(str(each.error)), style="red") for each in found if each.error]
     return Group(*parts)
 
@@ -256,6 +259,22 @@ def jobs(statuses: Sequence[ReducerStatus]) -> Table:
     if len(ordered) > MAX_ROWS or any(each.jobs_total > len(each.jobs) for each in statuses):
         table.caption = "and further jobs, with less memory"
     return table
+
+
+def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
+    """Say which rank of each job the others wait for, as most of its reducers see it."""
+    found: dict[str, list[StragglerStatus]] = {}
+    for job in (job for its in statuses for job in its.jobs):
+        if job.straggler is not None:
+            found.setdefault(job.name, []).append(job.straggler)
+    lines = []
+    for name, told in sorted(found.items()):
+        ((rank, cause), _), *_ = Counter((one.rank, one.cause) for one in told).most_common(1)
+        ones = [one for one in told if (one.rank, one.cause) == (rank, cause)]
+        share = max(one.share for one in ones)
+        median_s = max(one.median_s for one in ones)
+        lines.append(f"job {name}: {Straggler(rank, Cause[cause.upper()], share, median_s)}")
+    return lines[:MAX_ROWS]
 
 
 def rates_between(before: Sequence[Found], after: Sequence[Found]) -> dict[str, Rates]:

@@ -38,6 +38,24 @@ cdef extern from "reducer/engine/heap.h" nogil:
     uint64_t heap_least(const heap *self)
 
 
+cdef extern from "reducer/engine/lateness.h" nogil:
+    ctypedef struct waits_t "struct waits":
+        uint64_t us
+        uint32_t *buckets
+
+    ctypedef struct lateness_t "struct lateness":
+        uint64_t *rounds
+
+    struct arrival:
+        uint32_t first
+        uint32_t last
+        uint32_t before
+
+    waits_t *lateness_of(lateness_t *self, uint32_t rank, unsigned span, unsigned cause) noexcept
+    void lateness_take(lateness_t *self, uint32_t world_size, const arrival *arrivals) noexcept
+    void lateness_turn(lateness_t *self, uint32_t world_size) noexcept
+
+
 cdef extern from "reducer/wire/header.h" nogil:
     const int HEADER_BYTES
 
@@ -101,6 +119,8 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint64_t reached
         uint32_t viewed
         uint64_t reserved
+        uint64_t now_us
+        lateness_t lateness
         member_t **members
         uint64_t job
         uint64_t max_chunk_bytes

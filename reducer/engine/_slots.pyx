@@ -12,6 +12,7 @@ from libc.string cimport memcpy
 
 from itertools import islice
 
+from reducer.engine.lateness import BUCKETS, Span, Waits, costliest
 from reducer.engine.slots import MAX_MISSING, check_agreement, check_size
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
@@ -273,6 +274,49 @@ cdef bint waits_for(list slots, uint32_t rank):
     return False
 
 
+cdef class Lateness:
+    """What is known of a job's ranks; see `reducer.engine.lateness.Lateness`."""
+
+    cdef Rounds _of
+
+    def take(self, arrivals):
+        cdef arrival *each = <arrival *>calloc(len(arrivals), sizeof(arrival))
+        if each == NULL:
+            raise MemoryError
+        for rank, (first, last, before) in enumerate(arrivals):
+            each[rank].first, each[rank].last, each[rank].before = first, last, before
+        lateness_take(&self._of.its.lateness, self._of.its.world_size, each)
+        free(each)
+
+    def turn(self):
+        lateness_turn(&self._of.its.lateness, self._of.its.world_size)
+
+    def rounds(self, span):
+        return self._of.its.lateness.rounds[<int>span]
+
+    def waits(self, rank, span, cause):
+        cdef waits_t *found = lateness_of(&self._of.its.lateness, rank, span, cause)
+        if found == NULL:
+            return Waits()
+        return Waits(found.us, tuple([found.buckets[at] for at in range(BUCKETS)]))
+
+    def costliest(self, most):
+        cdef lateness_t *known = &self._of.its.lateness
+        cdef uint32_t rank
+        if lateness_of(known, 0, 0, 0) == NULL:
+            return []
+        return costliest(
+            [
+                [
+                    lateness_of(known, rank, span, 0).us + lateness_of(known, rank, span, 1).us
+                    for span in range(len(Span))
+                ]
+                for rank in range(self._of.its.world_size)
+            ],
+            most,
+        )
+
+
 cdef class Rounds:
     """The rounds of one job, by sequence number; see `reducer.engine.slots.Rounds`."""
 
@@ -303,6 +347,20 @@ cdef class Rounds:
     @most.setter
     def most(self, value):
         self.its.most = value
+
+    @property
+    def now_us(self):
+        return self.its.now_us
+
+    @now_us.setter
+    def now_us(self, value):
+        self.its.now_us = value
+
+    @property
+    def lateness(self):
+        cdef Lateness found = Lateness.__new__(Lateness)
+        found._of = self
+        return found
 
     @property
     def oldest(self):

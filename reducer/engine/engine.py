@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.engine.jobs import Job, Membership, is_another
+from reducer.engine.lateness import SPAN_S, Span, ranked, straggler
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.engine.rounds import Counters, Reductions, Send
 from reducer.errors import (
@@ -55,6 +56,7 @@ CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a 
 AWAY_S = 1.0
 MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
 REFUSALS_S = 10.0
+MAX_LATE = 8  # ranks of a job that are told, by which most was lost
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
 MAX_LINES = 16  # about workers between two PINGs: whoever provokes them must not fill the log
 
@@ -172,14 +174,17 @@ class Engine:
         """Bytes of contributions in open slots."""
         return sum(member.held for member in self._members.members())
 
-    def receive(self, peer: bytes, frame: Buffer, payload: Buffer, key: str = "") -> list[Send]:
+    def receive(
+        self, peer: bytes, frame: Buffer, payload: Buffer, key: str = "", *, at: float = 0.0
+    ) -> list[Send]:
         """Take one message from a peer; whatever is wrong with it concerns that peer alone.
 
         Args:
             peer: the transport's name for the connection.
             frame: frame 0.
             payload: frame 1, empty if there was none.
-            key: public key that the peer of a HELLO has shown; `admission.LOCAL` without a network.
+            key: public key that the peer of a HELLO has shown; `allow_list.LOCAL` of a peer here.
+            at: when it has come, seconds of a monotonic clock.
         """
         if peer in self.dropped:
             self.counters.ignored += 1
@@ -203,6 +208,7 @@ class Engine:
             if said != (job.key, job.generation, member.rank):
                 raise RemoteProtocolError("job, generation and rank must be as agreed")
             member.state = state
+            job.rounds.now_us = int(at * 1e6)
             return self._handlers[header.type](job, member, header, payload)
         except ReductionError as error:
             return self._refuse(peer, error)
@@ -299,12 +305,29 @@ class Engine:
         # Every PING found these holders reachable, unless they have left: most are refused.
         sends += self._decide(lambda contest: contest.due <= now)
         for job in self._members.jobs.values():
+            job.turns = job.turns or (now, now)
+            if now - job.turns[1] >= SPAN_S:
+                self._look_for_straggler(job)
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
             lost = encode(Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:])) if job.lost else None
             sends += [Send(member.peer, ping, lost) for member in job.members.values()]
             if job.bar_reason is not None:  # what they have asked for at other reducers fails, too
                 sends += _to_all(job, job.bar_reason)
         return sends
+
+    def _look_for_straggler(self, job: Job) -> None:
+        """Find out which rank the others wait for again and again; say so when that changes."""
+        lateness, earlier = job.rounds.lateness, job.straggler
+        rounds = lateness.rounds(Span.NOW) + lateness.rounds(Span.BEFORE)
+        seconds = self._now - job.turns[0]
+        found = straggler(ranked(lateness, MAX_LATE), rounds, job.world_size, seconds)
+        if found is not None and (earlier is None or found[:2] != earlier[:2]):
+            log.warning("job %r: %s", job.name, found)
+        elif found is None and earlier is not None:
+            log.info("job %r: the others wait for rank %d no more", job.name, earlier.rank)
+        job.straggler = found
+        job.turns = job.turns[1], self._now
+        lateness.turn()
 
     def allow(self, allowed: AllowList) -> list[Send]:
         """Admit others from now on; members whose keys are gone from the list are told, and lost.

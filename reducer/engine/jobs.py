@@ -21,6 +21,7 @@ from reducer.wire.layout import LARGEST_CHUNK, charge
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reducer.engine.lateness import Straggler
     from reducer.engine.limits import Limits
     from reducer.engine.slots import Member, Round, Rounds, SlotsModule
     from reducer.errors import ReductionError
@@ -58,6 +59,8 @@ class Job:
         host_names: of the machine of each of these ranks; "" of one that did not say.
         patience_s: how long a rank may be silent before it is given up.
         barred: why ranks that the job lacks were refused, if their settings are others.
+        straggler: the rank that the others wait for again and again, if there is one.
+        turns: when the two latest spans of its lateness began, seconds of the engine's clock.
     """
 
     def __init__(self, header: Header, hello: Hello, rounds: Rounds, key: str = "") -> None:
@@ -81,6 +84,8 @@ class Job:
         self.host_names: dict[int, str] = {}
         self.patience_s = hello.patience_ms / 1000
         self.barred: dict[int, MismatchError] = {}
+        self.straggler: Straggler | None = None
+        self.turns: tuple[float, ...] = ()
 
     def bar(self, rank: int, error: MismatchError) -> bool:
         """Take note that a rank was refused; whether the job cannot go on without it."""

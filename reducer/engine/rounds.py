@@ -13,6 +13,7 @@ import numpy as np
 
 from reducer.engine.slots import (
     PLACE_BYTES,
+    RANK_BYTES,
     ROUND_BYTES,
     SLOT_BYTES,
     check_agreement,
@@ -192,7 +193,7 @@ class Reductions:
         if round_ is None:
             if len(job.rounds) >= job.rounds.most:
                 self._grant(job)
-            self._make_room(job, ROUND_BYTES + job.world_size)
+            self._make_room(job, ROUND_BYTES + job.world_size * RANK_BYTES)
             # That of an ABORT says which epoch its sender was in: for the question before the call.
             settles = header.type is not MessageType.ABORT or header.sequence % PLACES == 1
             first = header if settles else None

@@ -67,10 +67,14 @@ void round_touch(struct rounds *rounds, struct round *round)
 
 struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct header *first)
 {
-    struct round *round = calloc(1, sizeof *round + rounds->world_size);
+    size_t n = rounds->world_size;
+    if (rounds->heard_us == NULL && (rounds->heard_us = calloc(n, sizeof(uint64_t))) == NULL)
+        return NULL;
+    struct round *round = calloc(1, sizeof *round + n * sizeof *round->arrivals + n);
     if (round == NULL)
         return NULL;
-    round->spoke = (uint8_t *)(round + 1);
+    round->arrivals = (struct arrival *)(round + 1);
+    round->spoke = (uint8_t *)(round->arrivals + n);
     round->sequence = sequence;
     round->has_first = first != NULL;
     if (first != NULL)
@@ -87,6 +91,26 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
     round->born = rounds->exits;
     round_touch(rounds, round);
     return round;
+}
+
+/* Returns us since just before a round began, 0 if that had not yet. */
+static uint32_t since_begun(const struct round *round, uint64_t us)
+{
+    uint64_t since = us < round->begun_us ? 0 : us - round->begun_us + 1;
+    return since < UINT32_MAX ? (uint32_t)since : UINT32_MAX;
+}
+
+static void note_arrival(struct rounds *rounds, struct round *round, uint32_t rank)
+{
+    if (round->begun_us == 0)
+        round->begun_us = rounds->now_us;
+    struct arrival *arrival = &round->arrivals[rank];
+    arrival->last = since_begun(round, rounds->now_us);
+    if (arrival->first == 0) {
+        arrival->first = arrival->last;
+        arrival->before = since_begun(round, rounds->heard_us[rank]);
+    }
+    rounds->heard_us[rank] = rounds->now_us;
 }
 
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
@@ -123,6 +147,7 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
         slot->claims++;
         return slot;
     }
+    note_arrival(rounds, round, header->rank);
     slot->payloads->blocks[header->rank] = payload;
     slot->payloads->present[header->rank] = PRESENT;
     return slot;
@@ -152,6 +177,8 @@ void rounds_discard_oldest(struct rounds *rounds)
 {
     struct round *round = map_get(&rounds->by_sequence, heap_least(&rounds->order));
     heap_take(&rounds->order);
+    if (round->live && round->open == 0)
+        lateness_take(&rounds->lateness, rounds->world_size, round->arrivals);
     round_settle(rounds, round);
     if (round->waits) /* there: no round is older */
         heap_take(&rounds->waiting);
@@ -182,6 +209,8 @@ void rounds_free(struct rounds *rounds)
         free(spare);
     }
     block_pool_free(&rounds->own);
+    free(rounds->heard_us);
+    free(rounds->lateness.of);
     free(rounds->members);
     rounds->members = NULL;
 }
@@ -227,7 +256,9 @@ static uint64_t window_limit(const struct member *member, const struct rounds *r
 
 uint64_t rounds_taken(const struct rounds *rounds)
 {
-    return rounds->by_sequence.count * (ROUND_BYTES + (uint64_t)rounds->world_size) +
+    uint64_t n = rounds->world_size;
+    return (rounds->heard_us == NULL ? 0 : n * LATENESS_BYTES) +
+           rounds->by_sequence.count * (ROUND_BYTES + n * RANK_BYTES) +
            rounds->open * SLOT_BYTES + rounds->missing * PLACE_BYTES + rounds->done * DONE_BYTES;
 }
 
@@ -237,7 +268,8 @@ static bool may_open(const struct rounds *rounds, uint64_t charge)
     uint64_t held = charge;
     for (uint32_t rank = 0; rank < rounds->world_size; rank++)
         held += rounds->members[rank]->held;
-    uint64_t more = ROUND_BYTES + SLOT_BYTES + (uint64_t)rounds->world_size * (PLACE_BYTES + 1);
+    uint64_t each = PLACE_BYTES + RANK_BYTES;
+    uint64_t more = ROUND_BYTES + SLOT_BYTES + (uint64_t)rounds->world_size * each;
     return held + rounds_taken(rounds) + more <= rounds->reserved;
 }
 

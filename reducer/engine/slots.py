@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
+from reducer.engine.lateness import Lateness
 from reducer.errors import MismatchError
 from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, ReduceOp
 from reducer.wire.layout import charge
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 
 # Bytes that the records of an all-reduce take besides payloads, counted generously; `slots.h` says
-# the same. A round has one byte more for each rank.
+# the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank.
 ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 96
+RANK_BYTES, LATENESS_BYTES = 13, 392
 MAX_MISSING = 1024  # ranks that are named; to look for all of a huge job would take too long
 
 
@@ -112,7 +114,7 @@ class Round:
     """
 
     __slots__ = (
-        *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
+        *("_arrivals", "_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
         *("_world_size", "error", "first", "touched"),
     )
 
@@ -126,6 +128,8 @@ class Round:
         self._world_size = of.world_size
         self._slots: dict[int, Slot] = {}
         self._done: set[int] = set()  # offsets whose result was sent
+        # By rank: first and last contribution, and the last of any round before these.
+        self._arrivals: dict[int, tuple[int, int, int]] = {}
         # In exits: when ranks have said something, first and last, and were sent the error.
         self._spoke: dict[int, tuple[int, int]] = {}
         self._told: dict[int, int] = {}
@@ -161,6 +165,9 @@ class Round:
             slot.holders.append(header.rank)
         else:
             slot.payloads[header.rank] = payload
+            now, before = self._of.hear(header.rank)
+            first, _, before = self._arrivals.get(header.rank, (now, now, before))
+            self._arrivals[header.rank] = first, now, before
         slot.missing -= 1
         self._tally.missing -= 1
         return slot
@@ -210,6 +217,15 @@ class Round:
 
     def forget(self) -> None:
         """Take the records off the tally: the round ends."""
+        if self.error is None and not self._slots and len(self._arrivals) == self._world_size:
+            begun = min(first for first, *_ in self._arrivals.values()) - 1
+            arrivals = [self._arrivals[rank] for rank in range(self._world_size)]
+            self._of.lateness.take(
+                [
+                    (first - begun, last - begun, max(0, before - begun))
+                    for first, last, before in arrivals
+                ]
+            )
         self.drop()
         self._tally.done -= len(self._done)
 
@@ -260,10 +276,14 @@ class Rounds:
         reserved: bytes that contributions and records of the job may take.
         most: rounds that there may be.
         exits: how often a rank has left the job.
+        now_us: when what is placed next has come, in microseconds of a monotonic clock.
+        lateness: of the ranks.
     """
 
     def __init__(self, world_size: int) -> None:
         self.reserved = 0
+        self.now_us = 0
+        self.lateness = Lateness(world_size)
         self.most = NO_SEQUENCE
         self.exits = 0
         self.world_size = world_size
@@ -272,14 +292,16 @@ class Rounds:
         self._order: list[int] = []  # a heap of their sequence numbers
         self._live: dict[int, Round] = {}  # those that have not failed, the latest touched last
         self._touches = 0
+        self._heard: list[int] = []  # when each rank's latest contribution came
         self._left: dict[int, tuple[int, RankLostError]] = {}  # by rank, when it left last, and why
         self._swept: dict[int, int] = {}  # by rank, the latest touch that `waiting_for` has seen
 
     def taken(self) -> int:
         """Return the bytes that the records of all rounds take."""
-        rounds = len(self._rounds) * (ROUND_BYTES + self.world_size)
+        rounds = len(self._rounds) * (ROUND_BYTES + self.world_size * RANK_BYTES)
         waiting = self.tally.open * SLOT_BYTES + self.tally.missing * PLACE_BYTES
-        return rounds + waiting + self.tally.done * DONE_BYTES
+        lateness = len(self._heard) * LATENESS_BYTES
+        return lateness + rounds + waiting + self.tally.done * DONE_BYTES
 
     @property
     def oldest(self) -> int | None:
@@ -342,8 +364,14 @@ class Rounds:
         """Take note that a round has failed."""
         self._live.pop(sequence, None)
 
+    def hear(self, rank: int) -> tuple[int, int]:
+        """Take note of a contribution; return when it has come, and the one before it."""
+        before, self._heard[rank] = self._heard[rank], self.now_us
+        return self.now_us, before
+
     def open(self, sequence: int, first: Header | None) -> Round:
         """Begin a round, with the contribution that opens it if one does."""
+        self._heard = self._heard or [0] * self.world_size
         round_ = self._rounds[sequence] = self._live[sequence] = Round(sequence, first, self)
         self.touch(sequence)
         heappush(self._order, sequence)

@@ -118,3 +118,31 @@ def _jobs(status: ReducerStatus) -> Iterator[Metric]:
         for job in labelled.values():
             gauge.add_metric([job.name], value(job))
         yield gauge
+    yield from _ranks(list(labelled.values()))
+
+
+def _ranks(jobs: list[JobStatus]) -> Iterator[Metric]:
+    """Yield what the others wait for; of each job, the ranks by which most was lost."""
+    labels = ["job", "rank", "cause"]
+    last = CounterMetricFamily(
+        "reducer_job_rank_last", "All-reduces in which this rank was the last.", labels=labels
+    )
+    cost = CounterMetricFamily(
+        "reducer_job_rank_waited_seconds", "What the others have lost by that.", labels=labels
+    )
+    straggler = GaugeMetricFamily(
+        "reducer_job_straggler_seconds",
+        "The others wait for this rank again and again: how long in the median.",
+        labels=labels,
+    )
+    for job in jobs:
+        for one in job.costliest_ranks:
+            rank = str(one.rank)
+            last.add_metric([job.name, rank, "late"], one.late_rounds)
+            last.add_metric([job.name, rank, "slow"], one.slow_rounds)
+            cost.add_metric([job.name, rank, "late"], one.late_s)
+            cost.add_metric([job.name, rank, "slow"], one.slow_s)
+        if job.straggler is not None:
+            one_labels = [job.name, str(job.straggler.rank), job.straggler.cause]
+            straggler.add_metric(one_labels, job.straggler.median_s)
+    yield from (last, cost, straggler)

@@ -15,13 +15,17 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.engine.engine import MAX_LATE
+from reducer.engine.lateness import Cause, Span, Waits, ranked
 from reducer.monitoring.status import (
     MAX_JOBS,
     JobStatus,
     LaneStatus,
     Memory,
+    RankStatus,
     ReducerStatus,
     State,
+    StragglerStatus,
     printable,
     ranges,
 )
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.engine.engine import Engine
+    from reducer.engine.lateness import RankWaits, Straggler
     from reducer.runtime.guard import Guard
 
 FRESH_S = 0.2  # whoever asks again within this time gets the same answer
@@ -38,7 +43,12 @@ STALLED_S = 10.0  # one that has not looked up for so long hangs
 
 
 class JobView(NamedTuple):
-    """A job as one serving thread sees it; the fields are those of `reducer.engine.jobs.Job`."""
+    """A job as one serving thread sees it; the fields are those of `reducer.engine.jobs.Job`.
+
+    Attributes:
+        timed: rounds of which it is known which rank was the last.
+        late: ranks by which the others have lost most.
+    """
 
     name: str
     generation: int
@@ -47,6 +57,9 @@ class JobView(NamedTuple):
     reserved: int
     held: int
     rounds: int
+    timed: int = 0
+    late: tuple[RankWaits, ...] = ()
+    straggler: Straggler | None = None
 
 
 class LaneView(NamedTuple):
@@ -203,6 +216,9 @@ def look(engine: Engine, connections: int, port: int) -> LaneView:
             reserved=job.reserved,
             held=sum(member.held for member in job.members.values()),
             rounds=len(job.rounds),
+            timed=job.rounds.lateness.rounds(Span.EVER),
+            late=tuple(ranked(job.rounds.lateness, MAX_LATE)),
+            straggler=job.straggler,
         )
         for job in engine.jobs
     )
@@ -237,7 +253,43 @@ def _merge_job(group: list[JobView]) -> JobStatus:
         reserved=sum(view.reserved for view in group),
         held=sum(view.held for view in group),
         rounds=max(view.rounds for view in group),
+        timed=sum(view.timed for view in group),
+        costliest_ranks=_merge_ranks([one for view in group for one in view.late]),
+        straggler=_merge_stragglers([view.straggler for view in group if view.straggler]),
     )
+
+
+def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
+    """Join what threads know of the same ranks; those by which most was lost come first."""
+    ever: dict[int, tuple[Waits, Waits]] = {}
+    lost: Counter[int] = Counter()  # lately
+    for one in known:
+        before = ever.get(one.rank, (Waits(), Waits()))
+        late, slow = (had.plus(has) for had, has in zip(before, one.ever, strict=True))
+        ever[one.rank] = late, slow
+        lost[one.rank] += sum(waits.us for waits in one.lately)
+    ordered = sorted(ever, key=lambda rank: (-lost[rank], -sum(w.us for w in ever[rank]), rank))
+    return tuple(
+        RankStatus(
+            rank=rank,
+            late_rounds=ever[rank][Cause.LATE].rounds,
+            late_s=ever[rank][Cause.LATE].us / 1e6,
+            late_buckets=ever[rank][Cause.LATE].buckets,
+            slow_rounds=ever[rank][Cause.SLOW].rounds,
+            slow_s=ever[rank][Cause.SLOW].us / 1e6,
+            slow_buckets=ever[rank][Cause.SLOW].buckets,
+        )
+        for rank in ordered[:MAX_LATE]
+    )
+
+
+def _merge_stragglers(found: Sequence[Straggler]) -> StragglerStatus | None:
+    """Return the one that the most rounds have waited for at one of the threads."""
+    if not found:
+        return None
+    one = max(found, key=lambda each: each.share)
+    late = one.cause is Cause.LATE
+    return StragglerStatus(one.rank, "late" if late else "slow", one.share, one.median_s)
 
 
 def _answer(question: Future[LaneView], deadline: float) -> LaneView | None:

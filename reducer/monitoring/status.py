@@ -35,6 +35,44 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class RankStatus:
+    """What the others have lost by one rank since the job began (`reducer.engine.lateness`).
+
+    Attributes:
+        rank: which.
+        late_rounds, slow_rounds: all-reduces in which it came last, and took longest.
+        late_s, slow_s: what that has cost, seconds.
+        late_buckets, slow_buckets: of these all-reduces, those that cost less than 1, 2, 4 ... 4096
+            ms, and more.
+    """
+
+    rank: int
+    late_rounds: int
+    late_s: float
+    late_buckets: tuple[int, ...]
+    slow_rounds: int
+    slow_s: float
+    slow_buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StragglerStatus:
+    """A rank that the others wait for again and again.
+
+    Attributes:
+        rank: which.
+        cause: ``late``: it begins later than the others; ``slow``: its contributions take longer.
+        share: of the all-reduces of the last seconds, in how many it was the last.
+        median_s: how long the others have waited in the median of these, seconds.
+    """
+
+    rank: int
+    cause: Literal["late", "slow"]
+    share: float
+    median_s: float
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """One generation of one job.
 
@@ -45,6 +83,9 @@ class JobStatus:
         ranks_present, ranks_absent: such as ``0-3,7``; the latter have not come, or have gone.
         reserved, held: bytes, as of `Memory`.
         rounds: all-reduces in progress, or failed and not yet forgotten.
+        timed: all-reduces since the job began of which it is known which rank was the last.
+        costliest_ranks: those by which the others have lost most, lately or ever.
+        straggler: the one that they wait for again and again, if there is one.
     """
 
     name: str
@@ -56,6 +97,9 @@ class JobStatus:
     reserved: int
     held: int
     rounds: int
+    timed: int = 0  # an earlier version does not tell, nor the two below
+    costliest_ranks: tuple[RankStatus, ...] = ()
+    straggler: StragglerStatus | None = None
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     bint loop_hang_up(loop_t *self, uint64_t peer) noexcept
     verdict loop_offer(
         loop_t *self, uint64_t peer, const void *frame, size_t frame_bytes, block *payload,
-        header_t *header, block **result, rounds **within
+        uint64_t now_us, header_t *header, block **result, rounds **within
     ) noexcept
 
 
@@ -322,7 +322,7 @@ cdef class Core:
             loop_release_memory(self.its)
         self._arranged = self._engine.changes
 
-    def offer(self, bytes peer, bytes frame, bytes payload):
+    def offer(self, bytes peer, bytes frame, bytes payload, double at=0.0):
         """Take one contribution as the loop would, for tests without a network.
 
         Returns:
@@ -338,7 +338,7 @@ cdef class Core:
         memcpy(message.data, PyBytes_AS_STRING(payload), len(payload))
         cdef verdict found = loop_offer(
             self.its, peer_key(PyBytes_AS_STRING(peer), len(peer)), PyBytes_AS_STRING(frame),
-            len(frame), message, &header, &result, &within,
+            len(frame), message, <uint64_t>(at * 1e6), &header, &result, &within,
         )
         self.count()
         if found == IRREGULAR:
@@ -420,7 +420,7 @@ cdef class Core:
             if event == LOOP_TIMEOUT:
                 return
             if event == LOOP_MESSAGE:
-                yield self._engine.receive(*self.message())
+                yield self._engine.receive(*self.message(), at=time.monotonic())
             elif event == LOOP_ADMIT:
                 shown = (<char *>self.its.peer.connection.zmtp.peer_key)[:32]
                 loop_admit(self.its, self._transport.admits(shown))

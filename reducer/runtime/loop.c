@@ -59,8 +59,8 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
 }
 
 enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, size_t frame_bytes,
-                        struct block *payload, struct header *header, struct block **result,
-                        struct rounds **rounds)
+                        struct block *payload, uint64_t now_us, struct header *header,
+                        struct block **result, struct rounds **rounds)
 {
     struct member *member = map_get(&loop->members, peer);
     if (member == NULL || !header_read(header, frame, frame_bytes) ||
@@ -69,6 +69,7 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
     *rounds = map_get(&loop->rounds, peer);
     struct round *round;
     struct slot *slot;
+    (*rounds)->now_us = now_us;
     enum verdict verdict = rounds_offer(*rounds, member, header, payload, &round, &slot);
     if (verdict == IRREGULAR)
         return IRREGULAR;
@@ -476,7 +477,7 @@ static enum verdict take(struct loop *loop, struct peer *peer)
     struct block *result;
     struct rounds *rounds;
     enum verdict verdict = loop_offer(loop, peer->key, message->header, HEADER_BYTES,
-                                      message->payload, &header, &result, &rounds);
+                                      message->payload, now_ns() / 1000, &header, &result, &rounds);
     if (verdict == IRREGULAR)
         return IRREGULAR;
     message->payload = NULL; /* the slot has it, or had */

@@ -110,7 +110,7 @@ bool loop_hang_up(struct loop *loop, uint64_t peer);
 /* One contribution, as loop_run takes it, with the payload. On COMPLETE, `result` is the reduction,
  * `header` its header, and the caller sends them to every member of the returned rounds. */
 enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, size_t frame_bytes,
-                        struct block *payload, struct header *header, struct block **result,
-                        struct rounds **rounds);
+                        struct block *payload, uint64_t now_us, struct header *header,
+                        struct block **result, struct rounds **rounds);
 
 #endif

@@ -38,7 +38,7 @@ class Loop:
         sees the clock.
         """
         for number, message in enumerate(self._transport.receive(timeout_s), 1):
-            self.send(self._engine.receive(*message))
+            self.send(self._engine.receive(*message, at=time.monotonic()))
             if self._engine.closing and number >= TAKEN_PER_LOOK:
                 break
         self.send(self._engine.tick(self.clock.now()))

@@ -59,9 +59,11 @@ class Served:
 
             self._core = Core(self.engine)
 
-    def receive(self, peer: bytes, header: bytes, payload: bytes, key: str = "") -> list[Send]:
-        sends = self._core and self._core.offer(peer, header, payload)
+    def receive(
+        self, peer: bytes, header: bytes, payload: bytes, key: str = "", at: float = 0.0
+    ) -> list[Send]:
+        sends = self._core and self._core.offer(peer, header, payload, at)
         if sends is None:
-            return self.engine.receive(peer, header, payload, key)
+            return self.engine.receive(peer, header, payload, key, at=at)
         self.taken += 1
         return sends

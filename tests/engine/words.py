@@ -51,7 +51,7 @@ class Reducer:
 
     def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
         payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
-        peer = change.pop("peer", b"%d" % rank)
+        peer, at = change.pop("peer", b"%d" % rank), change.pop("at", 0.0)
         header = Header(
             M.CONTRIBUTION,
             job=fingerprint("job"),
@@ -63,7 +63,7 @@ class Reducer:
             op=ReduceOp.SUM,
             wire_dtype=DType.FLOAT32,
         )._replace(**change)
-        return self.served.receive(peer, header.pack(), payload)
+        return self.served.receive(peer, header.pack(), payload, at=at)
 
     def contribute_both(self, sequence: int = 0, **change: Any) -> list[Any]:
         """Ranks 0 and 1 contribute alike."""

@@ -12,13 +12,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import pytest
 
 from reducer.config import load
+from reducer.engine.lateness import Cause, Lateness, RankWaits, Straggler, ranked
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
@@ -107,6 +108,32 @@ def test_what_a_job_does_is_told(server: Server, port: str) -> None:
         assert text["reducer_serving"] == 1
         assert text["process_open_fds"] > 0
     eventually(lambda: json.loads(ask(port, "/status.json")[1])["jobs_total"] == 0)
+
+
+def test_what_the_others_lose_by_a_rank_is_told(server: Server, port: str) -> None:
+    with joined(2, servers=server.address, job="waits") as clients:
+        for _ in range(12):
+            first = clients[0].all_reduce(np.ones(64, np.float32))
+            time.sleep(0.02)
+            for work in (clients[1].all_reduce(np.ones(64, np.float32)), first):
+                work.wait(20)
+
+        def job() -> dict[str, Any]:
+            (found,) = json.loads(ask(port, "/status.json")[1])["jobs"]
+            return dict(found)
+
+        eventually(lambda: job()["timed"] >= 11)  # of the latest it is not known yet
+        found = job()
+        rank = found["costliest_ranks"][0]
+        assert (rank["rank"], rank["late_s"] > 11 * 0.02) == (1, True)
+        assert 11 <= rank["late_rounds"] <= found["timed"]
+        assert sum(rank["late_buckets"][5:]) >= 11  # 16 ms, and more
+        assert found["straggler"] is None  # after so short a time
+
+        text = samples(ask(port, "/metrics")[1])
+        labels = '{cause="late",job="waits",rank="1"}'
+        assert text["reducer_job_rank_last_total" + labels] >= 11
+        assert text["reducer_job_rank_waited_seconds_total" + labels] >= rank["late_s"]
 
 
 def test_an_absent_rank_is_named(server: Server, port: str) -> None:
@@ -305,7 +332,7 @@ def _text(found: status.ReducerStatus) -> bytes:
     return metrics.Metrics(lambda: found).text()
 
 
-def view(name: str, *ranks: int, **others: int) -> JobView:
+def view(name: str, *ranks: int, **others: Any) -> JobView:
     values = {"generation": 0, "world_size": 4, "reserved": 10, "held": 1, "rounds": 1, **others}
     return JobView(name=name, ranks=frozenset(ranks), **values)
 
@@ -321,6 +348,31 @@ def test_jobs_of_several_threads_are_joined() -> None:
     assert (first.name, first.present, first.ranks_absent) == ("b", 4, "")
     assert (second.name, second.ranks_present, second.ranks_absent) == ("a", "0,2", "1,3")
     assert (second.reserved, second.held, second.rounds) == (20, 2, 3)
+
+
+def test_what_threads_know_of_ranks_is_joined() -> None:
+    def late(rank: int, *losses_ms: int) -> RankWaits:
+        lateness = Lateness(4)
+        for loss in losses_ms:
+            lateness.take([(1 + 1000 * loss * (at == rank),) * 2 + (0,) for at in range(4)])
+        return next(ranked(lateness, 1))
+
+    often, seldom = (
+        Straggler(rank, Cause.SLOW, share, 0.01) for rank, share in ((2, 0.9), (1, 0.5))
+    )
+    (job,) = merge_jobs(
+        [
+            view("a", 0, timed=3, late=(late(1, 30), late(2, 10, 10)), straggler=seldom),
+            view("a", 0, timed=4, late=(late(2, 20, 20),), straggler=often),
+            view("a", 0, timed=1),
+        ]
+    )
+    assert job.timed == 8
+    told = [(one.rank, one.late_rounds, one.late_s) for one in job.costliest_ranks]
+    assert told == [(2, 4, 0.06), (1, 1, 0.03)]
+    assert job.straggler == status.StragglerStatus(2, "slow", 0.9, 0.01)
+    text = samples(_text(status_of([view("a", 0, straggler=often)])))
+    assert text['reducer_job_straggler_seconds{cause="slow",job="a",rank="2"}'] == 0.01
 
 
 def status_of(views: list[JobView]) -> status.ReducerStatus:

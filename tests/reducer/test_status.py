@@ -209,6 +209,17 @@ def test_rates() -> None:
     assert rates_between([Found("a:1", None, None)], after) == {}
 
 
+def test_the_rank_that_most_reducers_name_is_shown() -> None:
+    one, other = status.StragglerStatus(3, "late", 0.9, 0.042), None
+    third = status.StragglerStatus(1, "slow", 1.0, 0.5)
+    told = [one, other, replace(one, share=0.91), third]
+    statuses = [replace(STATUS, jobs=(replace(JOB, straggler=each),)) for each in told]
+    text = shown([Found(f"{at}:1", each, None) for at, each in enumerate(statuses)])
+    line = f"job {JOB.name}: rank 3 was last in 91% of rounds, by 42 ms in the median: it came late"
+    assert line in text
+    assert "rank 1" not in text
+
+
 def test_what_a_reducer_says_does_nothing_to_the_terminal() -> None:
     odd = replace(STATUS, jobs=(replace(JOB, name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3"),))
     text = shown([Found("a:1", odd, None)])

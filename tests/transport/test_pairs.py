@@ -49,7 +49,10 @@ class Listener(Engine):
         self.heard: list[tuple[bytes, bytes, bytes, str]] = []
         self.lost: list[bytes] = []
 
-    def receive(self, peer: bytes, header: bytes, payload: bytes, key: str = "") -> list:
+    def receive(
+        self, peer: bytes, header: bytes, payload: bytes, key: str = "", **when: float
+    ) -> list:
+        del when
         self.heard.append((peer, header, payload, key))
         return []
 

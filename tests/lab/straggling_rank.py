@@ -1,0 +1,26 @@
+"""One rank that makes steps for ever: it computes for a while, and all-reduces gradients."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+
+import worker_client
+
+COMPUTE_S = 0.02
+
+
+def main() -> None:
+    client = worker_client.init()
+    late_s = float(os.environ.get(f"LATE_{client.rank}", "0"))
+    gradients = [np.ones(elements, np.float32) for elements in (1 << 20, 1 << 16, 1 << 8)]
+    while True:
+        time.sleep(COMPUTE_S + late_s)
+        for work in [client.all_reduce(gradient, "mean") for gradient in gradients]:
+            work.wait()
+
+
+if __name__ == "__main__":
+    main()
