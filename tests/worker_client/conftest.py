@@ -65,7 +65,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     from tests.worker_client import slow_device  # noqa: PLC0415 (it imports torch)
 
     made = slow_device.Devices()
-    monkeypatch.setattr(device, "is_on_device", lambda data: isinstance(data, torch.Tensor))
+    asked = "worker_client.client.client.is_on_device"
+    monkeypatch.setattr(asked, lambda data: isinstance(data, torch.Tensor))
     monkeypatch.setattr(device, "open_device", made.open)
     monkeypatch.setattr(split_call, "PIECE_BYTES", slow_device.PIECE)
     yield made

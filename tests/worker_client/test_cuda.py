@@ -21,6 +21,7 @@ from worker_client.collectives import broadcast
 from worker_client.ddp import ReductionState
 from worker_client.staging import cuda, device
 from worker_client.staging.cuda import CudaDevice
+from worker_client.staging.host_buffer import STAGED, is_on_device
 from worker_client.staging.split_call import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -118,10 +119,11 @@ def test_a_stream_that_is_captured_is_refused(asked: mock.MagicMock) -> None:
 
 
 def test_what_is_on_a_device() -> None:
-    assert not device.is_on_device(np.ones(3))
-    assert not device.is_on_device([1.0])
-    assert not device.is_on_device(torch.ones(3))
-    assert not device.is_on_device(torch.ones(3, device="meta"))
+    assert set(STAGED) == set(device._MODULES)
+    assert not is_on_device(np.ones(3))
+    assert not is_on_device([1.0])
+    assert not is_on_device(torch.ones(3))
+    assert not is_on_device(torch.ones(3, device="meta"))
 
 
 # -- on a GPU -----------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.protocol.operation import Operation, refused
-from worker_client.runtime.service_thread import forks
-from worker_client.staging import device
+from worker_client.runtime import service_thread
 from worker_client.staging.arguments import parse, refuse_extras
 from worker_client.staging.device_copies import DeviceStaging
-from worker_client.staging.host_buffer import flatten, host_buffer
+from worker_client.staging.host_buffer import flatten, host_buffer, is_on_device
 from worker_client.staging.split_call import SplitCall
 from worker_client.staging.weighted import weigh
 from worker_client.work import PlainWork
@@ -109,7 +108,8 @@ class Client:
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
         self._staging = DeviceStaging(self._submit_in_turn)
-        self._forks = forks()
+        self._stages = False  # whether there was a tensor on a device
+        self._forks = service_thread.forks
         departure.fusion = fusion
 
     @property
@@ -190,7 +190,7 @@ class Client:
     @property
     def usable(self) -> bool:
         """Whether this process may call `all_reduce`."""
-        return not self._ordered.closing and forks() == self._forks
+        return not self._ordered.closing and service_thread.forks == self._forks
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class Client:
             try:
                 self._check_usable()
                 self._calls += 1
-                if self._piecewise and device.is_on_device(data):
+                if self._piecewise and is_on_device(data):
                     refuse_extras(weight, residual, "tensors on a device")
                     return self._stage(call, data, op, timeout)
                 buffer = host_buffer(data)
@@ -315,7 +315,7 @@ class Client:
 
     def shutdown(self) -> None:
         """Leave the job and free everything; what is in progress fails. May be called again."""
-        if forks() != self._forks:
+        if service_thread.forks != self._forks:
             return  # the sockets and the thread belong to the parent process
         if self._admission is not None:
             self._admission.stop()
@@ -450,6 +450,7 @@ class Client:
         def ended(error: Exception | None) -> None:
             self._finish(work, tensor, 0, error)
 
+        self._stages = True
         self._staging.all_reduce(call, ended, flat, op=reduction, timeout_s=timeout_s)
         return work
 
@@ -477,10 +478,10 @@ class Client:
 
     def _submit(self, operation: Operation) -> None:
         """Start an all-reduce behind all calls that wait for a device."""
-        if self._staging.in_order:
-            self._submit_in_turn(operation)
-        else:
+        if self._stages and not self._staging.in_order:
             self._staging.follow(operation)
+        else:
+            self._submit_in_turn(operation)
 
     def _submit_in_turn(self, operation: Operation) -> None:
         self._since = time.monotonic()
@@ -516,7 +517,7 @@ class Client:
         refuse_extras(weight, residual, "calls that have names")
 
     def _check_usable(self) -> None:
-        if forks() != self._forks:
+        if service_thread.forks != self._forks:
             raise LocalProtocolError(
                 "this client belongs to the parent process: a forked child (such as a DataLoader "
                 "worker) cannot use it"

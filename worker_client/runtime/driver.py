@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.protocol.flight import Connect, Finish, Reset, Send
-from worker_client.runtime.service_thread import STOP_S, forks
+from worker_client.runtime import service_thread
+from worker_client.runtime.service_thread import STOP_S
 from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Driver:
         self._waited_at = 0.0
         # What is put in ends the rest of the driver's own thread; unlike Event.set, in any handler.
         self._resume: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._forks = forks()
+        self._forks = service_thread.forks
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
 
@@ -123,7 +124,7 @@ class Driver:
             LocalProtocolError: this thread leads already, in whose callback or signal handler this
                 is: nobody else could bring the end.
         """
-        if forks() != self._forks or self._session.handed_over:
+        if service_thread.forks != self._forks or self._session.handed_over:
             return
         if self.in_callback:
             raise LocalProtocolError(

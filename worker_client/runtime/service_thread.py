@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 STOP_S = 5.0  # several times what a farewell takes, or a thread to end
 
-_forks = 0
+forks = 0  # between this process and the one that imported this module
 _left: set[tuple[str, int]] = set()  # addresses of reducers, and "" with the ports of our own
 _MAPPED = "::ffff:"  # how IPv6 writes an address of IPv4
 
@@ -64,11 +64,6 @@ class ServiceThread(threading.Thread, Generic[T]):
         return self.is_current or not self.is_alive()
 
 
-def forks() -> int:
-    """Return how many forks lie between this process and the one that imported this module."""
-    return _forks
-
-
 def leave_in_child(address: str, port: int) -> None:
     """Have children close their copies of connections to there.
 
@@ -80,8 +75,8 @@ def leave_in_child(address: str, port: int) -> None:
 
 
 def _begin_child() -> None:
-    global _forks  # noqa: PLW0603 (of the process, as forks are)
-    _forks += 1
+    global forks  # noqa: PLW0603 (of the process)
+    forks += 1
     descriptors = Path("/proc/self/fd")
     if _left and descriptors.is_dir():
         for number in [int(path.name) for path in descriptors.iterdir()]:

@@ -6,9 +6,8 @@ nobody waits. `worker_client.staging.cuda` has the one there is so far.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 
-_MODULES = {"cuda": ("worker_client.staging.cuda", "CudaDevice")}  # by type of torch's devices
+# By type of torch's devices: those of `worker_client.staging.host_buffer.STAGED`.
+_MODULES = {"cuda": ("worker_client.staging.cuda", "CudaDevice")}
 
 
 class Copy(Protocol):
@@ -54,12 +54,6 @@ class Device(Protocol):
 
     def returning(self) -> AbstractContextManager[object]:
         """Make the stream of copies to the device this thread's current one."""
-
-
-def is_on_device(data: Any) -> bool:
-    """Whether `data` is a torch tensor in the memory of a device that can be staged."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(data, torch.Tensor) and data.device.type in _MODULES
 
 
 def open_device(device: torch.device) -> Device:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
-DEVICES = ("cpu", "cuda")  # by torch's names of their types
+STAGED = ("cuda",)  # torch's types of devices whose tensors are copied to host memory first
+DEVICES = ("cpu", *STAGED)
 # By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here.
 DTYPES = {dtype.name.lower(): dtype for dtype in DType}
 _NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
@@ -33,6 +34,12 @@ class HostBuffer(NamedTuple):
     view: memoryview
     dtype: DType
     write_back: Callable[[], object] | None
+
+
+def is_on_device(data: Any) -> bool:
+    """Whether `data` is a torch tensor in the memory of a device, and has to be staged."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(data, torch.Tensor) and data.device.type in STAGED
 
 
 def host_buffer(data: Any) -> HostBuffer:
