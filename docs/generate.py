@@ -53,7 +53,7 @@ or the launcher's.
 ## Reducers
 
 The variables also hold for a reducer that a rank hosts. `reducer serve` also takes `--log-level`
-(`info` by default) and `--stop-at-eof`.
+(`info` by default), `--log-format` (`text` by default, or `json`) and `--stop-at-eof`.
 
 {reducers}
 """

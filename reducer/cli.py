@@ -39,6 +39,13 @@ class LogLevel(str, Enum):
     ERROR = "error"
 
 
+class LogFormat(str, Enum):
+    """What lines look like."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 app = typer.Typer(
     help="CPU-only reducers for gradient all-reduce.",
     no_args_is_help=True,
@@ -131,6 +138,9 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     log_level: Annotated[LogLevel, typer.Option(help="What goes to standard error.")] = (
         LogLevel.INFO
     ),
+    log_format: Annotated[
+        LogFormat, typer.Option(help="As text for people, or an object of JSON a line.")
+    ] = LogFormat.TEXT,
     stop_at_eof: Annotated[
         bool, typer.Option("--stop-at-eof", help="Stop when standard input ends.")
     ] = False,
@@ -140,7 +150,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     After SIGTERM it goes on for jobs that have no other reducer, until they have or --drain-timeout
     is over; a second signal ends that.
     """
-    _log_to_stderr(log_level)
+    _log_to_stderr(log_level, log_format)
     log: structlog.stdlib.BoundLogger = structlog.get_logger("reducer")
     settings = config.load(
         bind=bind,
@@ -235,17 +245,32 @@ def _wait_for_eof(stop: threading.Event) -> None:
     stop.set()
 
 
-def _log_to_stderr(level: LogLevel) -> None:
+def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:
     """Send structlog's and the standard library's records to standard error, in one form."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso"),
     ]
-    renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared)
-    )
+    if form is LogFormat.JSON:
+        formatter = structlog.stdlib.ProcessorFormatter(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(default=str),
+            ],
+            foreign_pre_chain=[
+                *shared,
+                structlog.stdlib.add_logger_name,
+                structlog.stdlib.ExtraAdder(),
+            ],
+        )
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        formatter = structlog.stdlib.ProcessorFormatter(
+            processor=renderer, foreign_pre_chain=shared
+        )
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.name, handlers=[handler])
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -253,11 +253,17 @@ class Engine:
             return self.drop(peer, error)
         return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
 
-    def _say(self, text: str, *arguments: object) -> None:
-        """Log something that workers bring about, unless they do so again and again."""
+    def _say(self, text: str, *arguments: object, **facts: object) -> None:
+        """Log something that workers bring about, unless they do so again and again.
+
+        Args:
+            text: the line, as `logging` takes it.
+            arguments: what it is formatted with.
+            facts: what it is about, for programs that read lines.
+        """
         self._lines += 1
         if self._lines <= MAX_LINES:
-            log.info(text, *arguments)
+            log.info(text, *arguments, extra=facts)
 
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut."""
@@ -322,9 +328,12 @@ class Engine:
         seconds = self._now - job.turns[0]
         found = straggler(ranked(lateness, MAX_LATE), rounds, job.world_size, seconds)
         if found is not None and (earlier is None or found[:2] != earlier[:2]):
-            log.warning("job %r: %s", job.name, found)
+            facts = {"job": job.name, "rank": found.rank, "cause": found.cause.name.lower()}
+            log.warning("job %r: %s", job.name, found, extra=facts)
         elif found is None and earlier is not None:
-            log.info("job %r: the others wait for rank %d no more", job.name, earlier.rank)
+            facts = {"job": job.name, "rank": earlier.rank}
+            text = "job %r: the others wait for rank %d no more"
+            log.info(text, job.name, earlier.rank, extra=facts)
         job.straggler = found
         job.turns = job.turns[1], self._now
         lateness.turn()
@@ -460,7 +469,7 @@ class Engine:
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
         if not job.nonmembers():
-            self._say("job %r: all %d ranks are here", job.name, job.world_size)
+            self._say("job %r: all %d ranks are here", job.name, job.world_size, job=job.name)
         job.forget()  # it may have finished what the others have, too
         sends += [self._loss(job, member, loss) for loss in job.losses.values()]
         if earlier is not None:
@@ -559,7 +568,8 @@ class Engine:
         if found is None:
             return []
         job, member = found
-        self._say("job %r: %s%s", job.name, reason, "" if job.members else ", the last one")
+        last = "" if job.members else ", the last one"
+        self._say("job %r: %s%s", job.name, reason, last, job=job.name, rank=member.rank)
         sends: list[Send] = []
         for sequence, round_ in job.rounds.waiting_for(member.rank):
             sends += self._reductions.fail(job, sequence, round_, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -89,6 +90,23 @@ def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
             assert address in str(error)
             assert process.wait(20) == 0
             assert time.monotonic() - start < 9  # before the calls would time out
+
+
+def test_lines_for_programs() -> None:
+    with serving("--log-format", "json", stderr=subprocess.PIPE) as (process, address, _):
+        with connect(servers=address, rank=0, world_size=1, job="of lines"):
+            pass
+        process.terminate()
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in process.stderr]
+    assert all(line["timestamp"] and line["level"] == "info" for line in lines)
+    assert [line["event"] for line in lines if line.get("job") == "of lines"] == [
+        "job 'of lines': all 1 ranks are here",
+        "job 'of lines': rank 0 left the job, the last one",
+    ]
+    ended = next(line for line in lines if "left" in line["event"])
+    assert (ended["rank"], ended["logger"]) == (0, "reducer.engine.engine")
+    assert lines[-1]["contributions"] == 0
 
 
 def test_it_stops_when_standard_input_ends() -> None:
