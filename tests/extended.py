@@ -226,7 +226,10 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "tests/lab/test_stragglers.py": {
-        "test_it_is_named_with_the_reason": ("test_nobody_is_accused_without_a_reason",),
+        "test_it_is_named_with_the_reason[late]": (
+            "test_it_is_named_with_the_reason[slow]",
+            "test_nobody_is_accused_without_a_reason",
+        ),
     },
     "tests/launch/test_launchers.py": {
         "test_a_rank_is_told_who_it_is": (

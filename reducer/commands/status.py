@@ -19,16 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from reducer.config import parse_http
-from reducer.engine.lateness import Cause, Straggler
 from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
 from reducer.monitoring.status import dump, load, printable
+from reducer.wire.messages import Straggler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from reducer.monitoring.status import JobStatus, ReducerStatus, StragglerStatus
+    from reducer.monitoring.status import JobStatus, ReducerStatus
 
 TIMEOUT_S = 4.0  # for each step of a request
 MAX_BYTES = 4 << 20  # of an answer; `reducer.monitoring.status` keeps it far smaller
@@ -263,7 +263,7 @@ def jobs(statuses: Sequence[ReducerStatus]) -> Table:
 
 def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
     """Say which rank of each job the others wait for, as most of its reducers see it."""
-    found: dict[str, list[StragglerStatus]] = {}
+    found: dict[str, list[Straggler]] = {}
     for job in (job for its in statuses for job in its.jobs):
         if job.straggler is not None:
             found.setdefault(job.name, []).append(job.straggler)
@@ -273,7 +273,7 @@ def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
         ones = [one for one in told if (one.rank, one.cause) == (rank, cause)]
         share = max(one.share for one in ones)
         median_s = max(one.median_s for one in ones)
-        lines.append(f"job {name}: {Straggler(rank, Cause[cause.upper()], share, median_s)}")
+        lines.append(f"job {name}: {Straggler(rank, cause, share, median_s)}")
     return lines[:MAX_ROWS]
 
 

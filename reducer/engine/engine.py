@@ -315,8 +315,9 @@ class Engine:
             if now - job.turns[1] >= SPAN_S:
                 self._look_for_straggler(job)
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
-            lost = encode(Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:])) if job.lost else None
-            sends += [Send(member.peer, ping, lost) for member in job.members.values()]
+            told = Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:], job.straggler)
+            body = encode(told) if job.lost or job.straggler else None
+            sends += [Send(member.peer, ping, body) for member in job.members.values()]
             if job.bar_reason is not None:  # what they have asked for at other reducers fails, too
                 sends += _to_all(job, job.bar_reason)
         return sends
@@ -327,8 +328,9 @@ class Engine:
         rounds = lateness.rounds(Span.NOW) + lateness.rounds(Span.BEFORE)
         seconds = self._now - job.turns[0]
         found = straggler(ranked(lateness, MAX_LATE), rounds, job.world_size, seconds)
-        if found is not None and (earlier is None or found[:2] != earlier[:2]):
-            facts = {"job": job.name, "rank": found.rank, "cause": found.cause.name.lower()}
+        before = None if earlier is None else (earlier.rank, earlier.cause)
+        if found is not None and (found.rank, found.cause) != before:
+            facts = {"job": job.name, "rank": found.rank, "cause": found.cause}
             log.warning("job %r: %s", job.name, found, extra=facts)
         elif found is None and earlier is not None:
             facts = {"job": job.name, "rank": earlier.rank}

@@ -21,11 +21,10 @@ from reducer.wire.layout import LARGEST_CHUNK, charge
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from reducer.engine.lateness import Straggler
     from reducer.engine.limits import Limits
     from reducer.engine.slots import Member, Round, Rounds, SlotsModule
     from reducer.errors import ReductionError
-    from reducer.wire.messages import Hello, Loss
+    from reducer.wire.messages import Hello, Loss, Straggler
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 GRANT = 1024  # rounds that a job may begin before it has to ask again

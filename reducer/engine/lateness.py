@@ -13,6 +13,8 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.wire.messages import Straggler
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -92,29 +94,6 @@ class RankWaits(NamedTuple):
     rank: int
     lately: tuple[Waits, Waits]
     ever: tuple[Waits, Waits]
-
-
-class Straggler(NamedTuple):
-    """A rank that the others wait for again and again.
-
-    Attributes:
-        rank: which.
-        cause: why.
-        share: of the latest rounds, in how many it was the last.
-        median_s: how long they have waited in the median of these, seconds.
-    """
-
-    rank: int
-    cause: Cause
-    share: float
-    median_s: float
-
-    def __str__(self) -> str:
-        why = "it came late" if self.cause is Cause.LATE else "its link is slow"
-        return (
-            f"rank {self.rank} was last in {self.share:.0%} of rounds, by "
-            f"{1000 * self.median_s:.0f} ms in the median: {why}"
-        )
 
 
 class Lateness:
@@ -231,4 +210,5 @@ def straggler(
     least = (1 + 1 / world_size) / 2 * sum(one[0] for one in known)
     if lost_s < max(least, LEAST_SHARE * seconds):
         return None
-    return Straggler(rank, cause, min(1.0, waits.rounds / rounds), waits.median_s)
+    share = min(1.0, waits.rounds / rounds)
+    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, waits.median_s)

@@ -25,7 +25,6 @@ from reducer.monitoring.status import (
     RankStatus,
     ReducerStatus,
     State,
-    StragglerStatus,
     printable,
     ranges,
 )
@@ -34,8 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.engine.engine import Engine
-    from reducer.engine.lateness import RankWaits, Straggler
+    from reducer.engine.lateness import RankWaits
     from reducer.runtime.guard import Guard
+    from reducer.wire.messages import Straggler
 
 FRESH_S = 0.2  # whoever asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
@@ -255,7 +255,11 @@ def _merge_job(group: list[JobView]) -> JobStatus:
         rounds=max(view.rounds for view in group),
         timed=sum(view.timed for view in group),
         costliest_ranks=_merge_ranks([one for view in group for one in view.late]),
-        straggler=_merge_stragglers([view.straggler for view in group if view.straggler]),
+        straggler=max(
+            (view.straggler for view in group if view.straggler),
+            key=lambda one: one.share,
+            default=None,
+        ),
     )
 
 
@@ -281,15 +285,6 @@ def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
         )
         for rank in ordered[:MAX_LATE]
     )
-
-
-def _merge_stragglers(found: Sequence[Straggler]) -> StragglerStatus | None:
-    """Return the one that the most rounds have waited for at one of the threads."""
-    if not found:
-        return None
-    one = max(found, key=lambda each: each.share)
-    late = one.cause is Cause.LATE
-    return StragglerStatus(one.rank, "late" if late else "slow", one.share, one.median_s)
 
 
 def _answer(question: Future[LaneView], deadline: float) -> LaneView | None:

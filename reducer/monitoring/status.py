@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from reducer.errors import RemoteProtocolError
+from reducer.wire.messages import Straggler  # noqa: TC001 (pydantic reads it)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,23 +57,6 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
-class StragglerStatus:
-    """A rank that the others wait for again and again.
-
-    Attributes:
-        rank: which.
-        cause: ``late``: it begins later than the others; ``slow``: its contributions take longer.
-        share: of the all-reduces of the last seconds, in how many it was the last.
-        median_s: how long the others have waited in the median of these, seconds.
-    """
-
-    rank: int
-    cause: Literal["late", "slow"]
-    share: float
-    median_s: float
-
-
-@dataclass(frozen=True)
 class JobStatus:
     """One generation of one job.
 
@@ -99,7 +83,7 @@ class JobStatus:
     rounds: int
     timed: int = 0  # an earlier version does not tell, nor the two below
     costliest_ranks: tuple[RankStatus, ...] = ()
-    straggler: StragglerStatus | None = None
+    straggler: Straggler | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import string
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from reducer import errors
 from reducer.errors import ReductionError, RemoteProtocolError
@@ -37,7 +37,9 @@ MOST_EPOCHS = 1 << 31  # no job lives to see as many, so nobody tells of a later
 MAX_SETTINGS, MAX_SETTING_BYTES = 16, 64  # of a HELLO: how many, and each name and value
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 
-_Body = TypeVar("_Body", "Hello", "Challenge", "Welcome", "Loss", "Stragglers")
+MOST_WAITED_S = 1e6  # nobody waits as long
+
+_Body = TypeVar("_Body", "Hello", "Challenge", "Welcome", "Loss", "Stragglers", "Straggler")
 
 
 def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
@@ -201,14 +203,49 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that the others wait for again and again.
+
+    Attributes:
+        rank: which.
+        cause: ``late``: it begins later than the others; ``slow``: its contributions take longer.
+        share: of the all-reduces of the last seconds, in how many it was the last, 0 to 1.
+        median_s: how long the others have waited in the median of these, seconds.
+    """
+
+    rank: int
+    cause: Literal["late", "slow"]
+    share: float
+    median_s: float
+
+    def __post_init__(self) -> None:
+        _check(self.rank, int, 0, MAX_WORLD_SIZE - 1, "a straggler's rank")
+        if self.cause not in {"late", "slow"}:
+            raise RemoteProtocolError(f"a straggler is late or slow, got {self.cause!r:.80}")
+        for value in (self.share, self.median_s):
+            if not isinstance(value, (int, float)) or not 0 <= value < MOST_WAITED_S:
+                raise RemoteProtocolError(f"a straggler has no share or median of {value!r:.80}")
+
+    def __str__(self) -> str:
+        """Say who it is, and why."""
+        why = "it came late" if self.cause == "late" else "its link is slow"
+        return (
+            f"rank {self.rank} was last in {self.share:.0%} of rounds, by "
+            f"{1000 * self.median_s:.0f} ms in the median: {why}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Stragglers:
     """STRAGGLERS from a reducer: the ranks whose contributions an all-reduce waits for.
 
     Attributes:
         missing: these ranks, at most 128 of them.
+        straggler: in a PING: the rank that the others wait for again and again.
     """
 
     missing: tuple[int, ...]
+    straggler: Straggler | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.missing, (list, tuple)) or len(self.missing) > MAX_NAMED_RANKS:
@@ -216,6 +253,10 @@ class Stragglers:
         for rank in self.missing:
             _check(rank, int, 0, MAX_WORLD_SIZE - 1, "a missing rank")
         object.__setattr__(self, "missing", tuple(self.missing))
+        if isinstance(self.straggler, dict):  # as JSON has it
+            object.__setattr__(self, "straggler", _build(Straggler, self.straggler))
+        if not isinstance(self.straggler, (Straggler, type(None))):
+            raise RemoteProtocolError("straggler must be an object")
 
 
 def _check_digits(value: object, lengths: tuple[int, ...], what: str) -> None:
@@ -248,7 +289,11 @@ def decode(kind: type[_Body], data: Buffer) -> _Body:
             bounds.
         VersionError: the peer speaks another major version.
     """
-    values = _load(data)
+    return _build(kind, _load(data))
+
+
+def _build(kind: type[_Body], values: dict[str, Any]) -> _Body:
+    """Make a record of what an object has for it; what a later version adds is left out."""
     known = {name: values[name] for name in kind.__dataclass_fields__ if name in values}
     try:
         return kind(**known)

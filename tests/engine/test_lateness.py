@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reducer.engine import _slots, slots
+from reducer.engine.engine import PING_INTERVAL_S
 from reducer.engine.lateness import (
     BUCKETS,
     SPAN_S,
@@ -22,8 +25,14 @@ from reducer.engine.lateness import (
     ranked,
     straggler,
 )
+from reducer.errors import RemoteProtocolError
+from reducer.wire.header import Header
+from reducer.wire.messages import Straggler, Stragglers, decode, encode
+from tests.engine.driven import joined
+from tests.engine.words import M
 
 if TYPE_CHECKING:
+    from tests.engine.driven import Driven
     from tests.engine.words import Reducer
 
 MS = 1000
@@ -148,6 +157,11 @@ def test_an_engine_names_it_once_and_says_when_it_is_over(
     def said() -> list[str]:
         return [one.message for one in caplog.records if "rank 1" in one.message]
 
+    def pinged() -> list[Straggler | None]:
+        reducer.now += PING_INTERVAL_S
+        sends = [send for send in reducer.engine.tick(reducer.now) if send.payload]
+        return [decode(Stragglers, send.payload).straggler for send in sends]
+
     reducer.now = 100.0
     reducer.tick()
     for _ in range(3):
@@ -156,7 +170,62 @@ def test_an_engine_names_it_once_and_says_when_it_is_over(
     assert "job 'job': rank 1 was last in 100% of rounds, by 23 ms in the median: it came" in line
     (job,) = reducer.engine.jobs
     assert job.straggler is not None
+    assert pinged() == [job.straggler] * 2
     for _ in range(3):
         make(int(SPAN_S / 0.1) + 1, 0.0)
     assert said()[1:] == ["job 'job': the others wait for rank 1 no more"]
     assert job.straggler is None
+    assert pinged() == []
+
+
+def ping(told: Straggler | None) -> tuple[bytes, bytes]:
+    return Header(M.PING).pack(), b"" if told is None else encode(Stragglers((), told))
+
+
+def test_a_worker_knows_whom_its_reducers_name(session: Driven) -> None:
+    seldom, often = (Straggler(rank, "late", share, 0.04) for rank, share in ((1, 0.7), (0, 0.9)))
+    assert session.session.straggler is None
+    session.receive(0, *ping(seldom))
+    assert session.session.straggler == seldom
+    session.receive(1, *ping(often))
+    assert session.session.straggler == often
+    session.receive(1, *ping(None))
+    assert session.session.straggler == seldom
+    session.session.disconnected(0, "was cut")
+    assert session.session.straggler is None
+
+
+def test_rank_0_says_it_when_it_changes(
+    implementation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = joined(implementation, 0, 2, ("a:1",), 1 << 20, 64)
+    told = Straggler(1, "slow", 0.9, 0.042)
+    for one in (told, replace(told, share=0.8), None, None):
+        session.receive(0, *ping(one))
+    (line,) = [record.message for record in caplog.records]
+    assert line == "rank 1 was last in 90% of rounds, by 42 ms in the median: its link is slow"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": -1},
+        {"rank": "1"},
+        {"cause": "lazy"},
+        {"cause": ["late"]},
+        {"share": -0.1},
+        {"share": "all"},
+        {"median_s": 1e9},
+        {"median_s": float("nan")},
+    ],
+)
+def test_a_straggler_that_is_none(wrong: dict[str, object]) -> None:
+    right: dict[str, object] = {"rank": 1, "cause": "late", "share": 0.5, "median_s": 0.1}
+    told = {"missing": [], "straggler": right | {"what a later version adds": 1}}
+    assert decode(Stragglers, json.dumps(told).encode()).straggler == Straggler(1, "late", 0.5, 0.1)
+    told["straggler"] = right | wrong
+    with pytest.raises(RemoteProtocolError):
+        decode(Stragglers, json.dumps(told).encode())
+    told["straggler"] = [1]
+    with pytest.raises(RemoteProtocolError, match="must be an object"):
+        decode(Stragglers, json.dumps(told).encode())

@@ -49,7 +49,11 @@ class Job:
         settings |= {"REDUCTION_SERVERS": ",".join(servers), "WORLD_SIZE": f"{WORKERS}"}
         settings |= {"REDUCTION_JOB": "steps", "OMP_NUM_THREADS": "1"}
         self.processes = [
-            host.start([*PYTHON, "tests.lab.straggling_rank"], env={**settings, "RANK": f"{rank}"})
+            host.start(
+                [*PYTHON, "tests.lab.straggling_rank"],
+                env={**settings, "RANK": f"{rank}"},
+                stdout=PIPE if rank == 1 else None,
+            )
             for rank, host in enumerate(self.workers)
         ]
 
@@ -120,6 +124,9 @@ def test_it_is_named_with_the_reason(network: Lab, cause: str) -> None:
         top = job.said("-m", "reducer", "top", ",".join(job.http), "--count", "1")
         assert "job steps: rank 2 was last in" in top
         assert why in top
+        told = job.processes[1].stdout
+        assert told is not None
+        assert why in told.readline()  # what the reducers tell the ranks
         labels = f'cause="{cause}",job="steps",rank="2"'
         assert f"reducer_job_straggler_seconds{{{labels}}}" in job.metrics()
     finally:

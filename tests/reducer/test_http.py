@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 from reducer.config import load
-from reducer.engine.lateness import Cause, Lateness, RankWaits, Straggler, ranked
+from reducer.engine.lateness import Lateness, RankWaits, ranked
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
 from reducer.monitoring.observer import JobView, Observer, StatusInbox, merge_jobs
 from reducer.server import Server
+from reducer.wire.messages import Straggler
 from tests.commands import serving
 from tests.conftest import joined, reducer_here
 from tests.waits import eventually
@@ -357,9 +358,7 @@ def test_what_threads_know_of_ranks_is_joined() -> None:
             lateness.take([(1 + 1000 * loss * (at == rank),) * 2 + (0,) for at in range(4)])
         return next(ranked(lateness, 1))
 
-    often, seldom = (
-        Straggler(rank, Cause.SLOW, share, 0.01) for rank, share in ((2, 0.9), (1, 0.5))
-    )
+    often, seldom = (Straggler(rank, "slow", share, 0.01) for rank, share in ((2, 0.9), (1, 0.5)))
     (job,) = merge_jobs(
         [
             view("a", 0, timed=3, late=(late(1, 30), late(2, 10, 10)), straggler=seldom),
@@ -370,7 +369,7 @@ def test_what_threads_know_of_ranks_is_joined() -> None:
     assert job.timed == 8
     told = [(one.rank, one.late_rounds, one.late_s) for one in job.costliest_ranks]
     assert told == [(2, 4, 0.06), (1, 1, 0.03)]
-    assert job.straggler == status.StragglerStatus(2, "slow", 0.9, 0.01)
+    assert job.straggler == Straggler(2, "slow", 0.9, 0.01)
     text = samples(_text(status_of([view("a", 0, straggler=often)])))
     assert text['reducer_job_straggler_seconds{cause="slow",job="a",rank="2"}'] == 0.01
 

@@ -27,6 +27,7 @@ from reducer.commands.status import (
 )
 from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
 from reducer.monitoring import status
+from reducer.wire.messages import Straggler
 from tests.commands import REDUCER, Serving, run_command, serving
 from tests.conftest import joined
 from worker_client.commands.demo.ranks import free_port
@@ -210,8 +211,8 @@ def test_rates() -> None:
 
 
 def test_the_rank_that_most_reducers_name_is_shown() -> None:
-    one, other = status.StragglerStatus(3, "late", 0.9, 0.042), None
-    third = status.StragglerStatus(1, "slow", 1.0, 0.5)
+    one, other = Straggler(3, "late", 0.9, 0.042), None
+    third = Straggler(1, "slow", 1.0, 0.5)
     told = [one, other, replace(one, share=0.91), third]
     statuses = [replace(STATUS, jobs=(replace(JOB, straggler=each),)) for each in told]
     text = shown([Found(f"{at}:1", each, None) for at, each in enumerate(statuses)])

@@ -22,6 +22,7 @@ from worker_client.work import PlainWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reducer.wire.messages import Straggler
     from worker_client.client.admission import Admission
     from worker_client.communicators.communicator import Communicator, Counters
     from worker_client.communicators.elastic import Change
@@ -149,6 +150,15 @@ class Client:
     def in_use(self) -> list[bool]:
         """Whether each reducer is in use, in the order of the spec."""
         return self._ordered.in_use
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that the others have waited for again and again in the last seconds, and why.
+
+        As the reducers say, twice a second; None if they know of none. With
+        ``REDUCTION_HIERARCHY=auto`` it is a rank of the node that the other nodes wait for.
+        """
+        return self._ordered.straggler
 
     @property
     def counters(self) -> Counters:

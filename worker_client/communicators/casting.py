@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.wire.constants import DType
+    from reducer.wire.messages import Straggler
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.protocol.spec import JobSpec
 
@@ -66,6 +67,10 @@ class CastingCommunicator(Communicator):
     @property
     def present(self) -> tuple[int, ...]:
         return self._inner.present
+
+    @property
+    def straggler(self) -> Straggler | None:
+        return self._inner.straggler
 
     @property
     def piecewise(self) -> bool:

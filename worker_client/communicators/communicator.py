@@ -17,6 +17,7 @@ from worker_client.runtime.service_thread import leave_in_child
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reducer.wire.messages import Straggler
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
@@ -90,6 +91,14 @@ class Communicator(ABC):
         flat = self.flat  # another one, perhaps, the next time
         used = dict(zip(flat.spec.reducers, flat.in_use, strict=True))
         return [used.get(address, False) for address in self.spec.reducers]
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that the others wait for again and again, as the reducers say."""
+        found, present = self.flat.session.straggler, self.present
+        if found is None or found.rank >= len(present):  # others are present since it was found
+            return None
+        return replace(found, rank=present[found.rank])
 
     def lose(self, ranks: frozenset[int]) -> None:  # noqa: B027 (most go on without none)
         """Go on without ranks that are lost elsewhere, if it can: it may never have seen them."""

@@ -25,6 +25,7 @@ import queue
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +49,7 @@ from worker_client.runtime.service_thread import ServiceThread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reducer.wire.messages import Straggler
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.node_fold import Array
     from worker_client.communicators.node_sockets import NodeSockets
@@ -148,6 +150,11 @@ class HierarchicalCommunicator(Communicator):
     @property
     def world_size(self) -> int:
         return len(self.place.nodes) * len(self.place.peers)
+
+    @property
+    def straggler(self) -> Straggler | None:
+        found = self._between.straggler  # a node, as the ranks of this local rank see it
+        return None if found is None else replace(found, rank=self.place.across[found.rank])
 
     @property
     def counters(self) -> Counters:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import ReductionError
     from reducer.wire.header import Header
-    from reducer.wire.messages import Hello
+    from reducer.wire.messages import Hello, Straggler
 
 
 class Failed(NamedTuple):
@@ -39,6 +39,7 @@ class Link:
         hello: what was said last in the attempt to join.
         proof: with which the reducer has to answer, if it must prove that it is the job's; "" else.
         untold: what has failed here, of which the reducer is to be told when it can be.
+        straggler: the rank that the others wait for, as the reducer has said last.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class Link:
         "refusal",
         "spent",
         "state",
+        "straggler",
         "unreachable",
         "untold",
         "up",
@@ -71,6 +73,7 @@ class Link:
         self.hello: tuple[Header, Hello] | None = None
         self.proof = ""
         self.untold: list[Failed] = []
+        self.straggler: Straggler | None = None
 
     @property
     def member(self) -> bool:

@@ -37,6 +37,7 @@ from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reducer.wire.messages import Straggler
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
@@ -157,6 +158,12 @@ class Session:
     def lost_ranks(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
         return self._roll_call.lost
+
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank that the others wait for again and again, as most rounds of a reducer do."""
+        told = [link.straggler for link in self.links if link.straggler is not None and link.member]
+        return max(told, key=lambda one: one.share, default=None)
 
     @property
     def earliest(self) -> float:
@@ -434,9 +441,20 @@ class Session:
 
     def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         self.flight.confirm(header.watermark)
-        lost = decode(Stragglers, payload).missing if payload else ()
-        self._roll_call.hear(link, lost, self._now)
+        told = decode(Stragglers, payload) if payload else Stragglers(())
+        self._roll_call.hear(link, told.missing, self._now)
+        if told.straggler != link.straggler:
+            before, link.straggler = self.straggler, told.straggler
+            self._note_straggler(before)
         return []
+
+    def _note_straggler(self, before: Straggler | None) -> None:
+        """Say whom the others wait for, at one rank, if it is not the one that was named before."""
+        found = self.straggler
+        if self.spec.rank or found is None:
+            return
+        if before is None or (found.rank, found.cause) != (before.rank, before.cause):
+            log.warning("%s", found)
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del link, header
