@@ -97,6 +97,7 @@ def train(stop_at: list[int]) -> None:
             named=contributors(client, "named"),
             present=client.present,
             changes=changes,
+            all_in_use=all(client.in_use),
         )
         step += 1
         time.sleep(0.01)

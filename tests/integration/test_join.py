@@ -89,6 +89,10 @@ class Training:
 
         self.until(among_themselves)
 
+    def all_in_use(self) -> bool:
+        """Whether every rank that is here uses all reducers."""
+        return all(self.latest[process]["all_in_use"] for process in self.present)
+
     def finish(self) -> None:
         self._ranks.tell(str(max(self.steps) + 20))
         self.until(lambda: self.ended >= self.present)
@@ -194,6 +198,7 @@ def test_many_changes_while_reducers_come_and_go() -> None:
             training.pool.end(reducer, signal.SIGKILL)
             training.pool.start(reducer)
             training.settle()
+            training.until(training.all_in_use)  # before the other one is killed
 
     run(4, 2, action)
 
