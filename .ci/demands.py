@@ -38,7 +38,10 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/kernels/*", (f"{JOBS}bits.py",)),
     ("reducer/monitoring/* reducer/commands/status.py", ("tests/reducer",)),
     ("reducer/engine/lateness*", ("tests/lab/test_stragglers.py",)),
-    ("reducer/runtime/* worker_client/runtime/*", (f"{JOBS}pauses.py", f"{JOBS}rolling.py")),
+    (
+        "reducer/engine/* reducer/runtime/* worker_client/runtime/*",
+        ("tests/faults", f"{JOBS}pauses.py", f"{JOBS}rolling.py"),
+    ),
     ("reducer/failpoints/* */faults.py", ("tests/faults",)),
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers

@@ -43,17 +43,15 @@ cdef extern from "reducer/engine/lateness.h" nogil:
         uint64_t us
         uint32_t *buckets
 
+    struct rank_lateness:
+        waits_t waits[3][2]
+
     ctypedef struct lateness_t "struct lateness":
-        uint64_t *rounds
+        waits_t all[3][2]
+        rank_lateness *ranks
 
-    struct arrival:
-        uint32_t first
-        uint32_t last
-        uint32_t before
-
-    waits_t *lateness_of(lateness_t *self, uint32_t rank, unsigned span, unsigned cause) noexcept
-    void lateness_take(lateness_t *self, uint32_t world_size, const arrival *arrivals) noexcept
     void lateness_turn(lateness_t *self, uint32_t world_size) noexcept
+    uint64_t lateness_us(const lateness_t *self, uint32_t rank, unsigned span) noexcept
 
 
 cdef extern from "reducer/wire/header.h" nogil:

@@ -12,7 +12,7 @@ from libc.string cimport memcpy
 
 from itertools import islice
 
-from reducer.engine.lateness import BUCKETS, Span, Waits, costliest
+from reducer.engine.lateness import BUCKETS, Waits
 from reducer.engine.slots import MAX_MISSING, check_agreement, check_size
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
@@ -274,47 +274,38 @@ cdef bint waits_for(list slots, uint32_t rank):
     return False
 
 
+cdef waits_of(const waits_t *found):
+    return Waits(found.us, tuple([found.buckets[at] for at in range(BUCKETS)]))
+
+
 cdef class Lateness:
     """What is known of a job's ranks; see `reducer.engine.lateness.Lateness`."""
 
     cdef Rounds _of
 
-    def take(self, arrivals):
-        cdef arrival *each = <arrival *>calloc(len(arrivals), sizeof(arrival))
-        if each == NULL:
-            raise MemoryError
-        for rank, (first, last, before) in enumerate(arrivals):
-            each[rank].first, each[rank].last, each[rank].before = first, last, before
-        lateness_take(&self._of.its.lateness, self._of.its.world_size, each)
-        free(each)
-
     def turn(self):
         lateness_turn(&self._of.its.lateness, self._of.its.world_size)
 
-    def rounds(self, span):
-        return self._of.its.lateness.rounds[<int>span]
+    def all(self, int span, int cause):
+        return waits_of(&self._of.its.lateness.all[span][cause])
 
-    def waits(self, rank, span, cause):
-        cdef waits_t *found = lateness_of(&self._of.its.lateness, rank, span, cause)
-        if found == NULL:
+    def waits(self, uint32_t rank, int span, int cause):
+        if self._of.its.lateness.ranks == NULL:
             return Waits()
-        return Waits(found.us, tuple([found.buckets[at] for at in range(BUCKETS)]))
+        return waits_of(&self._of.its.lateness.ranks[rank].waits[span][cause])
 
-    def costliest(self, most):
+    def us(self, spans):
         cdef lateness_t *known = &self._of.its.lateness
         cdef uint32_t rank
-        if lateness_of(known, 0, 0, 0) == NULL:
+        cdef unsigned first = spans[0], last = spans[len(spans) - 1]
+        if known.ranks == NULL:
             return []
-        return costliest(
-            [
-                [
-                    lateness_of(known, rank, span, 0).us + lateness_of(known, rank, span, 1).us
-                    for span in range(len(Span))
-                ]
-                for rank in range(self._of.its.world_size)
-            ],
-            most,
-        )
+        if first == last:
+            return [lateness_us(known, rank, first) for rank in range(self._of.its.world_size)]
+        return [
+            lateness_us(known, rank, first) + lateness_us(known, rank, last)
+            for rank in range(self._of.its.world_size)
+        ]
 
 
 cdef class Rounds:

@@ -10,7 +10,15 @@ import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.engine.jobs import Job, Membership, is_another
-from reducer.engine.lateness import SPAN_S, Span, ranked, straggler
+from reducer.engine.lateness import (
+    LATELY,
+    LEAST_WAITS,
+    LONGEST_SPAN_S,
+    SPAN_S,
+    Span,
+    number_of_waits,
+    straggler,
+)
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.engine.rounds import Counters, Reductions, Send
 from reducer.errors import (
@@ -56,7 +64,6 @@ CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a 
 AWAY_S = 1.0
 MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
 REFUSALS_S = 10.0
-MAX_LATE = 8  # ranks of a job that are told, by which most was lost
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
 MAX_LINES = 16  # about workers between two PINGs: whoever provokes them must not fill the log
 
@@ -312,8 +319,7 @@ class Engine:
         sends += self._decide(lambda contest: contest.due <= now)
         for job in self._members.jobs.values():
             job.turns = job.turns or (now, now)
-            if now - job.turns[1] >= SPAN_S:
-                self._look_for_straggler(job)
+            self._look_for_straggler(job)
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
             told = Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:], job.straggler)
             body = encode(told) if job.lost or job.straggler else None
@@ -323,19 +329,20 @@ class Engine:
         return sends
 
     def _look_for_straggler(self, job: Job) -> None:
-        """Find out which rank the others wait for again and again; say so when that changes."""
-        lateness, earlier = job.rounds.lateness, job.straggler
-        rounds = lateness.rounds(Span.NOW) + lateness.rounds(Span.BEFORE)
-        seconds = self._now - job.turns[0]
-        found = straggler(ranked(lateness, MAX_LATE), rounds, job.world_size, seconds)
-        before = None if earlier is None else (earlier.rank, earlier.cause)
-        if found is not None and (found.rank, found.cause) != before:
+        """Find out which rank the others wait for again and again; say so when it is another."""
+        lateness = job.rounds.lateness
+        waited_s = self._now - job.turns[1]
+        if waited_s < SPAN_S:
+            return
+        if number_of_waits(lateness, Span.NOW) == 0:
+            job.straggler = None
+        if number_of_waits(lateness, *LATELY) < LEAST_WAITS and waited_s < LONGEST_SPAN_S:
+            return  # steps may be long
+        found = straggler(lateness, job.world_size, self._now - job.turns[0])
+        if found is not None and (found.rank, found.cause) != job.named:
+            job.named = found.rank, found.cause
             facts = {"job": job.name, "rank": found.rank, "cause": found.cause}
-            log.warning("job %r: %s", job.name, found, extra=facts)
-        elif found is None and earlier is not None:
-            facts = {"job": job.name, "rank": earlier.rank}
-            text = "job %r: the others wait for rank %d no more"
-            log.info(text, job.name, earlier.rank, extra=facts)
+            self._say("job %r: %s", job.name, found, **facts)
         job.straggler = found
         job.turns = job.turns[1], self._now
         lateness.turn()

@@ -59,6 +59,7 @@ class Job:
         patience_s: how long a rank may be silent before it is given up.
         barred: why ranks that the job lacks were refused, if their settings are others.
         straggler: the rank that the others wait for again and again, if there is one.
+        named: rank and cause of the one that the log has named last.
         turns: when the two latest spans of its lateness began, seconds of the engine's clock.
     """
 
@@ -84,6 +85,7 @@ class Job:
         self.patience_s = hello.patience_ms / 1000
         self.barred: dict[int, MismatchError] = {}
         self.straggler: Straggler | None = None
+        self.named: tuple[int, str] | None = None
         self.turns: tuple[float, ...] = ()
 
     def bar(self, rank: int, error: MismatchError) -> bool:

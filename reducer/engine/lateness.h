@@ -1,4 +1,5 @@
-/* How long ranks let the others wait, and why: the twin of lateness.py, which explains it. */
+/* How long the ranks of a job wait for one of them, and why: the twin of lateness.py, which
+ * explains it. */
 #ifndef REDUCER_LATENESS_H
 #define REDUCER_LATENESS_H
 
@@ -10,91 +11,93 @@ enum { LATE, SLOW, CAUSES };
 enum { NOW, BEFORE, EVER, SPANS }; /* since the latest turn, between the two latest ones, always */
 enum { BUCKETS = 14 };
 
-/* What the others have lost by one rank. */
+/* Waits for one rank, or for all. */
 struct waits {
     uint64_t us;
-    uint32_t buckets[BUCKETS]; /* rounds: below 1, 2, 4 ... 4096 ms, and above */
+    uint32_t buckets[BUCKETS]; /* how many: below 1, 2, 4 ... 4096 ms, and above */
+};
+
+struct rank_lateness {
+    uint64_t heard_in;          /* the all-reduce of its latest contribution, plus one; 0: none */
+    uint64_t until_us;          /* the end of the latest wait for it, ... */
+    uint64_t cost_us[CAUSES];   /* ... which may go on, and what it has cost */
+    struct waits waits[SPANS][CAUSES];
 };
 
 struct lateness {
-    uint64_t rounds[SPANS];
-    struct waits (*of)[SPANS][CAUSES]; /* by rank; NULL before the first round */
+    struct waits all[SPANS][CAUSES]; /* for whatever rank */
+    struct rank_lateness *ranks;     /* NULL before the first round */
 };
 
-/* When contributions of a rank came, in us after the round's first one, plus one; 0 for never. And
- * the last one before these, of any round; 0 for before this one began. */
-struct arrival {
-    uint32_t first, last, before;
-};
-
-static inline void waits_add(struct waits *waits, uint32_t us)
+/* Makes room for the ranks. Returns false when out of memory. */
+static inline bool lateness_begin(struct lateness *lateness, uint32_t world_size)
 {
-    unsigned bucket = 0;
-    while (bucket < BUCKETS - 1 && us >= UINT32_C(1000) << bucket)
-        bucket++;
+    if (lateness->ranks == NULL)
+        lateness->ranks = calloc(world_size, sizeof *lateness->ranks);
+    return lateness->ranks != NULL;
+}
+
+static inline void waits_add(struct waits *waits, unsigned bucket, uint64_t us)
+{
     waits->us += us;
     waits->buckets[bucket]++;
 }
 
-static inline void lateness_count(struct lateness *lateness, unsigned cause, uint32_t rank,
-                                  uint32_t us)
+/* Counts the latest wait for a rank: it is over. */
+static inline void lateness_close(struct lateness *lateness, uint32_t rank)
 {
+    struct rank_lateness *its = &lateness->ranks[rank];
+    uint64_t us = its->cost_us[LATE] + its->cost_us[SLOW];
     if (us == 0)
         return;
-    waits_add(&lateness->of[rank][NOW][cause], us);
-    waits_add(&lateness->of[rank][EVER][cause], us);
-}
-
-/* Takes what is known of a round that is over; one that lacks a rank does not count. */
-static inline void lateness_take(struct lateness *lateness, uint32_t world_size,
-                                 const struct arrival *arrivals)
-{
-    if (world_size < 2)
-        return;
-    uint32_t most[CAUSES] = {0}, next[CAUSES] = {0}, rank[CAUSES] = {0};
-    for (uint32_t at = 0; at < world_size; at++) {
-        if (arrivals[at].first == 0)
-            return;
-        uint32_t took[CAUSES] = {arrivals[at].first, arrivals[at].last - arrivals[at].first};
-        for (unsigned cause = 0; cause < CAUSES; cause++) {
-            if (took[cause] > most[cause]) {
-                next[cause] = most[cause];
-                most[cause] = took[cause];
-                rank[cause] = at;
-            } else if (took[cause] > next[cause]) {
-                next[cause] = took[cause];
-            }
-        }
+    unsigned cause = its->cost_us[LATE] >= its->cost_us[SLOW] ? LATE : SLOW, bucket = 0;
+    while (bucket < BUCKETS - 1 && us >= UINT64_C(1000) << bucket)
+        bucket++;
+    for (unsigned span = NOW; span < SPANS; span += EVER) {
+        waits_add(&its->waits[span][cause], bucket, us);
+        waits_add(&lateness->all[span][cause], bucket, us);
     }
-    if (lateness->of == NULL && (lateness->of = calloc(world_size, sizeof *lateness->of)) == NULL)
-        return;
-    lateness->rounds[NOW]++;
-    lateness->rounds[EVER]++;
-    uint32_t late = most[LATE] - next[LATE], before = arrivals[rank[LATE]].before;
-    bool queued = before > next[LATE] && before - next[LATE] > late / 2;
-    lateness_count(lateness, queued ? SLOW : LATE, rank[LATE], late);
-    lateness_count(lateness, SLOW, rank[SLOW], most[SLOW] - next[SLOW]);
+    its->cost_us[LATE] = its->cost_us[SLOW] = 0;
 }
 
-/* What was lost by a rank; NULL before the first round. */
-static inline struct waits *lateness_of(struct lateness *lateness, uint32_t rank, unsigned span,
-                                        unsigned cause)
+/* Takes note of a contribution to an all-reduce. `alone_us`: since when its slot has waited for this
+ * rank alone; 0 if it still waits for others. */
+static inline void lateness_hear(struct lateness *lateness, uint32_t rank, uint64_t sequence,
+                                 uint64_t now_us, uint64_t alone_us)
 {
-    return lateness->of == NULL ? NULL : &lateness->of[rank][span][cause];
+    struct rank_lateness *its = &lateness->ranks[rank];
+    if (alone_us != 0) {
+        bool goes_on = sequence + 1 == its->heard_in;
+        if (alone_us > its->until_us && !goes_on)
+            lateness_close(lateness, rank);
+        uint64_t known_us = its->cost_us[LATE] + its->cost_us[SLOW], behind_us = now_us - alone_us;
+        if (behind_us > known_us)
+            its->cost_us[goes_on ? SLOW : LATE] += behind_us - known_us;
+        its->until_us = now_us;
+    }
+    its->heard_in = sequence + 1;
 }
 
 /* Begins a new span. */
 static inline void lateness_turn(struct lateness *lateness, uint32_t world_size)
 {
-    lateness->rounds[BEFORE] = lateness->rounds[NOW];
-    lateness->rounds[NOW] = 0;
-    if (lateness->of == NULL)
-        return;
-    for (uint32_t rank = 0; rank < world_size; rank++)
+    for (unsigned cause = 0; cause < CAUSES; cause++) {
+        lateness->all[BEFORE][cause] = lateness->all[NOW][cause];
+        lateness->all[NOW][cause] = (struct waits){0};
+    }
+    for (uint32_t rank = 0; lateness->ranks != NULL && rank < world_size; rank++)
         for (unsigned cause = 0; cause < CAUSES; cause++) {
-            lateness->of[rank][BEFORE][cause] = lateness->of[rank][NOW][cause];
-            lateness->of[rank][NOW][cause] = (struct waits){0};
+            struct waits *waits = lateness->ranks[rank].waits[NOW] + cause;
+            lateness->ranks[rank].waits[BEFORE][cause] = *waits;
+            *waits = (struct waits){0};
         }
+}
+
+/* Returns what was waited for a rank in a span, us. */
+static inline uint64_t lateness_us(const struct lateness *lateness, uint32_t rank, unsigned span)
+{
+    const struct waits *waits = lateness->ranks[rank].waits[span];
+    return waits[LATE].us + waits[SLOW].us;
 }
 
 #endif

@@ -1,28 +1,36 @@
-"""How long ranks let the others wait, and why (sans I/O).
+"""How long the ranks of a job wait for one of them, and why (sans I/O).
 
-Of each all-reduce a reducer knows when every rank's contributions began to come, and how long they
-took. Had the rank that came last been as early as the one before it, all would have had the result
-so much sooner: that much is its own fault. So it is with the one whose contributions took longest.
-Who comes late was busy with something else; who takes long has a slow link, or too little of its
-processor. Buffers that are sent one behind the other queue on a slow link: a rank that kept sending
-until it came is slow, not late. `lateness.h` has the same for the compiled slots.
+A chunk whose sum lacks one contribution waits for that rank alone. Had the rank been as early as the
+one before it, all would have had their results so much sooner. Chunks of one all-reduce that wait
+for it, and those of several that do so at once, make one wait: who is 30 ms late is so for all of
+them, and has cost the others 30 ms. So a wait costs as much as its longest chunk has waited.
+
+If the rank falls behind in the middle of a buffer, its contributions take longer than those of the
+others: its link is slow, or it lacks processor time to send. How far the others would be, who stop
+when their windows are full, nobody can tell: of such waits the cost is a lower bound. A rank that
+is behind from the buffer's beginning was busy with something else. `lateness.h` has the same for
+the compiled slots.
 """
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
+from heapq import nsmallest
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.messages import Straggler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
 BUCKETS = 14
-SPAN_S = 5.0  # the latest two are looked at together
-LEAST_ROUNDS = 8  # that say something about a rank
-LEAST_SHARE = 0.05  # of the time that has passed, as what the others wait for one
-CHANCES = 3  # rounds, the costliest, that do not count: a pause is no habit
+SPAN_S = 5.0  # at least; the latest two are looked at together
+LONGEST_SPAN_S = 60.0  # until there are enough waits
+LEAST_WAITS = 8  # that say something about a rank
+LEAST_SHARE = 0.02  # of the time, which the others lose by it
+CHANCES = 3  # waits, the longest, that do not count: a pause is no habit
+MOST_CHANCE = 1e-4  # that it was no habit; jobs are looked at again and again
 
 
 class Cause(IntEnum):
@@ -40,47 +48,64 @@ class Span(IntEnum):
     EVER = 2
 
 
+LATELY = (Span.NOW, Span.BEFORE)
+
+
 class Waits(NamedTuple):
-    """What the others have lost by one rank, for one cause.
+    """Waits for a rank, or for all of them, for one cause.
 
     Attributes:
         us: microseconds.
-        buckets: rounds, by what was lost in each: below 1, 2, 4 ... 4096 ms, and above.
+        buckets: how many, by how long they were: below 1, 2, 4 ... 4096 ms, and above.
     """
 
     us: int = 0
     buckets: tuple[int, ...] = (0,) * BUCKETS
 
     @property
-    def rounds(self) -> int:
-        """Number of rounds in which it was the last."""
+    def number(self) -> int:
+        """How many there were."""
         return sum(self.buckets)
 
     def plus(self, *others: Waits) -> Waits:
-        """Return the sums of these and others."""
+        """Return these and others."""
         waits = (self, *others)
         buckets = zip(*(one.buckets for one in waits), strict=True)
         return Waits(sum(one.us for one in waits), tuple(map(sum, buckets)))
 
     @property
     def median_s(self) -> float:
-        """What was lost in the median round, seconds."""
-        seen, half = 0, (self.rounds + 1) / 2
-        for bucket, rounds in enumerate(self.buckets):
-            seen += rounds
-            if rounds and seen >= half:
+        """How long the median one was, seconds."""
+        seen, half = 0, (self.number + 1) / 2
+        for bucket, number in enumerate(self.buckets):
+            seen += number
+            if number and seen >= half:
                 return middle_s(bucket)
         return 0.0
 
     @property
     def habit_s(self) -> float:
-        """What was lost in all rounds but the costliest `CHANCES`, seconds."""
-        left, lost_s = max(0, self.rounds - CHANCES), 0.0
-        for bucket, rounds in enumerate(self.buckets):
-            counted = min(rounds, left)
+        """How long all but the longest `CHANCES` were together, seconds."""
+        left, lost_s = max(0, self.number - CHANCES), 0.0
+        for bucket, number in enumerate(self.buckets):
+            counted = min(number, left)
             left -= counted
             lost_s += counted * middle_s(bucket)
         return lost_s
+
+    @property
+    def typical(self) -> int:
+        """The bucket from which on half of the time was spent."""
+        left_s = sum(number * middle_s(at) for at, number in enumerate(self.buckets)) / 2
+        for bucket in reversed(range(BUCKETS)):
+            left_s -= self.buckets[bucket] * middle_s(bucket)
+            if left_s <= 0:
+                return bucket
+        return 0
+
+    def above(self, bucket: int) -> int:
+        """Return how many were as long as that bucket says, or longer."""
+        return sum(self.buckets[bucket:])
 
 
 def middle_s(bucket: int) -> float:
@@ -89,126 +114,147 @@ def middle_s(bucket: int) -> float:
 
 
 class RankWaits(NamedTuple):
-    """A rank, and what the others have lost by it: by cause, lately and since the job began."""
+    """How long the others have waited for a rank since the job began, by cause."""
 
     rank: int
-    lately: tuple[Waits, Waits]
-    ever: tuple[Waits, Waits]
+    late: Waits
+    slow: Waits
+
+
+class _Rank:
+    """What is known of a rank; `lateness.h` explains the names."""
+
+    def __init__(self) -> None:
+        self.heard_in = -1
+        self.until_us = 0
+        self.cost_us = [0, 0]
+        self.waits = [[Waits() for _ in Cause] for _ in Span]
 
 
 class Lateness:
-    """What is known of a job's ranks; begins with the first round that is over.
+    """What is known of a job's ranks.
 
     Args:
         world_size: number of ranks.
     """
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._rounds = [0] * len(Span)
-        self._waits: list[list[list[Waits]]] = []  # by rank, span, cause
+        self._ranks = [_Rank() for _ in range(world_size)]
+        self._all = [[Waits() for _ in Cause] for _ in Span]
 
-    def take(self, arrivals: Sequence[tuple[int, int, int]]) -> None:
-        """Take what is known of a round that is over; one that lacks a rank does not count.
+    def hear(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
+        """Take note of a contribution.
 
         Args:
-            arrivals: when each rank's first and last contribution came, in microseconds after the
-                first one of all, plus one; 0 of one that never has. And the rank's last one before
-                these, of any round; 0 if that was before the first one of all.
+            rank: whose.
+            sequence: of the all-reduce.
+            now_us: when it has come, in microseconds of a monotonic clock.
+            alone_us: since when its chunk has waited for this rank alone; 0 if it still waits for
+                others.
         """
-        if self._world_size < 2 or any(first == 0 for first, *_ in arrivals):
-            return
-        if not self._waits:
-            self._waits = [
-                [[Waits() for _ in Cause] for _ in Span] for _ in range(self._world_size)
-            ]
-        for span in (Span.NOW, Span.EVER):
-            self._rounds[span] += 1
-        firsts = [first for first, *_ in arrivals]
-        next_most, most = sorted(firsts)[-2:]
-        rank = firsts.index(most)
-        kept_sending = arrivals[rank][2] - next_most > (most - next_most) // 2
-        self._count(rank, Cause.SLOW if kept_sending else Cause.LATE, most - next_most)
-        took = [last - first for first, last, _ in arrivals]
-        next_most, most = sorted(took)[-2:]
-        self._count(took.index(most), Cause.SLOW, most - next_most)
+        its = self._ranks[rank]
+        if alone_us != 0:
+            goes_on = sequence == its.heard_in
+            if alone_us > its.until_us and not goes_on:
+                self._close(its)
+            cause = Cause.SLOW if goes_on else Cause.LATE
+            its.cost_us[cause] += max(0, now_us - alone_us - sum(its.cost_us))
+            its.until_us = now_us
+        its.heard_in = sequence
 
-    def _count(self, rank: int, cause: Cause, us: int) -> None:
+    def _close(self, its: _Rank) -> None:
+        late, slow = its.cost_us
+        us = late + slow
         if us == 0:
             return
+        cause = Cause.LATE if late >= slow else Cause.SLOW
         bucket = min((us // 1000).bit_length(), BUCKETS - 1)
-        counted = Waits(us, tuple(int(at == bucket) for at in range(BUCKETS)))
-        spans = self._waits[rank]
-        for span in (Span.NOW, Span.EVER):
-            spans[span][cause] = spans[span][cause].plus(counted)
+        wait = Waits(us, tuple(int(at == bucket) for at in range(BUCKETS)))
+        for spans in (its.waits, self._all):
+            for span in (Span.NOW, Span.EVER):
+                spans[span][cause] = spans[span][cause].plus(wait)
+        its.cost_us = [0, 0]
 
     def turn(self) -> None:
         """Begin a new span."""
-        self._rounds[Span.BEFORE], self._rounds[Span.NOW] = self._rounds[Span.NOW], 0
-        for spans in self._waits:
+        for spans in (self._all, *(one.waits for one in self._ranks)):
             spans[Span.BEFORE], spans[Span.NOW] = spans[Span.NOW], [Waits() for _ in Cause]
 
-    def rounds(self, span: Span) -> int:
-        """Return how many rounds counted in a span."""
-        return self._rounds[span]
-
-    def costliest(self, most: int) -> list[int]:
-        """Return the ranks by which most was lost, lately and then ever, at most so many."""
-        return costliest(
-            ((sum(waits.us for waits in spans[span]) for span in Span) for spans in self._waits),
-            most,
-        )
+    def all(self, span: Span, cause: Cause) -> Waits:
+        """Return the waits for all ranks."""
+        return self._all[span][cause]
 
     def waits(self, rank: int, span: Span, cause: Cause) -> Waits:
-        """Return what was lost by a rank."""
-        return self._waits[rank][span][cause] if self._waits else Waits()
+        """Return the waits for one rank."""
+        return self._ranks[rank].waits[span][cause]
+
+    def us(self, spans: Sequence[Span]) -> list[int]:
+        """Return how long the others have waited for each rank in some spans, in microseconds."""
+        return [sum(one.waits[at][why].us for at in spans for why in Cause) for one in self._ranks]
 
 
-def costliest(lost: Iterable[Iterable[int]], most: int) -> list[int]:
-    """Return the ranks that have the largest losses, of each span, in the order of `Span`."""
-    keys = []
-    for rank, spans in enumerate(lost):
-        now, before, ever = spans
-        if ever:
-            keys.append((-(now + before), -ever, rank))
-    return [rank for *_, rank in sorted(keys)[:most]]
+def costliest(lateness: Lateness, most: int) -> tuple[RankWaits, ...]:
+    """Return the ranks for which the others have waited most since the job began."""
+    lost = lateness.us((Span.EVER,))
+    ranks = nsmallest(most, range(len(lost)), key=lambda rank: (-lost[rank], rank))
+    return tuple(
+        RankWaits(rank, *(lateness.waits(rank, Span.EVER, cause) for cause in Cause))
+        for rank in ranks
+        if lost[rank]
+    )
 
 
-def ranked(lateness: Lateness, most: int) -> Iterator[RankWaits]:
-    """Return what is known of the ranks by which most was lost."""
-    for rank in lateness.costliest(most):
-        waits = [[lateness.waits(rank, span, cause) for cause in Cause] for span in Span]
-        now, before, ever = waits
-        late, slow = (one.plus(other) for one, other in zip(now, before, strict=True))
-        yield RankWaits(rank, (late, slow), (ever[0], ever[1]))
+def number_of_waits(lateness: Lateness, *spans: Span) -> int:
+    """Return how many waits there were in some spans, for whatever rank."""
+    return sum(lateness.all(span, cause).number for span in spans for cause in Cause)
 
 
-def straggler(
-    ranks: Iterable[RankWaits], rounds: int, world_size: int, seconds: float
-) -> Straggler | None:
+def straggler(lateness: Lateness, world_size: int, seconds: float) -> Straggler | None:
     """Return the rank that the others wait for again and again, if there is one.
 
-    By chance each of n ranks costs the others as much. By this one they lose that and half of all
-    the rest, and `LEAST_SHARE` of their time.
+    By chance they wait as long for each of n ranks. For this one it is that and half of all the
+    rest, and `LEAST_SHARE` of the time. And it is no accident: of the waits as long as its typical
+    ones, more are for it than chance explains.
 
     Args:
-        ranks: what is known of some.
-        rounds: that have counted lately.
+        lateness: what is known.
         world_size: number of ranks.
-        seconds: how long that is.
+        seconds: how long the latest two spans are.
     """
-    if rounds < LEAST_ROUNDS:
+    lost = lateness.us(LATELY)
+    if not lost or number_of_waits(lateness, *LATELY) < LEAST_WAITS or seconds <= 0:
         return None
-    known = [
-        (waits.habit_s, one.rank, cause, waits)
-        for one in ranks
-        for cause, waits in zip(Cause, one.lately, strict=True)
-    ]
-    if not known:
+    rank = max(range(world_size), key=lost.__getitem__)
+    causes = [_lately(lateness, rank, cause) for cause in Cause]
+    cause = max(Cause, key=lambda one: causes[one].us)
+    its = causes[cause]
+    least_us = (1 + 1 / world_size) / 2 * sum(lost)
+    if lost[rank] < least_us or its.habit_s < LEAST_SHARE * seconds:
         return None
-    lost_s, rank, cause, waits = max(known, key=lambda one: one[:3])
-    least = (1 + 1 / world_size) / 2 * sum(one[0] for one in known)
-    if lost_s < max(least, LEAST_SHARE * seconds):
+    mine = its.above(its.typical)
+    everyones = _lately(lateness, None, cause).above(its.typical)
+    if world_size * chance(mine, everyones, 1 / world_size) > MOST_CHANCE:
         return None
-    share = min(1.0, waits.rounds / rounds)
-    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, waits.median_s)
+    share = min(1.0, lost[rank] / 1e6 / seconds)
+    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, its.median_s)
+
+
+def _lately(lateness: Lateness, rank: int | None, cause: Cause) -> Waits:
+    now, before = (
+        lateness.all(span, cause) if rank is None else lateness.waits(rank, span, cause)
+        for span in LATELY
+    )
+    return now.plus(before)
+
+
+def chance(least: int, of: int, share: float) -> float:
+    """Return the probability that so many things or more fall to one that gets `share` of them.
+
+    The upper tail of the binomial distribution.
+    """
+
+    def exactly(number: int) -> float:
+        ways = math.lgamma(of + 1) - math.lgamma(number + 1) - math.lgamma(of - number + 1)
+        return math.exp(ways + number * math.log(share) + (of - number) * math.log1p(-share))
+
+    return math.fsum(exactly(number) for number in range(least, of + 1))

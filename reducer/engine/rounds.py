@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import numpy as np
 
 from reducer.engine.slots import (
+    LATENESS_BYTES,
     PLACE_BYTES,
     RANK_BYTES,
     ROUND_BYTES,
@@ -193,7 +194,8 @@ class Reductions:
         if round_ is None:
             if len(job.rounds) >= job.rounds.most:
                 self._grant(job)
-            self._make_room(job, ROUND_BYTES + job.world_size * RANK_BYTES)
+            each = RANK_BYTES + (0 if job.rounds.taken() else LATENESS_BYTES)
+            self._make_room(job, ROUND_BYTES + job.world_size * each)
             # That of an ABORT says which epoch its sender was in: for the question before the call.
             settles = header.type is not MessageType.ABORT or header.sequence % PLACES == 1
             first = header if settles else None

@@ -67,14 +67,12 @@ void round_touch(struct rounds *rounds, struct round *round)
 
 struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct header *first)
 {
-    size_t n = rounds->world_size;
-    if (rounds->heard_us == NULL && (rounds->heard_us = calloc(n, sizeof(uint64_t))) == NULL)
+    if (!lateness_begin(&rounds->lateness, rounds->world_size))
         return NULL;
-    struct round *round = calloc(1, sizeof *round + n * sizeof *round->arrivals + n);
+    struct round *round = calloc(1, sizeof *round + rounds->world_size);
     if (round == NULL)
         return NULL;
-    round->arrivals = (struct arrival *)(round + 1);
-    round->spoke = (uint8_t *)(round->arrivals + n);
+    round->spoke = (uint8_t *)(round + 1);
     round->sequence = sequence;
     round->has_first = first != NULL;
     if (first != NULL)
@@ -91,26 +89,6 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
     round->born = rounds->exits;
     round_touch(rounds, round);
     return round;
-}
-
-/* Returns us since just before a round began, 0 if that had not yet. */
-static uint32_t since_begun(const struct round *round, uint64_t us)
-{
-    uint64_t since = us < round->begun_us ? 0 : us - round->begun_us + 1;
-    return since < UINT32_MAX ? (uint32_t)since : UINT32_MAX;
-}
-
-static void note_arrival(struct rounds *rounds, struct round *round, uint32_t rank)
-{
-    if (round->begun_us == 0)
-        round->begun_us = rounds->now_us;
-    struct arrival *arrival = &round->arrivals[rank];
-    arrival->last = since_begun(round, rounds->now_us);
-    if (arrival->first == 0) {
-        arrival->first = arrival->last;
-        arrival->before = since_begun(round, rounds->heard_us[rank]);
-    }
-    rounds->heard_us[rank] = rounds->now_us;
 }
 
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
@@ -147,7 +125,10 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
         slot->claims++;
         return slot;
     }
-    note_arrival(rounds, round, header->rank);
+    lateness_hear(&rounds->lateness, header->rank, round->sequence, rounds->now_us,
+                  slot->missing == 0 && slot->claims == 0 ? slot->alone_us : 0);
+    if (slot->missing == 1)
+        slot->alone_us = rounds->now_us;
     slot->payloads->blocks[header->rank] = payload;
     slot->payloads->present[header->rank] = PRESENT;
     return slot;
@@ -177,8 +158,6 @@ void rounds_discard_oldest(struct rounds *rounds)
 {
     struct round *round = map_get(&rounds->by_sequence, heap_least(&rounds->order));
     heap_take(&rounds->order);
-    if (round->live && round->open == 0)
-        lateness_take(&rounds->lateness, rounds->world_size, round->arrivals);
     round_settle(rounds, round);
     if (round->waits) /* there: no round is older */
         heap_take(&rounds->waiting);
@@ -209,8 +188,7 @@ void rounds_free(struct rounds *rounds)
         free(spare);
     }
     block_pool_free(&rounds->own);
-    free(rounds->heard_us);
-    free(rounds->lateness.of);
+    free(rounds->lateness.ranks);
     free(rounds->members);
     rounds->members = NULL;
 }
@@ -257,7 +235,7 @@ static uint64_t window_limit(const struct member *member, const struct rounds *r
 uint64_t rounds_taken(const struct rounds *rounds)
 {
     uint64_t n = rounds->world_size;
-    return (rounds->heard_us == NULL ? 0 : n * LATENESS_BYTES) +
+    return (rounds->lateness.ranks == NULL ? 0 : n * LATENESS_BYTES) +
            rounds->by_sequence.count * (ROUND_BYTES + n * RANK_BYTES) +
            rounds->open * SLOT_BYTES + rounds->missing * PLACE_BYTES + rounds->done * DONE_BYTES;
 }
@@ -268,7 +246,7 @@ static bool may_open(const struct rounds *rounds, uint64_t charge)
     uint64_t held = charge;
     for (uint32_t rank = 0; rank < rounds->world_size; rank++)
         held += rounds->members[rank]->held;
-    uint64_t each = PLACE_BYTES + RANK_BYTES;
+    uint64_t each = PLACE_BYTES + RANK_BYTES + (rounds->lateness.ranks == NULL ? LATENESS_BYTES : 0);
     uint64_t more = ROUND_BYTES + SLOT_BYTES + (uint64_t)rounds->world_size * each;
     return held + rounds_taken(rounds) + more <= rounds->reserved;
 }

@@ -26,7 +26,7 @@ struct member {
 /* Bytes that the records of an all-reduce take besides payloads, counted generously; slots.py says
  * the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank. */
 enum { ROUND_BYTES = 640, SLOT_BYTES = 256, PLACE_BYTES = 72, DONE_BYTES = 96 };
-enum { RANK_BYTES = 13, LATENESS_BYTES = 392 };
+enum { RANK_BYTES = 1, LATENESS_BYTES = 416 };
 
 enum { ABSENT, PRESENT, CLAIMED }; /* a rank's contribution; CLAIMED: it holds the result already */
 
@@ -36,6 +36,7 @@ struct slot {
     uint32_t nbytes;
     uint32_t missing;
     uint32_t first_rank;
+    uint64_t alone_us; /* since when it waits for one rank alone, 0 for not yet */
     uint32_t claims; /* ranks that hold the result; then the slot is the engine's */
     bool done;
     bool is_asked;
@@ -60,8 +61,6 @@ struct round {
     bool viewed;   /* the engine holds a view of it: it may have failed, or lack a rank for good */
     uint32_t open; /* slots that wait for contributions */
     struct map slots;
-    uint64_t begun_us;        /* when its first contribution came */
-    struct arrival *arrivals; /* per rank */
     uint8_t *spoke; /* per rank: whether it has said something about it, before it left if it has */
     struct round *before, *after; /* in that list */
     uint64_t touched; /* which change of a round was the latest that could make this one lack a rank */
@@ -89,7 +88,6 @@ struct rounds {
     uint64_t done;     /* slots whose result is on its way, until their round is forgotten */
     struct payloads *spare;
     uint64_t now_us; /* when what is taken next has come */
-    uint64_t *heard_us; /* when a rank's latest contribution has; NULL before the first round */
     struct lateness lateness;
     /* Set while every rank is here and has been since the start; else `members` is NULL. */
     struct member **members; /* by rank */

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Bytes that the records of an all-reduce take besides payloads, counted generously; `slots.h` says
 # the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank.
 ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 96
-RANK_BYTES, LATENESS_BYTES = 13, 392
+RANK_BYTES, LATENESS_BYTES = 1, 416
 MAX_MISSING = 1024  # ranks that are named; to look for all of a huge job would take too long
 
 
@@ -72,9 +72,10 @@ class Slot:
     Attributes:
         holders: ranks that hold the result.
         asked: the one that was asked for it, or None.
+        alone_us: since when it waits for one rank alone, 0 for not yet.
     """
 
-    __slots__ = ("asked", "first_rank", "holders", "missing", "nbytes", "payloads")
+    __slots__ = ("alone_us", "asked", "first_rank", "holders", "missing", "nbytes", "payloads")
 
     def __init__(self, header: Header, world_size: int) -> None:
         self.nbytes = header.nbytes
@@ -83,6 +84,7 @@ class Slot:
         self.payloads: list[Buffer | None] = [None] * world_size
         self.holders: list[int] = []
         self.asked: int | None = None
+        self.alone_us = 0
 
     def ranks(self) -> Iterator[int]:
         """Ranks whose contribution is here."""
@@ -114,7 +116,7 @@ class Round:
     """
 
     __slots__ = (
-        *("_arrivals", "_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
+        *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
         *("_world_size", "error", "first", "touched"),
     )
 
@@ -128,8 +130,6 @@ class Round:
         self._world_size = of.world_size
         self._slots: dict[int, Slot] = {}
         self._done: set[int] = set()  # offsets whose result was sent
-        # By rank: first and last contribution, and the last of any round before these.
-        self._arrivals: dict[int, tuple[int, int, int]] = {}
         # In exits: when ranks have said something, first and last, and were sent the error.
         self._spoke: dict[int, tuple[int, int]] = {}
         self._told: dict[int, int] = {}
@@ -165,11 +165,14 @@ class Round:
             slot.holders.append(header.rank)
         else:
             slot.payloads[header.rank] = payload
-            now, before = self._of.hear(header.rank)
-            first, _, before = self._arrivals.get(header.rank, (now, now, before))
-            self._arrivals[header.rank] = first, now, before
         slot.missing -= 1
         self._tally.missing -= 1
+        if payload is not None:
+            alone_us = slot.alone_us if slot.missing == 0 and not slot.holders else 0
+            now_us = self._of.now_us
+            self._of.lateness.hear(header.rank, self._sequence, now_us, alone_us)
+            if slot.missing == 1:
+                slot.alone_us = now_us
         return slot
 
     def ask(self, offset: int, rank: int) -> None:
@@ -217,15 +220,6 @@ class Round:
 
     def forget(self) -> None:
         """Take the records off the tally: the round ends."""
-        if self.error is None and not self._slots and len(self._arrivals) == self._world_size:
-            begun = min(first for first, *_ in self._arrivals.values()) - 1
-            arrivals = [self._arrivals[rank] for rank in range(self._world_size)]
-            self._of.lateness.take(
-                [
-                    (first - begun, last - begun, max(0, before - begun))
-                    for first, last, before in arrivals
-                ]
-            )
         self.drop()
         self._tally.done -= len(self._done)
 
@@ -292,7 +286,6 @@ class Rounds:
         self._order: list[int] = []  # a heap of their sequence numbers
         self._live: dict[int, Round] = {}  # those that have not failed, the latest touched last
         self._touches = 0
-        self._heard: list[int] = []  # when each rank's latest contribution came
         self._left: dict[int, tuple[int, RankLostError]] = {}  # by rank, when it left last, and why
         self._swept: dict[int, int] = {}  # by rank, the latest touch that `waiting_for` has seen
 
@@ -300,7 +293,7 @@ class Rounds:
         """Return the bytes that the records of all rounds take."""
         rounds = len(self._rounds) * (ROUND_BYTES + self.world_size * RANK_BYTES)
         waiting = self.tally.open * SLOT_BYTES + self.tally.missing * PLACE_BYTES
-        lateness = len(self._heard) * LATENESS_BYTES
+        lateness = self.world_size * LATENESS_BYTES if self._touches else 0
         return lateness + rounds + waiting + self.tally.done * DONE_BYTES
 
     @property
@@ -364,14 +357,8 @@ class Rounds:
         """Take note that a round has failed."""
         self._live.pop(sequence, None)
 
-    def hear(self, rank: int) -> tuple[int, int]:
-        """Take note of a contribution; return when it has come, and the one before it."""
-        before, self._heard[rank] = self._heard[rank], self.now_us
-        return self.now_us, before
-
     def open(self, sequence: int, first: Header | None) -> Round:
         """Begin a round, with the contribution that opens it if one does."""
-        self._heard = self._heard or [0] * self.world_size
         round_ = self._rounds[sequence] = self._live[sequence] = Round(sequence, first, self)
         self.touch(sequence)
         heappush(self._order, sequence)

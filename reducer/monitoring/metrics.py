@@ -122,27 +122,27 @@ def _jobs(status: ReducerStatus) -> Iterator[Metric]:
 
 
 def _ranks(jobs: list[JobStatus]) -> Iterator[Metric]:
-    """Yield what the others wait for; of each job, the ranks by which most was lost."""
+    """Yield how the others wait for ranks; of each job, for those that cost most."""
     labels = ["job", "rank", "cause"]
-    last = CounterMetricFamily(
-        "reducer_job_rank_last", "All-reduces in which this rank was the last.", labels=labels
+    waits = CounterMetricFamily(
+        "reducer_job_rank_waits", "Waits of the others for this rank alone.", labels=labels
     )
-    cost = CounterMetricFamily(
-        "reducer_job_rank_waited_seconds", "What the others have lost by that.", labels=labels
+    waited = CounterMetricFamily(
+        "reducer_job_rank_waited_seconds", "How long these were.", labels=labels
     )
     straggler = GaugeMetricFamily(
-        "reducer_job_straggler_seconds",
-        "The others wait for this rank again and again: how long in the median.",
+        "reducer_job_straggler_share",
+        "Of the time, for how much the others wait for this rank alone, again and again.",
         labels=labels,
     )
     for job in jobs:
         for one in job.costliest_ranks:
             rank = str(one.rank)
-            last.add_metric([job.name, rank, "late"], one.late_rounds)
-            last.add_metric([job.name, rank, "slow"], one.slow_rounds)
-            cost.add_metric([job.name, rank, "late"], one.late_s)
-            cost.add_metric([job.name, rank, "slow"], one.slow_s)
+            waits.add_metric([job.name, rank, "late"], one.late_waits)
+            waits.add_metric([job.name, rank, "slow"], one.slow_waits)
+            waited.add_metric([job.name, rank, "late"], one.late_s)
+            waited.add_metric([job.name, rank, "slow"], one.slow_s)
         if job.straggler is not None:
-            one_labels = [job.name, str(job.straggler.rank), job.straggler.cause]
-            straggler.add_metric(one_labels, job.straggler.median_s)
-    yield from (last, cost, straggler)
+            its = [job.name, str(job.straggler.rank), job.straggler.cause]
+            straggler.add_metric(its, job.straggler.share)
+    yield from (waits, waited, straggler)

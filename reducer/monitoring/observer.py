@@ -15,10 +15,10 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.engine.engine import MAX_LATE
-from reducer.engine.lateness import Cause, Span, Waits, ranked
+from reducer.engine.lateness import Waits, costliest
 from reducer.monitoring.status import (
     MAX_JOBS,
+    MAX_RANKS,
     JobStatus,
     LaneStatus,
     Memory,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from reducer.runtime.guard import Guard
     from reducer.wire.messages import Straggler
 
+MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
 FRESH_S = 0.2  # whoever asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
 STALLED_S = 10.0  # one that has not looked up for so long hangs
@@ -46,8 +47,7 @@ class JobView(NamedTuple):
     """A job as one serving thread sees it; the fields are those of `reducer.engine.jobs.Job`.
 
     Attributes:
-        timed: rounds of which it is known which rank was the last.
-        late: ranks by which the others have lost most.
+        waits: ranks for which the others have waited most.
     """
 
     name: str
@@ -57,8 +57,7 @@ class JobView(NamedTuple):
     reserved: int
     held: int
     rounds: int
-    timed: int = 0
-    late: tuple[RankWaits, ...] = ()
+    waits: tuple[RankWaits, ...] = ()
     straggler: Straggler | None = None
 
 
@@ -216,8 +215,7 @@ def look(engine: Engine, connections: int, port: int) -> LaneView:
             reserved=job.reserved,
             held=sum(member.held for member in job.members.values()),
             rounds=len(job.rounds),
-            timed=job.rounds.lateness.rounds(Span.EVER),
-            late=tuple(ranked(job.rounds.lateness, MAX_LATE)),
+            waits=costliest(job.rounds.lateness, MOST_RANKS),
             straggler=job.straggler,
         )
         for job in engine.jobs
@@ -253,8 +251,7 @@ def _merge_job(group: list[JobView]) -> JobStatus:
         reserved=sum(view.reserved for view in group),
         held=sum(view.held for view in group),
         rounds=max(view.rounds for view in group),
-        timed=sum(view.timed for view in group),
-        costliest_ranks=_merge_ranks([one for view in group for one in view.late]),
+        costliest_ranks=_merge_ranks([one for view in group for one in view.waits]),
         straggler=max(
             (view.straggler for view in group if view.straggler),
             key=lambda one: one.share,
@@ -264,26 +261,23 @@ def _merge_job(group: list[JobView]) -> JobStatus:
 
 
 def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
-    """Join what threads know of the same ranks; those by which most was lost come first."""
-    ever: dict[int, tuple[Waits, Waits]] = {}
-    lost: Counter[int] = Counter()  # lately
+    """Join what threads know of the same ranks; the costliest come first."""
+    merged: dict[int, tuple[Waits, Waits]] = {}
     for one in known:
-        before = ever.get(one.rank, (Waits(), Waits()))
-        late, slow = (had.plus(has) for had, has in zip(before, one.ever, strict=True))
-        ever[one.rank] = late, slow
-        lost[one.rank] += sum(waits.us for waits in one.lately)
-    ordered = sorted(ever, key=lambda rank: (-lost[rank], -sum(w.us for w in ever[rank]), rank))
+        late, slow = merged.get(one.rank, (Waits(), Waits()))
+        merged[one.rank] = late.plus(one.late), slow.plus(one.slow)
+    ordered = sorted(merged.items(), key=lambda one: (-sum(waits.us for waits in one[1]), one[0]))
     return tuple(
         RankStatus(
             rank=rank,
-            late_rounds=ever[rank][Cause.LATE].rounds,
-            late_s=ever[rank][Cause.LATE].us / 1e6,
-            late_buckets=ever[rank][Cause.LATE].buckets,
-            slow_rounds=ever[rank][Cause.SLOW].rounds,
-            slow_s=ever[rank][Cause.SLOW].us / 1e6,
-            slow_buckets=ever[rank][Cause.SLOW].buckets,
+            late_waits=late.number,
+            late_s=late.us / 1e6,
+            late_buckets=late.buckets,
+            slow_waits=slow.number,
+            slow_s=slow.us / 1e6,
+            slow_buckets=slow.buckets,
         )
-        for rank in ordered[:MAX_LATE]
+        for rank, (late, slow) in ordered[:MAX_RANKS]
     )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MAX_JOBS = 256  # that are told one by one
+MAX_RANKS = 8  # of a job
 MAX_RANGES = 64  # of ranks; 64 gaps say enough about a job
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failing"]
@@ -37,21 +38,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What the others have lost by one rank since the job began (`reducer.engine.lateness`).
+    """How long the others have waited for one rank alone since the job began.
 
     Attributes:
         rank: which.
-        late_rounds, slow_rounds: all-reduces in which it came last, and took longest.
-        late_s, slow_s: what that has cost, seconds.
-        late_buckets, slow_buckets: of these all-reduces, those that cost less than 1, 2, 4 ... 4096
-            ms, and more.
+        late_waits, slow_waits: how often, because it came late, and because its contributions took
+            longer than those of the others (`reducer.engine.lateness`).
+        late_s, slow_s: how long, seconds; of all threads together.
+        late_buckets, slow_buckets: how many of these waits lasted for less than 1, 2, 4 ... 4096
+            ms, and for longer.
     """
 
     rank: int
-    late_rounds: int
+    late_waits: int
     late_s: float
     late_buckets: tuple[int, ...]
-    slow_rounds: int
+    slow_waits: int
     slow_s: float
     slow_buckets: tuple[int, ...]
 
@@ -67,8 +69,7 @@ class JobStatus:
         ranks_present, ranks_absent: such as ``0-3,7``; the latter have not come, or have gone.
         reserved, held: bytes, as of `Memory`.
         rounds: all-reduces in progress, or failed and not yet forgotten.
-        timed: all-reduces since the job began of which it is known which rank was the last.
-        costliest_ranks: those by which the others have lost most, lately or ever.
+        costliest_ranks: the `MAX_RANKS` for which the others have waited most since it began.
         straggler: the one that they wait for again and again, if there is one.
     """
 
@@ -81,8 +82,7 @@ class JobStatus:
     reserved: int
     held: int
     rounds: int
-    timed: int = 0  # an earlier version does not tell, nor the two below
-    costliest_ranks: tuple[RankStatus, ...] = ()
+    costliest_ranks: tuple[RankStatus, ...] = ()  # an earlier version does not tell, nor the next
     straggler: Straggler | None = None
 
 

@@ -73,11 +73,11 @@ class FaultyEngine(Engine):
 
     # The loop sends each message before it takes the next one, so that here is between two sends.
     def receive(  # type: ignore[override]
-        self, peer: bytes, frame: Buffer, payload: Buffer, key: str = ""
+        self, peer: bytes, frame: Buffer, payload: Buffer, key: str = "", *, at: float = 0.0
     ) -> Iterator[Send]:
         """Take one message and yield the answers that are not dropped."""
         placed, summed = self.counters.contributions, self.counters.results
-        sends = super().receive(peer, frame, payload, key)
+        sends = super().receive(peer, frame, payload, key, at=at)
         results = self.counters.results - summed
         if self.counters.contributions > placed and not results:
             self._hit(Place.REDUCER_PLACED)

@@ -209,8 +209,9 @@ class Straggler:
     Attributes:
         rank: which.
         cause: ``late``: it begins later than the others; ``slow``: its contributions take longer.
-        share: of the all-reduces of the last seconds, in how many it was the last, 0 to 1.
-        median_s: how long the others have waited in the median of these, seconds.
+        share: of the last seconds, for how much of the time the others have waited for it alone, 0
+            to 1.
+        median_s: how long they wait each time, in the median, seconds.
     """
 
     rank: int
@@ -228,10 +229,10 @@ class Straggler:
 
     def __str__(self) -> str:
         """Say who it is, and why."""
-        why = "it came late" if self.cause == "late" else "its link is slow"
+        why = "it comes late" if self.cause == "late" else "its link is slow"
         return (
-            f"rank {self.rank} was last in {self.share:.0%} of rounds, by "
-            f"{1000 * self.median_s:.0f} ms in the median: {why}"
+            f"the others wait for rank {self.rank} for {self.share:.0%} of the time, "
+            f"{1000 * self.median_s:.0f} ms each in the median: {why}"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import random
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,20 +14,18 @@ from hypothesis import strategies as st
 from reducer.engine import _slots, slots
 from reducer.engine.engine import PING_INTERVAL_S
 from reducer.engine.lateness import (
-    BUCKETS,
+    LATELY,
     SPAN_S,
     Cause,
     Lateness,
-    RankWaits,
     Span,
-    Waits,
-    ranked,
+    chance,
+    costliest,
     straggler,
 )
 from reducer.errors import RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import Straggler, Stragglers, decode, encode
-from tests.engine.driven import joined
 from tests.engine.words import M
 
 if TYPE_CHECKING:
@@ -36,110 +33,167 @@ if TYPE_CHECKING:
     from tests.engine.words import Reducer
 
 MS = 1000
-TIME = st.integers(0, 1 << 22)
-ARRIVAL = st.tuples(TIME, TIME, TIME).map(
-    lambda one: (one[0], one[0] + one[1], min(one[0], one[2])) if one[0] else (0, 0, 0)
-)
-TURN = None
-HISTORIES = st.integers(1, 4).flatmap(
-    lambda n: st.tuples(
-        st.just(n), st.lists(st.lists(ARRIVAL, min_size=n, max_size=n) | st.just(TURN), max_size=30)
-    )
+# Who contributes to which of some all-reduces, and how long after the one before; or a turn.
+STEPS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.integers(0, 40 * MS)),
+    max_size=60,
 )
 
 
 def everything(lateness: Lateness, world_size: int) -> list[object]:
     ranks = range(world_size)
     return [
-        [lateness.rounds(span) for span in Span],
+        [lateness.all(span, cause) for span in Span for cause in Cause],
         [lateness.waits(rank, span, cause) for rank in ranks for span in Span for cause in Cause],
-        lateness.costliest(2),
+        lateness.us((Span.EVER,)),
+        lateness.us(LATELY),
+        costliest(lateness, 2),
     ]
 
 
-@given(HISTORIES)
-def test_both_count_alike(history: tuple[int, list[list[tuple[int, int, int]] | None]]) -> None:
-    world_size, steps = history
-    twins = [module.Rounds(world_size).lateness for module in (slots, _slots)]
-    rounds = [module.Rounds(world_size) for module in (slots, _slots)]
-    twins = [one.lateness for one in rounds]
-    for step in steps:
+@given(st.integers(1, 4), STEPS)
+def test_both_count_alike(world_size: int, steps: list[tuple[int, int, int, int]]) -> None:
+    twins = [module.Rounds(world_size) for module in (slots, _slots)]
+    assert twins[0].taken() == twins[1].taken() == 0
+    now_us, placed = 5 * MS, set()
+    for rank, sequence, chunk, later_us in steps:
+        now_us += later_us
+        if rank >= world_size:
+            for twin in twins:
+                twin.lateness.turn()
+            continue
+        if (rank, sequence, chunk) in placed:
+            continue
+        placed.add((rank, sequence, chunk))
+        header = Header(
+            M.CONTRIBUTION, sequence=sequence, offset=8 * chunk, nbytes=8, total_bytes=32, rank=rank
+        )
         for twin in twins:
-            if step is TURN:
-                twin.turn()
-            else:
-                twin.take(step)
-        plain, compiled = (everything(twin, world_size) for twin in twins)
+            twin.now_us = now_us
+            found = twin.get(sequence) or twin.open(sequence, header)
+            if found.place(header, bytes(8)).missing == 0:
+                found.finish(8 * chunk)
+        plain, compiled = (everything(twin.lateness, world_size) for twin in twins)
         assert plain == compiled
-    assert rounds[0].taken() == rounds[1].taken()
+    assert twins[0].taken() == twins[1].taken()
+
+
+class Line:
+    """What a reducer hears of one job."""
+
+    def __init__(self, world_size: int) -> None:
+        self.lateness = Lateness(world_size)
+        self._world_size = world_size
+        self._heard: dict[tuple[int, int], list[int]] = {}
+
+    def hear(self, ms: float, rank: int, sequence: int, chunk: int = 0) -> None:
+        """Take a contribution; they come in the order of time."""
+        heard = self._heard.setdefault((sequence, chunk), [])
+        heard.append(round(1e6 + ms * MS))
+        alone_us = heard[-2] if len(heard) == self._world_size else 0
+        self.lateness.hear(rank, sequence, heard[-1], alone_us)
+
+    def told(self) -> dict[int, tuple[float, float]]:
+        """For how many ms the others have waited for each rank, late and slow."""
+        for rank in range(self._world_size):  # much later, all waits are over
+            self.lateness.hear(rank, -1, 1 << 60, 1 << 60)
+        found = costliest(self.lateness, self._world_size)
+        return {one.rank: (one.late.us / MS, one.slow.us / MS) for one in found}
 
 
 def test_the_last_is_charged_with_what_it_alone_has_cost() -> None:
-    lateness = Lateness(3)
-    # Rank 1 comes 40 ms after the next one, and rank 2 takes 10 ms longer than the next one.
-    lateness.take([(1, 5 * MS, 0), (41 * MS, 42 * MS, 0), (1 * MS, 16 * MS, 0)])
-    late = lateness.waits(1, Span.EVER, Cause.LATE)
-    slow = lateness.waits(2, Span.EVER, Cause.SLOW)
-    assert (late.us, late.rounds) == (40 * MS, 1)
-    assert late.buckets.index(1) == 6  # 32 to 64 ms
-    assert 0.032 < late.median_s < 0.064
-    assert (slow.us, slow.rounds) == (10 * MS + 1, 1)
-    others = [(rank, cause) for rank in range(3) for cause in Cause]
-    others = [one for one in others if one not in {(1, Cause.LATE), (2, Cause.SLOW)}]
-    assert all(lateness.waits(rank, Span.EVER, cause) == Waits() for rank, cause in others)
+    line = Line(3)
+    for rank, ms in ((0, 0), (2, 10), (1, 50)):
+        line.hear(ms, rank, 0)
+    assert line.told() == {1: (40.0, 0.0)}
 
 
-@pytest.mark.parametrize(
-    ("before", "cause"), [(0, Cause.LATE), (15 * MS, Cause.LATE), (30 * MS, Cause.SLOW)]
-)
-def test_what_queues_behind_another_buffer_is_slow(before: int, cause: Cause) -> None:
-    lateness = Lateness(2)
-    lateness.take([(1, 1, 0), (40 * MS, 40 * MS, before)])
-    assert lateness.waits(1, Span.EVER, cause).rounds == 1
+def test_who_begins_late_is_late_though_several_buffers_wait_for_it() -> None:
+    """Each rank computes a buffer in 5 ms, and rank 1 begins 100 ms later."""
+    line = Line(3)
+    events = [(5 * k + (100 if rank == 1 else 0), rank, k) for k in range(10) for rank in range(3)]
+    for ms, rank, k in sorted(events):
+        line.hear(ms, rank, k)
+    assert line.told() == {1: (100.0, 0.0)}
+
+
+def test_who_is_early_is_not_charged_when_its_window_is_full() -> None:
+    """Four chunks, of which two may be in flight; rank 1 begins 100 ms later."""
+    line = Line(2)
+    for ms, rank, chunk in (
+        *((0, 0, 0), (1, 0, 1), (100, 1, 0), (101, 0, 2), (101, 1, 1)),
+        *((102, 0, 3), (102, 1, 2), (103, 1, 3)),
+    ):
+        line.hear(ms, rank, 0, chunk)
+    assert line.told() == {1: (100.0, 0.0)}
+
+
+def test_who_falls_behind_in_the_middle_of_a_buffer_is_slow() -> None:
+    """A chunk takes 10 ms at rank 1 and 1 ms at rank 0, which has four in flight."""
+    line, done = Line(2), [10.0 * chunk for chunk in range(21)]
+    events = [(done[max(0, chunk - 3)] + 1, 0, chunk) for chunk in range(20)]
+    events += [(10.0 * (chunk + 1), 1, chunk) for chunk in range(20)]
+    for ms, rank, chunk in sorted(events):
+        line.hear(ms, rank, 0, chunk)
+    assert line.told() == {1: (0.0, 39.0)}, "three chunks ahead, the others have to stop"
 
 
 def test_spans_follow_each_other() -> None:
     lateness = Lateness(2)
-    late = [(1, 1, 0), (3 * MS, 3 * MS, 0)]
-    for expected in ((1, 0, 1), (1, 1, 2), (1, 1, 3)):
-        lateness.take(late)
-        assert tuple(lateness.waits(1, span, Cause.LATE).rounds for span in Span) == expected
+    for number, expected in ((1, (0, 0, 0)), (2, (1, 0, 1)), (3, (1, 1, 2)), (4, (1, 1, 3))):
+        lateness.hear(1, number, 1000 * number * MS + 3 * MS, 1000 * number * MS)
+        found = tuple(lateness.waits(1, span, Cause.LATE).number for span in Span)
+        assert found == expected, "a wait counts when it is over"
         lateness.turn()
 
 
+@pytest.mark.parametrize("waits", [10, 50])
 @pytest.mark.parametrize("world_size", [2, 3, 8, 100])
-def test_chance_accuses_nobody(world_size: int) -> None:
-    rng = random.Random(world_size)
-    for _ in range(20):
-        lateness = Lateness(world_size)
-        for _ in range(50):
-            firsts = [1 + int(rng.expovariate(1 / (5 * MS))) for _ in range(world_size)]
-            lateness.take([(at, at + int(rng.expovariate(1 / (5 * MS))), 0) for at in firsts])
-        assert straggler(ranked(lateness, 8), 50, world_size, 50 * 0.02) is None
-
-
-def waits(rounds: int, bucket: int) -> Waits:
-    return Waits(0, tuple(rounds * (at == bucket) for at in range(BUCKETS)))
+def test_chance_accuses_nobody(world_size: int, waits: int) -> None:
+    """Not even where now and then one is late by ten times as much: on a busy machine, say."""
+    rng = random.Random(world_size * waits)
+    for _ in range(200):
+        lateness, now_us = Lateness(world_size), 1
+        for number in range(waits):
+            rank, lasts_us = rng.randrange(world_size), int(rng.paretovariate(1.2) * MS)
+            lateness.hear(rank, number, now_us + lasts_us, now_us)
+            now_us += lasts_us + 1
+        assert straggler(lateness, world_size, 1e-3) is None
 
 
 @pytest.mark.parametrize(
-    ("late", "slow", "rounds", "says"),
+    ("least", "of", "share", "expected"),
+    [(3, 3, 0.5, 1 / 8), (0, 7, 0.3, 1.0), (2, 3, 0.25, 10 / 64), (1, 400, 0.01, 1 - 0.99**400)],
+)
+def test_what_chance_brings(least: int, of: int, share: float, expected: float) -> None:
+    assert chance(least, of, share) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("late", "others", "seconds", "says"),
     [
-        (waits(91, 5), waits(5, 5), 100, "rank 3 was last in 91% of rounds, by 23 ms in the med"),
-        (waits(70, 2), waits(70, 6), 100, "by 45 ms in the median: its link is slow"),
-        (waits(50, 5), waits(50, 5), 100, None),  # as often for the one reason as for the other
-        (waits(90, 1), Waits(), 100, None),  # it costs next to nothing
-        (waits(7, 6), Waits(), 7, None),  # of too few
-        (waits(3, 12), Waits(), 100, None),  # pauses
-        (waits(6, 9), waits(50, 1), 100, "rank 3 was last in 6% of rounds, by 362 ms in the med"),
+        ((91, 30), (5, 30), 10.0, "rank 3 for 27% of the time, 23 ms each in the median: it comes"),
+        ((50, 30), (40, 30), 10.0, None),  # for another one nearly as long
+        ((90, 1.5), (5, 1.5), 10.0, None),  # it costs next to nothing
+        ((7, 30), (0, 1), 1.0, None),  # too few
+        ((3, 3000), (90, 5), 10.0, None),  # pauses
+        ((12, 300), (50, 5), 10.0, "rank 3 for 36% of the time, 362 ms each in the median"),
     ],
 )
-def test_whom_the_others_wait_for(late: Waits, slow: Waits, rounds: int, says: str | None) -> None:
-    found = straggler([RankWaits(3, (late, slow), (late, slow))], rounds, 4, 5.0)
+def test_whom_the_others_wait_for(
+    late: tuple[int, float], others: tuple[int, float], seconds: float, says: str | None
+) -> None:
+    lateness, now_us = Lateness(4), 1
+    for rank, (number, ms) in ((3, late), (1, others)):
+        for at in range(number + 1):  # the last one goes on
+            lasts_us = round(ms * MS) if at < number else 1
+            lateness.hear(rank, at + 1000 * rank, now_us + lasts_us, now_us)
+            now_us += lasts_us + 1
+    found = straggler(lateness, 4, seconds)
     assert (found is None) if says is None else says in str(found)
 
 
-def test_an_engine_names_it_once_and_says_when_it_is_over(
+def test_an_engine_names_it_once_until_it_is_over(
     reducer: Reducer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -155,7 +209,7 @@ def test_an_engine_names_it_once_and_says_when_it_is_over(
         reducer.tick()
 
     def said() -> list[str]:
-        return [one.message for one in caplog.records if "rank 1" in one.message]
+        return [one.message for one in caplog.records if "wait for rank 1" in one.message]
 
     def pinged() -> list[Straggler | None]:
         reducer.now += PING_INTERVAL_S
@@ -167,14 +221,15 @@ def test_an_engine_names_it_once_and_says_when_it_is_over(
     for _ in range(3):
         make(int(SPAN_S / 0.13) + 1, 0.03)
     (line,) = said()
-    assert "job 'job': rank 1 was last in 100% of rounds, by 23 ms in the median: it came" in line
+    assert line.startswith("job 'job': the others wait for rank 1 for 2")
+    assert line.endswith("% of the time, 23 ms each in the median: it comes late")
     (job,) = reducer.engine.jobs
     assert job.straggler is not None
     assert pinged() == [job.straggler] * 2
     for _ in range(3):
         make(int(SPAN_S / 0.1) + 1, 0.0)
-    assert said()[1:] == ["job 'job': the others wait for rank 1 no more"]
     assert job.straggler is None
+    assert said()[1:] == []
     assert pinged() == []
 
 
@@ -193,17 +248,6 @@ def test_a_worker_knows_whom_its_reducers_name(session: Driven) -> None:
     assert session.session.straggler == seldom
     session.session.disconnected(0, "was cut")
     assert session.session.straggler is None
-
-
-def test_rank_0_says_it_when_it_changes(
-    implementation: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    session = joined(implementation, 0, 2, ("a:1",), 1 << 20, 64)
-    told = Straggler(1, "slow", 0.9, 0.042)
-    for one in (told, replace(told, share=0.8), None, None):
-        session.receive(0, *ping(one))
-    (line,) = [record.message for record in caplog.records]
-    assert line == "rank 1 was last in 90% of rounds, by 42 ms in the median: its link is slow"
 
 
 @pytest.mark.parametrize(

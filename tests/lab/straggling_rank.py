@@ -15,7 +15,7 @@ COMPUTE_S = 0.02
 def main() -> None:
     client = worker_client.init()
     late_s = float(os.environ.get(f"LATE_{client.rank}", "0"))
-    gradients = [np.ones(elements, np.float32) for elements in (1 << 20, 1 << 16, 1 << 8)]
+    gradients = [np.ones(elements, np.float32) for elements in (1 << 20, *[1 << 16] * 6, 1 << 8)]
     said = False
     while True:
         time.sleep(COMPUTE_S + late_s)

@@ -158,7 +158,11 @@ class Client:
         As the reducers say, twice a second; None if they know of none. With
         ``REDUCTION_HIERARCHY=auto`` it is a rank of the node that the other nodes wait for.
         """
-        return self._ordered.straggler
+        named = self._fusion.communicator
+        told = [self._ordered.straggler, None if named is None else named.straggler]
+        return max(
+            (one for one in told if one is not None), key=lambda one: one.share, default=None
+        )
 
     @property
     def counters(self) -> Counters:

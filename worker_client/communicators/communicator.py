@@ -95,10 +95,7 @@ class Communicator(ABC):
     @property
     def straggler(self) -> Straggler | None:
         """The rank that the others wait for again and again, as the reducers say."""
-        found, present = self.flat.session.straggler, self.present
-        if found is None or found.rank >= len(present):  # others are present since it was found
-            return None
-        return replace(found, rank=present[found.rank])
+        return self.flat.session.straggler
 
     def lose(self, ranks: frozenset[int]) -> None:  # noqa: B027 (most go on without none)
         """Go on without ranks that are lost elsewhere, if it can: it may never have seen them."""

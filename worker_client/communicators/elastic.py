@@ -24,6 +24,7 @@ import queue
 import threading
 import time
 from array import array
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,6 +39,7 @@ from worker_client.runtime.service_thread import STOP_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reducer.wire.messages import Straggler
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.membership import Membership
     from worker_client.protocol.spec import JobSpec
@@ -144,6 +146,12 @@ class ElasticCommunicator(Communicator):
     @property
     def present(self) -> tuple[int, ...]:
         return self.membership.present
+
+    @property
+    def straggler(self) -> Straggler | None:
+        with self._gate:
+            found, present = self.communicator.straggler, self.membership.present
+        return None if found is None else replace(found, rank=present[found.rank])
 
     @property
     def counters(self) -> Counters:

@@ -161,9 +161,11 @@ class Session:
 
     @property
     def straggler(self) -> Straggler | None:
-        """The rank that the others wait for again and again, as most rounds of a reducer do."""
-        told = [link.straggler for link in self.links if link.straggler is not None and link.member]
-        return max(told, key=lambda one: one.share, default=None)
+        """The rank that the others wait for again and again; any thread may ask."""
+        told = [link.straggler for link in self.links if link.member]
+        return max(
+            (one for one in told if one is not None), key=lambda one: one.share, default=None
+        )
 
     @property
     def earliest(self) -> float:
@@ -443,18 +445,8 @@ class Session:
         self.flight.confirm(header.watermark)
         told = decode(Stragglers, payload) if payload else Stragglers(())
         self._roll_call.hear(link, told.missing, self._now)
-        if told.straggler != link.straggler:
-            before, link.straggler = self.straggler, told.straggler
-            self._note_straggler(before)
+        link.straggler = told.straggler
         return []
-
-    def _note_straggler(self, before: Straggler | None) -> None:
-        """Say whom the others wait for, at one rank, if it is not the one that was named before."""
-        found = self.straggler
-        if self.spec.rank or found is None:
-            return
-        if before is None or (found.rank, found.cause) != (before.rank, before.cause):
-            log.warning("%s", found)
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         del link, header
