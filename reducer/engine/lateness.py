@@ -1,9 +1,9 @@
 """How long the ranks of a job wait for one of them, and why (sans I/O).
 
-A chunk whose sum lacks one contribution waits for that rank alone. Had the rank been as early as the
-one before it, all would have had their results so much sooner. Chunks of one all-reduce that wait
-for it, and those of several that do so at once, make one wait: who is 30 ms late is so for all of
-them, and has cost the others 30 ms. So a wait costs as much as its longest chunk has waited.
+A chunk whose sum lacks one contribution waits for that rank alone. Had the rank been as early as
+the one before it, all would have had their results so much sooner. Chunks of one all-reduce that
+wait for it, and those of several that do so at once, make one wait: who is 30 ms late is so for all
+of them, and has cost the others 30 ms. So a wait costs as much as its longest chunk has waited.
 
 If the rank falls behind in the middle of a buffer, its contributions take longer than those of the
 others: its link is slow, or it lacks processor time to send. How far the others would be, who stop
