@@ -139,7 +139,8 @@ class Lateness:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._ranks = [_Rank() for _ in range(world_size)]
+        self._world_size = world_size
+        self._ranks: dict[int, _Rank] = {}  # that have been heard
         self._all = [[Waits() for _ in Cause] for _ in Span]
 
     def hear(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
@@ -152,7 +153,9 @@ class Lateness:
             alone_us: since when its chunk has waited for this rank alone; 0 if it still waits for
                 others.
         """
-        its = self._ranks[rank]
+        its = self._ranks.get(rank)
+        if its is None:
+            its = self._ranks[rank] = _Rank()
         if alone_us != 0:
             goes_on = sequence == its.heard_in
             if alone_us > its.until_us and not goes_on:
@@ -177,7 +180,7 @@ class Lateness:
 
     def turn(self) -> None:
         """Begin a new span."""
-        for spans in (self._all, *(one.waits for one in self._ranks)):
+        for spans in (self._all, *(one.waits for one in self._ranks.values())):
             spans[Span.BEFORE], spans[Span.NOW] = spans[Span.NOW], [Waits() for _ in Cause]
 
     def all(self, span: Span, cause: Cause) -> Waits:
@@ -186,11 +189,15 @@ class Lateness:
 
     def waits(self, rank: int, span: Span, cause: Cause) -> Waits:
         """Return the waits for one rank."""
-        return self._ranks[rank].waits[span][cause]
+        its = self._ranks.get(rank)
+        return Waits() if its is None else its.waits[span][cause]
 
     def us(self, spans: Sequence[Span]) -> list[int]:
         """Return how long the others have waited for each rank in some spans, in microseconds."""
-        return [sum(one.waits[at][why].us for at in spans for why in Cause) for one in self._ranks]
+        lost = [0] * self._world_size if self._ranks else []
+        for rank, its in self._ranks.items():
+            lost[rank] = sum(its.waits[at][why].us for at in spans for why in Cause)
+        return lost
 
 
 def costliest(lateness: Lateness, most: int) -> tuple[RankWaits, ...]:
