@@ -123,17 +123,17 @@ def test_what_the_others_lose_by_a_rank_is_told(server: Server, port: str) -> No
             (found,) = json.loads(ask(port, "/status.json")[1])["jobs"]
             return dict(found)
 
-        # Of the latest wait it is not known yet whether it is over.
-        eventually(lambda: any(one["late_waits"] >= 11 for one in job()["costliest_ranks"]))
+        # Neither thread knows of its latest wait yet whether it is over.
+        eventually(lambda: any(one["late_s"] >= 10 * 0.02 for one in job()["costliest_ranks"]))
         rank = job()["costliest_ranks"][0]
-        assert (rank["rank"], rank["late_s"] > 11 * 0.02) == (1, True)
-        assert sum(rank["late_buckets"][5:]) >= 11  # 16 ms, and more
+        assert rank["rank"] == 1
+        assert rank["late_waits"] >= sum(rank["late_buckets"][5:]) >= 10  # of 16 ms, and more
         assert job()["straggler"] is None  # after so short a time
 
         text = samples(ask(port, "/metrics")[1])
         labels = '{cause="late",job="waits",rank="1"}'
-        assert text["reducer_job_rank_waits_total" + labels] >= 11
-        assert text["reducer_job_rank_waited_seconds_total" + labels] >= 11 * 0.02
+        assert text["reducer_job_rank_waits_total" + labels] >= 10
+        assert text["reducer_job_rank_waited_seconds_total" + labels] >= 10 * 0.02
 
 
 def test_an_absent_rank_is_named(server: Server, port: str) -> None:
