@@ -77,7 +77,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_interrupts_at_any_instant": ("test_a_signal_handler_may_shut_down_at_any_instant",),
     },
     "tests/worker_client/test_named_counts.py": {
-        "test_what_others_have_to_be_told": ("test_whatever_fails_where_only_calls_of_one_step",),
+        "": ("test_whatever_fails_where_only_calls_of_one_step",),
     },
     "tests/sim/test_simulator.py": {
         "test_the_guarantee_holds_whatever": ("test_the_guarantee_holds_in_many_more_worlds",),
@@ -257,7 +257,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "tests/bench/test_guarantee.py": {
-        "test_what_is_wrong_is_found": (
+        "": (
             "test_every_result_is_right_or_an_error_in_time",
             "test_every_topology",
         ),

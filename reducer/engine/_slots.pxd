@@ -51,7 +51,7 @@ cdef extern from "reducer/engine/lateness.h" nogil:
         rank_lateness *ranks
 
     void lateness_turn(lateness_t *self, uint32_t world_size) noexcept
-    uint64_t lateness_us(const lateness_t *self, uint32_t rank, unsigned span) noexcept
+    uint64_t lateness_us(const lateness_t *self, uint32_t rank, bint lately) noexcept
 
 
 cdef extern from "reducer/wire/header.h" nogil:

@@ -294,18 +294,12 @@ cdef class Lateness:
             return Waits()
         return waits_of(&self._of.its.lateness.ranks[rank].waits[span][cause])
 
-    def us(self, spans):
+    def us(self, bint lately):
         cdef lateness_t *known = &self._of.its.lateness
         cdef uint32_t rank
-        cdef unsigned first = spans[0], last = spans[len(spans) - 1]
         if known.ranks == NULL:
             return []
-        if first == last:
-            return [lateness_us(known, rank, first) for rank in range(self._of.its.world_size)]
-        return [
-            lateness_us(known, rank, first) + lateness_us(known, rank, last)
-            for rank in range(self._of.its.world_size)
-        ]
+        return [lateness_us(known, rank, lately) for rank in range(self._of.its.world_size)]
 
 
 cdef class Rounds:

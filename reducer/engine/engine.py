@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.engine.jobs import Job, Membership, is_another
-from reducer.engine.lateness import (
-    LATELY,
-    LEAST_WAITS,
-    LONGEST_SPAN_S,
-    SPAN_S,
-    Span,
-    number_of_waits,
-    straggler,
-)
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.engine.rounds import Counters, Reductions, Send
 from reducer.errors import (
@@ -318,34 +310,16 @@ class Engine:
         # Every PING found these holders reachable, unless they have left: most are refused.
         sends += self._decide(lambda contest: contest.due <= now)
         for job in self._members.jobs.values():
-            job.turns = job.turns or (now, now)
-            self._look_for_straggler(job)
+            another = job.watch.look(job.rounds.lateness, job.world_size, now)
+            if another is not None:
+                self._say("job %r: %s", job.name, another, job=job.name, **asdict(another))
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
-            told = Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:], job.straggler)
-            body = encode(told) if job.lost or job.straggler else None
+            told = Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:], job.watch.straggler)
+            body = encode(told) if told.missing or told.straggler else None
             sends += [Send(member.peer, ping, body) for member in job.members.values()]
             if job.bar_reason is not None:  # what they have asked for at other reducers fails, too
                 sends += _to_all(job, job.bar_reason)
         return sends
-
-    def _look_for_straggler(self, job: Job) -> None:
-        """Find out which rank the others wait for again and again; say so when it is another."""
-        lateness = job.rounds.lateness
-        waited_s = self._now - job.turns[1]
-        if waited_s < SPAN_S:
-            return
-        if number_of_waits(lateness, Span.NOW) == 0:
-            job.straggler = None
-        if number_of_waits(lateness, *LATELY) < LEAST_WAITS and waited_s < LONGEST_SPAN_S:
-            return  # steps may be long
-        found = straggler(lateness, job.world_size, self._now - job.turns[0])
-        if found is not None and (found.rank, found.cause) != job.named:
-            job.named = found.rank, found.cause
-            facts = {"job": job.name, "rank": found.rank, "cause": found.cause}
-            self._say("job %r: %s", job.name, found, **facts)
-        job.straggler = found
-        job.turns = job.turns[1], self._now
-        lateness.turn()
 
     def allow(self, allowed: AllowList) -> list[Send]:
         """Admit others from now on; members whose keys are gone from the list are told, and lost.

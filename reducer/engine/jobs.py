@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from reducer.engine.allow_list import LOCAL
+from reducer.engine.lateness import Watch
 from reducer.errors import (
     CapacityError,
     DuplicateRankError,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from reducer.engine.limits import Limits
     from reducer.engine.slots import Member, Round, Rounds, SlotsModule
     from reducer.errors import ReductionError
-    from reducer.wire.messages import Hello, Loss, Straggler
+    from reducer.wire.messages import Hello, Loss
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 GRANT = 1024  # rounds that a job may begin before it has to ask again
@@ -58,9 +59,7 @@ class Job:
         host_names: of the machine of each of these ranks; "" of one that did not say.
         patience_s: how long a rank may be silent before it is given up.
         barred: why ranks that the job lacks were refused, if their settings are others.
-        straggler: the rank that the others wait for again and again, if there is one.
-        named: rank and cause of the one that the log has named last.
-        turns: when the two latest spans of its lateness began, seconds of the engine's clock.
+        watch: looks for the rank that the others wait for.
     """
 
     def __init__(self, header: Header, hello: Hello, rounds: Rounds, key: str = "") -> None:
@@ -84,9 +83,7 @@ class Job:
         self.host_names: dict[int, str] = {}
         self.patience_s = hello.patience_ms / 1000
         self.barred: dict[int, MismatchError] = {}
-        self.straggler: Straggler | None = None
-        self.named: tuple[int, str] | None = None
-        self.turns: tuple[float, ...] = ()
+        self.watch = Watch()
 
     def bar(self, rank: int, error: MismatchError) -> bool:
         """Take note that a rank was refused; whether the job cannot go on without it."""

@@ -60,8 +60,8 @@ static inline void lateness_close(struct lateness *lateness, uint32_t rank)
     its->cost_us[LATE] = its->cost_us[SLOW] = 0;
 }
 
-/* Takes note of a contribution to an all-reduce. `alone_us`: since when its slot has waited for this
- * rank alone; 0 if it still waits for others. */
+/* Counts a contribution to an all-reduce. `alone_us`: since when its slot has waited for this rank
+ * alone; 0 if it still waits for others. */
 static inline void lateness_hear(struct lateness *lateness, uint32_t rank, uint64_t sequence,
                                  uint64_t now_us, uint64_t alone_us)
 {
@@ -93,11 +93,13 @@ static inline void lateness_turn(struct lateness *lateness, uint32_t world_size)
         }
 }
 
-/* Returns what was waited for a rank in a span, us. */
-static inline uint64_t lateness_us(const struct lateness *lateness, uint32_t rank, unsigned span)
+/* Returns what waits for a rank have cost, in the latest two spans or ever, us. */
+static inline uint64_t lateness_us(const struct lateness *lateness, uint32_t rank, bool lately)
 {
-    const struct waits *waits = lateness->ranks[rank].waits[span];
-    return waits[LATE].us + waits[SLOW].us;
+    uint64_t us = 0;
+    for (unsigned span = lately ? NOW : EVER; span < (lately ? EVER : SPANS); span++)
+        us += lateness->ranks[rank].waits[span][LATE].us + lateness->ranks[rank].waits[span][SLOW].us;
+    return us;
 }
 
 #endif

@@ -17,12 +17,9 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 from heapq import nsmallest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from reducer.wire.messages import Straggler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUCKETS = 14
 SPAN_S = 5.0  # at least; the latest two are looked at together
@@ -67,11 +64,10 @@ class Waits(NamedTuple):
         """How many there were."""
         return sum(self.buckets)
 
-    def plus(self, *others: Waits) -> Waits:
+    def plus(self, other: Waits) -> Waits:
         """Return these and others."""
-        waits = (self, *others)
-        buckets = zip(*(one.buckets for one in waits), strict=True)
-        return Waits(sum(one.us for one in waits), tuple(map(sum, buckets)))
+        buckets = zip(self.buckets, other.buckets, strict=True)
+        return Waits(self.us + other.us, tuple(map(sum, buckets)))
 
     @property
     def median_s(self) -> float:
@@ -144,7 +140,7 @@ class Lateness:
         self._all = [[Waits() for _ in Cause] for _ in Span]
 
     def hear(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
-        """Take note of a contribution.
+        """Count a contribution, and the wait for it if there was one.
 
         Args:
             rank: whose.
@@ -192,8 +188,13 @@ class Lateness:
         its = self._ranks.get(rank)
         return Waits() if its is None else its.waits[span][cause]
 
-    def us(self, spans: Sequence[Span]) -> list[int]:
-        """Return how long the others have waited for each rank in some spans, in microseconds."""
+    def us(self, lately: bool) -> list[int]:
+        """Return how long the others have waited for each rank, in microseconds.
+
+        Args:
+            lately: in the latest two spans; otherwise since the job began.
+        """
+        spans = LATELY if lately else (Span.EVER,)
         lost = [0] * self._world_size if self._ranks else []
         for rank, its in self._ranks.items():
             lost[rank] = sum(its.waits[at][why].us for at in spans for why in Cause)
@@ -202,7 +203,7 @@ class Lateness:
 
 def costliest(lateness: Lateness, most: int) -> tuple[RankWaits, ...]:
     """Return the ranks for which the others have waited most since the job began."""
-    lost = lateness.us((Span.EVER,))
+    lost = lateness.us(lately=False)
     ranks = nsmallest(most, range(len(lost)), key=lambda rank: (-lost[rank], rank))
     return tuple(
         RankWaits(rank, *(lateness.waits(rank, Span.EVER, cause) for cause in Cause))
@@ -228,7 +229,7 @@ def straggler(lateness: Lateness, world_size: int, seconds: float) -> Straggler 
         world_size: number of ranks.
         seconds: how long the latest two spans are.
     """
-    lost = lateness.us(LATELY)
+    lost = lateness.us(lately=True)
     if not lost or number_of_waits(lateness, *LATELY) < LEAST_WAITS or seconds <= 0:
         return None
     rank = max(range(world_size), key=lost.__getitem__)
@@ -255,13 +256,54 @@ def _lately(lateness: Lateness, rank: int | None, cause: Cause) -> Waits:
 
 
 def chance(least: int, of: int, share: float) -> float:
-    """Return the probability that so many things or more fall to one that gets `share` of them.
+    """Return the probability that so many waits or more are for a rank that has `share` of them.
 
-    The upper tail of the binomial distribution.
+    The upper tail of the binomial distribution; 1 if that is no more than its share.
+    """
+    if least <= of * share:
+        return 1.0
+    tail = 0.0
+    for number in range(least, of + 1):
+        ways = math.lgamma(of + 1) - math.lgamma(number + 1) - math.lgamma(of - number + 1)
+        term = math.exp(ways + number * math.log(share) + (of - number) * math.log1p(-share))
+        tail += term
+        if term <= 1e-9 * tail:  # they become smaller and smaller
+            break
+    return tail
+
+
+class Watch:
+    """Looks from time to time for the rank of a job that the others wait for.
+
+    Attributes:
+        straggler: that rank, if there is one.
     """
 
-    def exactly(number: int) -> float:
-        ways = math.lgamma(of + 1) - math.lgamma(number + 1) - math.lgamma(of - number + 1)
-        return math.exp(ways + number * math.log(share) + (of - number) * math.log1p(-share))
+    def __init__(self) -> None:
+        self.straggler: Straggler | None = None
+        self._named: tuple[int, str] | None = None  # rank and cause of the latest one
+        self._turns: tuple[float, ...] = ()  # when the two latest spans began
 
-    return math.fsum(exactly(number) for number in range(least, of + 1))
+    def look(self, lateness: Lateness, world_size: int, now: float) -> Straggler | None:
+        """Look, if it is time; return the straggler if its rank or cause is not the latest one's.
+
+        Args:
+            lateness: of the job's ranks.
+            world_size: number of ranks.
+            now: seconds of a monotonic clock.
+        """
+        self._turns = self._turns or (now, now)
+        waited_s = now - self._turns[1]
+        if waited_s < SPAN_S:
+            return None
+        if number_of_waits(lateness, Span.NOW) == 0:
+            self.straggler = None
+        if number_of_waits(lateness, *LATELY) < LEAST_WAITS and waited_s < LONGEST_SPAN_S:
+            return None  # steps may be long
+        self.straggler = found = straggler(lateness, world_size, now - self._turns[0])
+        self._turns = self._turns[1], now
+        lateness.turn()
+        if found is None or (found.rank, found.cause) == self._named:
+            return None
+        self._named = found.rank, found.cause
+        return found

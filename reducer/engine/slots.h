@@ -33,10 +33,10 @@ enum { ABSENT, PRESENT, CLAIMED }; /* a rank's contribution; CLAIMED: it holds t
 /* One chunk. Its payloads live until the result is on its way; then only `done` is left. */
 struct slot {
     uint64_t offset;
+    uint64_t alone_us; /* since when it waits for one rank alone, 0 for not yet */
     uint32_t nbytes;
     uint32_t missing;
     uint32_t first_rank;
-    uint64_t alone_us; /* since when it waits for one rank alone, 0 for not yet */
     uint32_t claims; /* ranks that hold the result; then the slot is the engine's */
     bool done;
     bool is_asked;

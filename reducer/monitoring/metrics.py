@@ -122,7 +122,7 @@ def _jobs(status: ReducerStatus) -> Iterator[Metric]:
 
 
 def _ranks(jobs: list[JobStatus]) -> Iterator[Metric]:
-    """Yield how the others wait for ranks; of each job, for those that cost most."""
+    """Yield the waits for each job's costliest ranks, and its straggler."""
     labels = ["job", "rank", "cause"]
     waits = CounterMetricFamily(
         "reducer_job_rank_waits", "Waits of the others for this rank alone.", labels=labels

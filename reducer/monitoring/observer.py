@@ -28,6 +28,7 @@ from reducer.monitoring.status import (
     printable,
     ranges,
 )
+from reducer.wire.messages import worst
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -216,7 +217,7 @@ def look(engine: Engine, connections: int, port: int) -> LaneView:
             held=sum(member.held for member in job.members.values()),
             rounds=len(job.rounds),
             waits=costliest(job.rounds.lateness, MOST_RANKS),
-            straggler=job.straggler,
+            straggler=job.watch.straggler,
         )
         for job in engine.jobs
     )
@@ -252,11 +253,7 @@ def _merge_job(group: list[JobView]) -> JobStatus:
         held=sum(view.held for view in group),
         rounds=max(view.rounds for view in group),
         costliest_ranks=_merge_ranks([one for view in group for one in view.waits]),
-        straggler=max(
-            (view.straggler for view in group if view.straggler),
-            key=lambda one: one.share,
-            default=None,
-        ),
+        straggler=worst(view.straggler for view in group),
     )
 
 

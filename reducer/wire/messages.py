@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import string
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from reducer import errors
 from reducer.errors import ReductionError, RemoteProtocolError
@@ -29,6 +29,9 @@ from reducer.wire.constants import (
     ErrorCode,
 )
 from reducer.wire.header import VERSION, Buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ALL_REDUCERS = -1  # a rank could reach none: everything begins anew
 LAST_EPOCH = (1 << 32) - 1  # what is lost for this one is not used again in the job
@@ -234,6 +237,11 @@ class Straggler:
             f"the others wait for rank {self.rank} for {self.share:.0%} of the time, "
             f"{1000 * self.median_s:.0f} ms each in the median: {why}"
         )
+
+
+def worst(told: Iterable[Straggler | None]) -> Straggler | None:
+    """Return the straggler for which the others wait longest, if any is told."""
+    return max((one for one in told if one), key=lambda one: one.share, default=None)
 
 
 @dataclass(frozen=True, slots=True)

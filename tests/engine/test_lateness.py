@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from reducer.engine import _slots, slots
 from reducer.engine.engine import PING_INTERVAL_S
 from reducer.engine.lateness import (
-    LATELY,
     SPAN_S,
     Cause,
     Lateness,
@@ -45,8 +44,8 @@ def everything(lateness: Lateness, world_size: int) -> list[object]:
     return [
         [lateness.all(span, cause) for span in Span for cause in Cause],
         [lateness.waits(rank, span, cause) for rank in ranks for span in Span for cause in Cause],
-        lateness.us((Span.EVER,)),
-        lateness.us(LATELY),
+        lateness.us(lately=False),
+        lateness.us(lately=True),
         costliest(lateness, 2),
     ]
 
@@ -163,7 +162,7 @@ def test_chance_accuses_nobody(world_size: int, waits: int) -> None:
 
 @pytest.mark.parametrize(
     ("least", "of", "share", "expected"),
-    [(3, 3, 0.5, 1 / 8), (0, 7, 0.3, 1.0), (2, 3, 0.25, 10 / 64), (1, 400, 0.01, 1 - 0.99**400)],
+    [(3, 3, 0.5, 1 / 8), (2, 7, 0.3, 1.0), (2, 3, 0.25, 10 / 64), (1, 40, 0.02, 1 - 0.98**40)],
 )
 def test_what_chance_brings(least: int, of: int, share: float, expected: float) -> None:
     assert chance(least, of, share) == pytest.approx(expected)
@@ -224,11 +223,11 @@ def test_an_engine_names_it_once_until_it_is_over(
     assert line.startswith("job 'job': the others wait for rank 1 for 2")
     assert line.endswith("% of the time, 23 ms each in the median: it comes late")
     (job,) = reducer.engine.jobs
-    assert job.straggler is not None
-    assert pinged() == [job.straggler] * 2
+    assert job.watch.straggler is not None
+    assert pinged() == [job.watch.straggler] * 2
     for _ in range(3):
         make(int(SPAN_S / 0.1) + 1, 0.0)
-    assert job.straggler is None
+    assert job.watch.straggler is None
     assert said()[1:] == []
     assert pinged() == []
 
@@ -273,3 +272,9 @@ def test_a_straggler_that_is_none(wrong: dict[str, object]) -> None:
     told["straggler"] = [1]
     with pytest.raises(RemoteProtocolError, match="must be an object"):
         decode(Stragglers, json.dumps(told).encode())
+
+
+def test_a_rank_that_the_job_does_not_have_is_no_straggler(session: Driven) -> None:
+    session.receive(0, *ping(Straggler(2, "late", 0.5, 0.1)))
+    assert session.session.straggler is None
+    assert not session.session.links[0].member, "who says so is no reducer"

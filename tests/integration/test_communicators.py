@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.messages import Straggler
 from tests.conftest import local_pool
 from tests.integration.calls import process_of
 from tests.interrupts import BoomError, boom_at
@@ -241,6 +243,36 @@ def test_stop_ends_what_is_open_and_refuses_the_rest(four: list[Communicator]) -
     with pytest.raises(LocalProtocolError, match="shut down"):
         four[2].check()
     assert not late.ends
+
+
+def test_the_straggler_has_the_number_that_the_job_gives_it(four: list[Communicator]) -> None:
+    for rank, one in enumerate(four):
+        nodes = one.flat.spec.world_size < RANKS
+
+        def named(one: Communicator = one) -> int:
+            for link in one.flat.session.links:  # until the next PING says that there is none
+                link.straggler = Straggler(1, "late", 0.5, 0.1)
+            return -1 if one.straggler is None else one.straggler.rank
+
+        # The second one of two nodes is, for each rank, its like of ranks 2 and 3.
+        eventually(lambda named=named: named() >= 0)
+        assert named() == (2 + rank % 2 if nodes else 1)
+
+
+def test_a_straggler_is_counted_without_lost_ranks(pool: list[str]) -> None:
+    with four_of("elastic", pool) as four:
+        one = four[0]
+        assert isinstance(one, ElasticCommunicator)
+        whole = one.membership
+        one.membership = replace(whole, present=(0, 2, 3))
+
+        def named() -> int:
+            for link in one.flat.session.links:
+                link.straggler = Straggler(1, "late", 0.5, 0.1)
+            return -1 if one.straggler is None else one.straggler.rank
+
+        eventually(lambda: named() == 2)
+        one.membership = whole
 
 
 def test_a_late_rank_is_named(four: list[Communicator]) -> None:

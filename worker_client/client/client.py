@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.messages import worst
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import parse, refuse_extras
@@ -159,10 +160,7 @@ class Client:
         ``REDUCTION_HIERARCHY=auto`` it is a rank of the node that the other nodes wait for.
         """
         named = self._fusion.communicator
-        told = [self._ordered.straggler, None if named is None else named.straggler]
-        return max(
-            (one for one in told if one is not None), key=lambda one: one.share, default=None
-        )
+        return worst([self._ordered.straggler, None if named is None else named.straggler])
 
     @property
     def counters(self) -> Counters:

@@ -22,7 +22,7 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, PLACES, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK
-from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error
+from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error, worst
 from reducer.wire.states import LinkState, Role, after
 from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.failover import Failover
@@ -162,10 +162,7 @@ class Session:
     @property
     def straggler(self) -> Straggler | None:
         """The rank that the others wait for again and again; any thread may ask."""
-        told = [link.straggler for link in self.links if link.member]
-        return max(
-            (one for one in told if one is not None), key=lambda one: one.share, default=None
-        )
+        return worst([link.straggler for link in self.links if link.member])
 
     @property
     def earliest(self) -> float:
@@ -445,6 +442,8 @@ class Session:
         self.flight.confirm(header.watermark)
         told = decode(Stragglers, payload) if payload else Stragglers(())
         self._roll_call.hear(link, told.missing, self._now)
+        if told.straggler is not None and told.straggler.rank >= self.spec.world_size:
+            raise RemoteProtocolError(f"the straggler, rank {told.straggler.rank}, does not exist")
         link.straggler = told.straggler
         return []
 
