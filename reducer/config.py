@@ -31,15 +31,8 @@ _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 WORKER_SETTINGS = (
     *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
     *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "fallback"),
-    *(
-        "on_rank_lost",
-        "join",
-        "hierarchy",
-        "wire_dtype",
-        "heartbeat",
-        "patience",
-        "wait_for_reducers",
-    ),
+    *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience"),
+    *("wait_for_reducers", "dump"),
 )
 Seconds = Annotated[
     float, BeforeValidator(units.duration), Field(gt=0, le=3600, allow_inf_nan=False)

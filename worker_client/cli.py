@@ -77,11 +77,17 @@ def launch(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    dump: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Compare the files that REDUCTION_DUMP had ranks write."),
+    ] = None,
 ) -> None:
     """Say what was detected and why, and examine every reducer; exit 1 if something is wrong."""
-    from worker_client.commands.doctor.run import doctor as examine  # noqa: PLC0415 (loads NumPy)
+    from worker_client.commands.doctor import run  # noqa: PLC0415 (loads NumPy)
 
-    raise typer.Exit(examine(as_json=as_json))
+    if dump is not None:
+        raise typer.Exit(run.doctor_dumps(dump, as_json=as_json))
+    raise typer.Exit(run.doctor(as_json=as_json))
 
 
 def main() -> None:

@@ -196,6 +196,10 @@ class WorkerConfig(BaseSettings):
     io_threads: int = Field(default=1, ge=1, le=64)
     """Threads of libzmq that move bytes, in the plain implementation; the compiled one has none."""
 
+    dump: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
+    """Directory for the latest 1,000 calls of each rank, which are written there when one fails
+    because of another rank or a reducer, and at the end (docs/observing.md#when-a-call-fails)."""
+
     failpoints: str = ""
     """For tests of failures: the places where this process is to die, stop or be slow, such as
     ``worker.copied=kill@3`` (CONTRIBUTING.md#failpoints)."""

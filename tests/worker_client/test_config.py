@@ -73,6 +73,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("impl", "plain", "plain"),
     ("impl", "compiled", "compiled"),
     ("io_threads", "2", 2),
+    ("dump", "/var/dumps of ours", Path("/var/dumps of ours")),
     ("failpoints", "worker.copied=kill@3", "worker.copied=kill@3"),
 ]
 DEFAULTS = {
@@ -98,6 +99,7 @@ DEFAULTS = {
     "encrypt": False,
     "impl": None,
     "io_threads": 1,
+    "dump": None,
     "failpoints": "",
 }
 

@@ -405,6 +405,7 @@ def _composer(
         wire_dtype=WIRE_DTYPES[settings.wire_dtype],
         place=place,
         meet=meet,
+        dump=settings.dump,
     )
 
 

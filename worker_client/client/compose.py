@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from worker_client.client.admission import Admission
 from worker_client.client.client import Client, Departure
+from worker_client.client.recording import RecordingClient
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
@@ -22,6 +23,7 @@ from worker_client.staging.wire_rule import WireRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+    from pathlib import Path
 
     from reducer.wire.constants import DType
     from worker_client.communicators.communicator import Communicator
@@ -49,6 +51,7 @@ class Composer:
         wire_dtype: what `rounded` all-reduces travel as, FLOAT16 or BFLOAT16; None if none are.
         place: of this rank, if all-reduces go through nodes first.
         meet: connects to the other ranks of this node, which name the same topic.
+        dump: where a client writes its latest calls when one fails; None for nowhere.
     """
 
     implementation: Implementation
@@ -60,6 +63,7 @@ class Composer:
     wire_dtype: DType | None = None
     place: Place | None = None
     meet: Callable[[str], NodeSockets] | None = None
+    dump: Path | None = None
 
     def flat(
         self,
@@ -139,7 +143,12 @@ class Composer:
         if isinstance(inner, ElasticCommunicator):
             newcomer = application is not None
             admission = Admission(inner, self.flat, new_fusion, fusion, newcomer=newcomer)
-        client = Client(
+        make: Callable[..., Client] = Client
+        if self.dump is not None:
+            # Between nodes each local rank has a job of its own, called after the one of all.
+            whole = spec.job if self.place is None else spec.job.rpartition(".")[0]
+            make = partial(RecordingClient, self.dump, whole)
+        client = make(
             self._around(inner, "ordered"),
             fusion,
             wire=wire,

@@ -134,6 +134,11 @@ class Fusion:
         with self._changed:
             return bool(self._waiting) or bool(self._flying)
 
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Names of the calls that some rank has not made yet, as far as is known here."""
+        return frozenset(self._submissions.requests)
+
     # -- any thread ---------------------------------------------------------------------------
 
     def open(self) -> None:

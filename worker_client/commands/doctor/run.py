@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path  # noqa: TC003 (an argument's type)
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from reducer.errors import ConfigError
 from worker_client import config
 from worker_client.client import bootstrap
+from worker_client.commands.doctor.dumps import examine_dumps
 from worker_client.commands.doctor.examine import examine
 from worker_client.commands.doctor.findings import Health, compare, mbit
 from worker_client.commands.launch import report
@@ -22,6 +24,33 @@ if TYPE_CHECKING:
     from worker_client.launch import Resolved
 
 PATIENCE_S = 5.0  # for a reducer that has answered the greeting to answer a HELLO
+
+
+def doctor_dumps(directory: Path, *, as_json: bool) -> int:
+    """Print what the files of ranks' latest calls say.
+
+    Args:
+        directory: where they are, of one job or several.
+        as_json: print one JSON object instead.
+
+    Returns:
+        The exit code: 0, or 1 if anything is wrong.
+
+    Raises:
+        ConfigError: there are no such files, or one of them cannot be read.
+    """
+    findings = examine_dumps(directory)
+    if as_json:
+        typer.echo(json.dumps({"findings": [one._asdict() for one in findings]}, indent=2))
+    else:
+        for job in dict.fromkeys(one.job for one in findings):
+            typer.echo(f"job {job}")
+            for one in findings:
+                if one.job == job:
+                    typer.echo(f"  {one.message}")
+        if not findings:
+            typer.echo("no call failed, and all ranks made the same ones")
+    return 1 if findings else 0
 
 
 def doctor(*, as_json: bool) -> int:

@@ -1,0 +1,200 @@
+"""The latest calls of each rank: what the files tell, and what the doctor finds in them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reducer.errors import ConfigError, ReductionError
+from tests.commands import run_command
+from tests.conftest import joined, reducer_here
+from worker_client.client import recording
+from worker_client.client.client import Client
+from worker_client.commands.doctor.dumps import examine_dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("no_settings")
+
+DOCTOR = (sys.executable, "-c", "from worker_client.cli import main; main()", "doctor")
+SIZES = (1000, 2000, 300, 40, 5000, 60)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with reducer_here() as server:
+        yield server.address
+
+
+@pytest.fixture
+def dumps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    directory = tmp_path / "dumps"
+    monkeypatch.setenv("REDUCTION_DUMP", str(directory))
+    return directory
+
+
+def train(
+    client: Client,
+    left_out: tuple[int, int, int] = (-1, -1, -1),
+    *,
+    named: bool = False,
+    sizes: tuple[int, ...] = SIZES,
+) -> None:
+    """Make three steps; `left_out`: rank, step and layer of a call that it does not make."""
+    for step in range(3):
+        works = []
+        for layer, size in enumerate(sizes):
+            if (client.rank, step, layer) != left_out:
+                name = f"layer{layer}.weight" if named else None
+                works.append(client.all_reduce(np.ones((size, 2), np.float32), name=name))
+        for work in works:
+            work.wait()
+
+
+def trained(server: str, job: str, ranks: int, steps: Callable[[Client], None]) -> list[str]:
+    """Train in one thread for each rank; return the errors of all."""
+
+    def to_the_end(client: Client) -> str:
+        try:
+            with client:
+                steps(client)
+        except ReductionError as error:
+            return str(error)
+        return ""
+
+    with joined(ranks, servers=server, job=job, timeout=3) as clients, ThreadPoolExecutor() as pool:
+        return list(pool.map(to_the_end, clients))
+
+
+def test_who_left_a_call_out_is_named(server: str, dumps: Path) -> None:
+    errors = trained(server, "skip", 3, lambda client: train(client, (2, 2, 3)))
+    assert any("all-reduce 15" in error for error in errors)
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call, found.name) == (2, 15, None)
+    assert "mean of Float [40x2] at " + __file__ in found.message
+    assert "went on with the one after it, mean of Float [5000x2]" in found.message
+
+
+def test_who_left_the_last_call_out_is_named(server: str, dumps: Path) -> None:
+    steps = lambda client: train(client, (0, 1, 2), sizes=(7, 7, 7))  # noqa: E731 (as above)
+    trained(server, "short", 3, steps)
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call) == (0, 8)
+    assert "its last one is 7; all are of one size" in found.message
+
+
+def test_who_left_a_named_call_out_is_named(server: str, dumps: Path) -> None:
+    trained(server, "named/skip", 3, lambda client: train(client, (1, 2, 3), named=True))
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call, found.name) == (1, 2, "layer3.weight")
+    assert "rank 1 did not make call 3 of 'layer3.weight' (mean of Float [40x2]" in found.message
+
+
+def test_who_made_another_call_is_named(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        train(client)
+        client.all_reduce(np.ones(8 if client.rank == 1 else 9, np.float32)).wait()
+
+    trained(server, "other", 3, steps)
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call) == (1, 18)
+    assert "made another all-reduce 18 than 2 other ranks: mean of Float [8]" in found.message
+
+
+def test_calls_that_fit_together_are_no_finding(server: str, dumps: Path) -> None:
+    assert trained(server, "well", 2, train) == ["", ""]
+    assert examine_dumps(dumps) == []
+    said = run_command(*DOCTOR, "--dump", dumps)
+    assert (said.returncode, said.stdout) == (
+        0,
+        "no call failed, and all ranks made the same ones\n",
+    )
+
+
+def test_a_rank_without_a_file_is_missed(server: str, dumps: Path) -> None:
+    trained(server, "lost", 3, lambda client: train(client, (2, 2, 3)))
+    (dumps / "lost" / "calls-2.json").unlink()
+    said = run_command(*DOCTOR, "--json", "--dump", dumps)
+    assert said.returncode == 1
+    messages = [one["message"] for one in json.loads(said.stdout)["findings"]]
+    assert messages[0].startswith("rank 2 left no file")
+    assert "rank 0: all-reduce 15 (mean of Float [40x2] at" in messages[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "set REDUCTION_DUMP to a directory at every rank"),
+        ("{}", "calls-0.json is no file of a rank's calls"),
+        ("{", "calls-0.json is no file of a rank's calls"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "calls-0.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        examine_dumps(tmp_path)
+
+
+def document(dumps: Path, job: str, rank: int) -> dict[str, Any]:
+    return dict(json.loads((dumps / job / f"calls-{rank}.json").read_bytes()))
+
+
+def test_the_file_is_bounded(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        for _ in range(recording.KEPT + 20):
+            client.all_reduce(np.ones(1, np.float32)).wait()
+
+    assert trained(server, "many", 1, steps) == [""]
+    entries = document(dumps, "many", 0)["entries"]
+    assert [entry["collective_seq_id"] for entry in entries] == [*range(20, recording.KEPT + 20)]
+    assert {entry["state"] for entry in entries} == {"completed"}
+    times = [(one["time_created_ns"], one["time_discovered_completed_ns"]) for one in entries]
+    assert all(created <= completed for created, completed in times)
+
+
+def test_a_refused_call_uses_its_number_up(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        with pytest.raises(ConfigError):
+            client.all_reduce(np.ones(3, np.complex64))
+        client.decline(ValueError("not today"))
+        client.all_reduce(np.ones(2, np.float32)).wait()
+
+    assert trained(server, "refused", 1, steps) == [""]
+    refused, declined, made = document(dumps, "refused", 0)["entries"]
+    assert refused["reduction"]["error"]["type"] == "ConfigError"
+    assert declined["reduction"]["error"]["message"] == "not today"
+    assert [one["collective_seq_id"] for one in (refused, declined, made)] == [0, 1, 2]
+    assert made["reduction"]["error"] is None
+
+
+def test_what_cannot_be_written_fails_no_call(
+    server: str, dumps: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dumps.write_text("a file")
+    errors = trained(server, "unwritten", 2, lambda client: train(client, (1, 2, 3)))
+    assert any("all-reduce 15" in error for error in errors)
+    assert "could not be written (REDUCTION_DUMP)" in caplog.text
+
+
+def test_nothing_is_recorded_unless_asked_for(server: str) -> None:
+    with joined(1, servers=server, job="plain") as (client,):
+        assert type(client) is Client
+
+
+def test_pytorchs_analyzer_reads_the_files(server: str, dumps: Path) -> None:
+    trained(server, "analyzed", 3, lambda client: train(client, (2, 2, 3)))
+    analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    said = subprocess.run(
+        [*analyzer, dumps / "analyzed"], capture_output=True, text=True, check=True
+    )
+    first = (said.stdout + said.stderr).partition("sequence number: 15 has errors")[2]
+    assert "Error type: SIZE_OR_SYNTAX_MISMATCH" in first.partition("sequence")[0]

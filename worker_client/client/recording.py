@@ -1,0 +1,334 @@
+"""A client that keeps its latest calls, and writes them to a file when one fails, and at its end.
+
+The file has the form of PyTorch's Flight Recorder (its version 2.10), once as JSON and once
+pickled, which is what ``torchfrtrace`` reads; `worker_client.commands.doctor.dumps` reads the JSON.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from pickle import dumps
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from reducer import __version__
+from reducer.errors import MismatchError, RankLostError, ReducerLostError, ReductionTimeout
+from reducer.wire.constants import ReduceOp
+from reducer.wire.header import fingerprint
+from worker_client.client.client import Client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.work import Work
+
+KEPT = 1000  # calls
+SHOWN_FRAMES = 8  # of the program, from the one that made a call outwards
+AGAIN_S = 1.0  # between two writings, unless it is the last one: calls fail in numbers
+TELLING = (MismatchError, RankLostError, ReducerLostError, ReductionTimeout)
+ORDERED, NAMED = 0, 1  # the groups of calls in the file, as if they were process groups
+_FORM = "2.10"
+_LONGEST_NAME = 150  # of a directory, which file systems allow 255 bytes
+_PACKAGE = str(Path(__file__).parents[1])
+# As PyTorch calls them there.
+_DTYPES = {
+    "float32": "Float",
+    "float64": "Double",
+    "float16": "Half",
+    "bfloat16": "BFloat16",
+    "int8": "Char",
+    "int32": "Int",
+    "int64": "Long",
+    "uint8": "Byte",
+}
+
+log = logging.getLogger(__name__)
+
+
+class Entry:
+    """One call of this rank.
+
+    Args:
+        group: `ORDERED` or `NAMED`.
+        number: of the call, from 0: among those without a name, or those of its name.
+        name: the caller's.
+        data: what is to be reduced.
+        op: reduction.
+
+    Attributes:
+        work: its handle; None where the call was refused at this rank.
+        error: what it ended with, if it did, and badly.
+        ended_ns: when it ended, of the wall clock; 0 while it goes on.
+    """
+
+    __slots__ = (
+        *("created_ns", "dtype", "ended_ns", "error", "frames", "group", "id", "name", "number"),
+        *("op", "shape", "work"),
+    )
+
+    def __init__(self, group: int, number: int, name: str | None, data: Any, op: object) -> None:
+        self.id = 0
+        self.group = group
+        self.number = number
+        self.name = name
+        self.shape = [int(length) for length in getattr(data, "shape", ())]
+        self.dtype = str(getattr(data, "dtype", type(data).__name__)).removeprefix("torch.")
+        self.op = op.name.lower() if isinstance(op, ReduceOp) else str(op)
+        self.created_ns = time.time_ns()
+        self.frames = tuple(_program())
+        self.work: Work | None = None
+        self.error: BaseException | None = None
+        self.ended_ns = 0
+
+    def described(self, place: int, *, scheduled: bool) -> dict[str, Any]:
+        """Return it in the form of the file.
+
+        Args:
+            place: in the order of its group that is the same at every rank.
+            scheduled: whether some rank has not made it yet, as far as is known.
+        """
+        well = self.ended_ns > 0 and self.error is None
+        size, dtype = [self.shape], [_DTYPES.get(self.dtype, self.dtype)]
+        return {
+            "record_id": self.id,
+            "pg_id": self.group,
+            "process_group": [str(self.group), ("calls in order", "calls by name")[self.group]],
+            "collective_seq_id": place,
+            "p2p_seq_id": 0,
+            "op_id": self.id,
+            # PyTorch's analyzer knows no backend that it does not ship.
+            "profiling_name": "gloo:all_reduce",
+            "input_sizes": size,
+            "input_dtypes": dtype,
+            "output_sizes": size,
+            "output_dtypes": dtype,
+            "state": "completed" if well else "scheduled" if scheduled else "started",
+            "time_created_ns": self.created_ns,
+            "time_discovered_started_ns": self.created_ns,
+            "time_discovered_completed_ns": self.ended_ns,
+            "retired": self.ended_ns > 0,
+            "is_p2p": False,
+            "frames": [
+                {"name": name, "filename": filename, "line": line}
+                for name, filename, line in self.frames
+            ],
+            "reduction": {
+                "name": self.name,
+                "call": self.number,
+                "op": self.op,
+                "error": None if self.error is None else _told(self.error),
+                "missing": [] if self.work is None or self.ended_ns else list(self.work.missing),
+            },
+        }
+
+
+class CallLog:
+    """The latest calls of one client; threads may share it.
+
+    Args:
+        directory: where files go; made when there is something to write.
+        describe: returns what the file tells besides, and as ``waiting`` the names of the calls
+            that not all ranks have made yet. It takes no locks: a call may end within some.
+    """
+
+    def __init__(self, directory: Path, describe: Callable[[], dict[str, Any]]) -> None:
+        self._directory = directory
+        self._describe = describe
+        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._made = 0
+        self._written_at = -AGAIN_S
+        self._counting = threading.RLock()  # a signal handler may make a call
+        self._writing = threading.RLock()
+
+    def note(self, entry: Entry) -> None:
+        """Keep a call that begins."""
+        with self._counting:
+            entry.id = self._made
+            self._made += 1
+            self._entries.append(entry)
+
+    def follow(self, entry: Entry, work: Work) -> None:
+        """Take note of the end of a call when it comes."""
+        entry.work = work
+        work.future().add_done_callback(lambda done: self.end(entry, done.exception()))
+
+    def end(self, entry: Entry, error: BaseException | None) -> None:
+        """Take note of the end of a call, and write all of them if it tells of other ranks."""
+        entry.error = error
+        entry.ended_ns = time.time_ns()
+        if not isinstance(error, TELLING):
+            return
+        if time.monotonic() - self._written_at >= AGAIN_S:
+            self.write()
+
+    def finish(self) -> None:
+        """Write all at the end of the client or program: another rank may miss a call."""
+        for entry in tuple(self._entries):  # whoever waited may have left before it was noted
+            if entry.work is not None and entry.work.done() and not entry.ended_ns:
+                entry.error, entry.ended_ns = entry.work.future().exception(), time.time_ns()
+        self.write()
+
+    def write(self) -> None:
+        """Write the calls that are kept; a file system that refuses is no reason to fail."""
+        self._written_at = time.monotonic()
+        about = self._describe()
+        waiting = about.pop("waiting")
+        kept = tuple(self._entries)
+        # Of calls with names there is no order in which every rank makes them.
+        ordered = [(entry.number, entry) for entry in kept if entry.group == ORDERED]
+        named = sorted(
+            (entry for entry in kept if entry.group == NAMED),
+            key=lambda entry: (entry.number, str(entry.name)),
+        )
+        entries = [
+            entry.described(place, scheduled=not entry.ended_ns and entry.name in waiting)
+            for place, entry in (*ordered, *enumerate(named))
+        ]
+        document = {"version": _FORM, **about, "entries": entries}
+        rank = about["reduction"]["rank"]
+        try:
+            with self._writing:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                text = json.dumps(document, indent=1).encode()
+                _replace(self._directory / f"calls-{rank}.json", text)
+                _replace(self._directory / f"rank_{rank}", dumps(document, protocol=4))
+        except OSError as error:
+            log.warning("the latest calls could not be written (REDUCTION_DUMP): %s", error)
+        else:
+            log.info("the latest %d calls are in %s", len(entries), self._directory)
+
+
+class RecordingClient(Client):
+    """A client whose latest calls are written to files when one of them fails.
+
+    Args:
+        dump: a directory; its subdirectory named after the job gets a file for each rank.
+        base_job: what the job is called at all ranks.
+    """
+
+    def __init__(self, dump: Path, base_job: str, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._made = 0
+        self._log = CallLog(dump / _directory_name(base_job), self._describe)
+        self._base_job = base_job
+        self._joined_late = self.newcomer
+        atexit.register(self._log.finish)
+
+    def all_reduce(
+        self,
+        data: Any,
+        op: str | ReduceOp = ReduceOp.MEAN,
+        *,
+        name: str | None = None,
+        timeout: float | str | None = None,
+        **how: Any,
+    ) -> Work:
+        """As of `Client`."""
+        if name is not None:
+            entry = Entry(NAMED, 0, name, data, op)
+            work = self._record(entry, data, op, timeout=timeout, **how)
+            entry.number = getattr(work, "call", 0)
+            return work
+        with self._order:
+            entry = Entry(ORDERED, self._number(), None, data, op)
+            return self._record(entry, data, op, timeout=timeout, **how)
+
+    def decline(self, why: BaseException, *, name: str | None = None) -> None:
+        """As of `Client`."""
+        with self._order:
+            group, number = (ORDERED, self._number()) if name is None else (NAMED, 0)
+            entry = Entry(group, number, name, None, "declined")
+            self._log.note(entry)
+            self._log.end(entry, why)
+            super().decline(why, name=name)
+
+    def shutdown(self) -> None:
+        """As of `Client`."""
+        super().shutdown()
+        self._log.finish()
+        atexit.unregister(self._log.finish)
+
+    def _number(self) -> int:
+        self._made += 1
+        return self._made - 1
+
+    def _record(self, entry: Entry, data: Any, op: str | ReduceOp, **how: Any) -> Work:
+        self._log.note(entry)
+        try:
+            work = super().all_reduce(data, op, name=entry.name, **how)
+        except BaseException as error:
+            self._log.end(entry, error)
+            raise
+        self._log.follow(entry, work)
+        return work
+
+    def _describe(self) -> dict[str, Any]:
+        ranks = str(list(range(self.world_size)))
+        groups = {"0": "calls in order", "1": "calls by name"}
+        straggler = self.straggler
+        return {
+            "pg_config": {
+                at: {"name": at, "desc": desc, "ranks": ranks} for at, desc in groups.items()
+            },
+            "pg_status": {},
+            "waiting": self._fusion.waiting,
+            "reduction": {
+                "version": __version__,
+                "job": self._base_job,
+                "generation": self.spec.generation,
+                "run": self.spec.run,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "present": list(self.present),
+                "joined_late": self._joined_late,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "written_ns": time.time_ns(),
+                "calls": self._made,
+                "links": [
+                    {"reducer": link.address, "state": link.state.name, "connected": link.up}
+                    for link in tuple(self._ordered.flat.session.links)
+                ],
+                "counters": self.counters._asdict(),
+                "straggler": None if straggler is None else vars(straggler),
+            },
+        }
+
+
+def _program() -> Iterator[tuple[str, str, int]]:
+    """Yield where the program is, outside of this package, from the inside out."""
+    frame = sys._getframe(1)  # noqa: SLF001 (`inspect.stack` reads the sources, each time)
+    shown = 0
+    while frame is not None and shown < SHOWN_FRAMES:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            yield frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno
+            shown += 1
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    ranks = {name: getattr(error, name, None) for name in ("rank", "other_rank", "missing")}
+    known = {name: value for name, value in ranks.items() if value is not None}
+    return {"type": type(error).__name__, "message": str(error), **known}
+
+
+def _directory_name(job: str) -> str:
+    """Return a directory's name for a job, another one for each job."""
+    name = quote(job, safe="")
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{fingerprint(job):x}"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file so that whoever reads it meanwhile finds all of it, or what was there before."""
+    beside = path.with_suffix(".tmp")
+    beside.write_bytes(data)
+    beside.replace(path)

@@ -1,0 +1,287 @@
+"""What files of ranks' latest calls say: which rank did not make which call.
+
+`worker_client.client.recording` writes them. Calls without a name belong together by their number;
+those with one by the name and the number of the call of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path  # noqa: TC003 (an argument's type)
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reducer.errors import ConfigError
+from worker_client.client.recording import NAMED, ORDERED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+MOST_SAID = 10  # calls with a name, of a job
+
+
+class Said(NamedTuple):
+    """What all ranks must say alike of a call."""
+
+    dtype: str
+    elements: int
+    op: str
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.elements} elements of {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one rank.
+
+    Attributes:
+        said: what it was.
+        shape: of the tensor.
+        where: place in the program, or nothing.
+        made_ns: when it was made, by the rank's wall clock.
+        open: it had not ended.
+        error: what it failed with, or nothing.
+    """
+
+    said: Said
+    shape: tuple[int, ...]
+    where: str
+    made_ns: int
+    open: bool
+    error: str
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "one element"
+        return f"{self.said.op} of {self.said.dtype} [{shape}]{self.where and f' at {self.where}'}"
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The latest calls of one rank.
+
+    Attributes:
+        job, generation, run: of which run of which job it is.
+        rank, world_size: whose.
+        joined_late: the rank has joined a job that ran, and counts calls from there.
+        ordered: calls without a name, by number.
+        named: calls with one, by name and number.
+        whole: no earlier call was dropped from the file.
+    """
+
+    job: str
+    generation: int
+    run: str
+    rank: int
+    world_size: int
+    joined_late: bool
+    ordered: Mapping[int, Call]
+    named: Mapping[tuple[str, int], Call]
+    whole: bool
+
+
+class Finding(NamedTuple):
+    """One thing that the files show.
+
+    Attributes:
+        job: of which.
+        rank: that it is about; None for several.
+        call: number of the call, from 0, if it is about one.
+        name: of the call, if it has one.
+        message: the sentence.
+    """
+
+    job: str
+    rank: int | None
+    call: int | None
+    name: str | None
+    message: str
+
+
+def examine_dumps(directory: Path) -> list[Finding]:
+    """Compare the files of all ranks, of each job in a directory.
+
+    Raises:
+        ConfigError: there are none, or one of them cannot be read.
+    """
+    runs: dict[tuple[str, int, str], list[Dump]] = {}
+    for path in sorted(directory.rglob("calls-*.json")):
+        dump = _read(path)
+        runs.setdefault((dump.job, dump.generation, dump.run), []).append(dump)
+    if not runs:
+        raise ConfigError(
+            f"there are no files calls-RANK.json in {directory}: set REDUCTION_DUMP to a directory "
+            "at every rank, and copy what they have written to one place if they share none"
+        )
+    return [finding for dumps in runs.values() for finding in _findings(dumps)]
+
+
+def _read(path: Path) -> Dump:
+    try:
+        found = json.loads(path.read_bytes())
+        about = found["reduction"]
+        entries = found["entries"]
+        groups = {ORDERED: {}, NAMED: {}}  # type: dict[int, dict[Any, Call]]
+        for entry in entries:
+            name, number = entry["reduction"]["name"], entry["reduction"]["call"]
+            key = number if entry["pg_id"] == ORDERED else (name, number)
+            groups[entry["pg_id"]][key] = _call(entry)
+        return Dump(
+            about["job"],
+            about["generation"],
+            about["run"],
+            about["rank"],
+            about["world_size"],
+            about["joined_late"],
+            groups[ORDERED],
+            groups[NAMED],
+            not entries or min(entry["record_id"] for entry in entries) == 0,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no file of a rank's calls: {error!r}") from None
+
+
+def _call(entry: Mapping[str, Any]) -> Call:
+    (shape,), (dtype,) = entry["input_sizes"], entry["input_dtypes"]
+    its, frames = entry["reduction"], entry["frames"]
+    where = f"{frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+    error = its["error"]
+    return Call(
+        Said(dtype, math.prod(shape), its["op"]),
+        tuple(shape),
+        where,
+        entry["time_created_ns"],
+        not entry["retired"],
+        "" if error is None else f"{error['type']}: {error['message']}",
+    )
+
+
+def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
+    job = dumps[0].job
+    ranks = range(max(dump.world_size for dump in dumps))
+    silent = sorted(set(ranks) - {dump.rank for dump in dumps})
+    if silent:
+        yield Finding(
+            job,
+            None,
+            None,
+            None,
+            f"{_ranks(silent)} left no file: the process was killed, or its file is elsewhere",
+        )
+    comparable = [dump for dump in dumps if not dump.joined_late]
+    found = [*_ordered(job, comparable), *_named(job, dumps)]
+    yield from found
+    if not found:
+        for dump in dumps:
+            yield from _unfinished(dump)
+
+
+def _ordered(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
+    """Find the first call without a name that not all ranks have made alike."""
+    made = [dump for dump in dumps if dump.ordered or dump.whole]
+    if len(made) < 2:
+        return
+    first = max(min(dump.ordered, default=0) for dump in made)
+    last = max(max(dump.ordered, default=-1) for dump in made)
+    for number in range(first, last + 1):
+        said = {dump.rank: dump.ordered[number].said for dump in made if number in dump.ordered}
+        common, times = Counter(said.values()).most_common(1)[0]
+        odd = [dump for dump in made if said.get(dump.rank) != common]
+        if not odd:
+            continue
+        others = [dump for dump in made if said.get(dump.rank) == common]
+        if times == 1 and len(made) == 2:  # nobody can say which of the two is wrong
+            odd = [dump for dump in odd if number not in dump.ordered] or odd[:1]
+        for dump in odd:
+            yield _odd(job, dump, others[0], number, len(others))
+        return
+
+
+def _odd(job: str, dump: Dump, other: Dump, number: int, others: int) -> Finding:
+    theirs, mine = other.ordered[number], dump.ordered.get(number)
+    who = f"{others} other ranks" if others > 1 else f"rank {other.rank}"
+    made = f"all-reduce {number} ({theirs}), which {who} made"
+    if mine is None:
+        alike = len({call.said for call in other.ordered.values()}) == 1
+        or_earlier = "; all are of one size, so it may be an earlier one" if alike else ""
+        message = f"rank {dump.rank} did not make {made}: its last one is {number - 1}{or_earlier}"
+    elif _follows(dump, other, number) or _has_followed(other, number, mine):
+        message = f"rank {dump.rank} did not make {made}: it went on with the one after it, {mine}"
+    elif _follows(other, dump, number):
+        message = f"rank {dump.rank} made a call that {who} did not: all-reduce {number}, {mine}"
+    else:
+        message = (
+            f"rank {dump.rank} made another all-reduce {number} than {who}: {mine}, not {theirs}"
+        )
+    return Finding(job, dump.rank, number, None, message)
+
+
+def _follows(one: Dump, other: Dump, number: int) -> bool:
+    """Whether one rank goes on from a call as the other does from the call after it."""
+    ahead = [at for at in one.ordered if at >= number and at + 1 in other.ordered]
+    return bool(ahead) and all(one.ordered[at].said == other.ordered[at + 1].said for at in ahead)
+
+
+def _has_followed(other: Dump, number: int, mine: Call) -> bool:
+    """Whether a call like `mine` came after one like this in an earlier step, and not before it."""
+    its = other.ordered
+    pairs = [(its[at].said, its[at + 1].said) for at in its if at + 1 in its]
+    theirs = its[number].said
+    return (theirs, mine.said) in pairs and (mine.said, theirs) not in pairs
+
+
+def _named(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
+    """Find the calls with a name that ranks have not made, or not alike."""
+    unfinished = [
+        (call.made_ns, key, dump)
+        for dump in dumps
+        for key, call in dump.named.items()
+        if call.open or call.error
+    ]
+    said = 0
+    seen: set[tuple[str, int]] = set()
+    for _, key, dump in sorted(unfinished, key=lambda one: one[:2]):
+        if key in seen:
+            continue
+        seen.add(key)
+        name, number = key
+        call = dump.named[key]
+        lacking = [other.rank for other in dumps if key not in other.named and other.whole]
+        having = [other for other in dumps if key in other.named]
+        differing = [other for other in having if other.named[key].said != call.said]
+        what = f"call {number + 1} of {name!r} ({call})"
+        if lacking and len(lacking) <= len(having):  # others wait for an earlier one perhaps
+            message = f"{_ranks(lacking)} did not make {what}, which rank {dump.rank} made"
+        elif differing:
+            theirs = differing[0].named[key]
+            message = f"rank {differing[0].rank} made {what} of rank {dump.rank} as {theirs}"
+        else:
+            continue
+        said += 1
+        if said <= MOST_SAID:
+            rank = (lacking or [differing[0].rank])[0]
+            yield Finding(job, rank, number, name, message)
+    if said > MOST_SAID:
+        yield Finding(job, None, None, None, f"... and {said - MOST_SAID} more calls with a name")
+
+
+def _unfinished(dump: Dump) -> Iterator[Finding]:
+    """Say what failed first at a rank, where all that is known fits together."""
+    calls = [*((f"all-reduce {at}", call) for at, call in dump.ordered.items())]
+    calls += [(f"call {at + 1} of {name!r}", call) for (name, at), call in dump.named.items()]
+    what, call = next(((what, call) for what, call in calls if call.error), ("", None))
+    if call is not None:
+        yield Finding(
+            dump.job,
+            dump.rank,
+            None,
+            None,
+            f"rank {dump.rank}: {what} ({call}) failed: {call.error}",
+        )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = list(ranks)
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"
