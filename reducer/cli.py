@@ -135,6 +135,10 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     http: Annotated[
         str | None, typer.Option(help="Where probes, metrics and status are, HOST:PORT or PORT.")
     ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Where to write a timeline, which Perfetto opens."),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -173,6 +177,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         cpus=cpus,
         impl=impl,
         http=http,
+        timeline=timeline,
     )
     _open_many_files()
     log.info("settings", version=__version__, **settings.model_dump())

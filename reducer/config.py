@@ -132,6 +132,10 @@ class ReducerConfig(BaseSettings):
     ``PORT`` on this machine alone; ``off`` by default. Read-only, but without keys: any host that
     reaches it learns names and sizes of jobs. A reducer that a rank hosts has none."""
 
+    timeline: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
+    """Directory for a file of what happened when, ``reducer-HOST-PORT.json``, which Perfetto opens
+    (docs/observing.md#a-timeline). Workers write theirs to the same variable's directory."""
+
     failpoints: str = ""
     """For tests of failures: the places where this process is to die, stop or be slow, such as
     ``reducer.placed=kill@3`` (CONTRIBUTING.md#failpoints)."""

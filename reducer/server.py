@@ -23,19 +23,24 @@ from reducer.runtime.guard import LOOK_S, Guard
 from reducer.runtime.keyring import Reader
 from reducer.runtime.plain_transport import make_context
 from reducer.runtime.zap import Gate, Refusals
+from reducer.timeline import LogEvents, Timeline
 from reducer.units import is_private
+from reducer.wire.constants import PLACES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from reducer.config import ReducerConfig
     from reducer.engine.limits import Patience
+    from reducer.engine.slots import RoundTimes
     from reducer.runtime.implementation import MakeLoop
     from reducer.runtime.keyring import Keyring
     from reducer.runtime.loop import Loop
     from reducer.runtime.transport import Transport
 
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
+
+_OURS = logging.getLogger("reducer")
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +116,14 @@ class Server:
         }
         self.address = f"{host}:{first.port}"
         self._stopping, self._hurry = threading.Event(), threading.Event()
+        self._timeline: Timeline | None = None
+        if config.timeline is not None:
+            name = f"reducer-{self.address.replace(':', '-')}"
+            about = {"kind": "reducer", "address": self.address}
+            path = config.timeline / f"{name}.json"
+            self._timeline = Timeline(path, f"reducer {self.address}", about)
+            self._events = LogEvents(self._timeline, logging.INFO)
+            _OURS.addHandler(self._events)
         incarnation = secrets.token_hex(8)
         self._lanes = [
             _Lane(
@@ -132,6 +145,7 @@ class Server:
                 self._hurry,
                 config.cpus,
                 keyring=keyring,
+                timeline=self._timeline,
             )
             for transport in transports
         ]
@@ -185,6 +199,9 @@ class Server:
         self._stopping.set()  # seen at the next tick
         for lane in self._lanes:
             lane.join()
+        if self._timeline is not None:
+            _OURS.removeHandler(self._events)
+            self._timeline.close()
         if self._gate is not None:
             self._gate.stop()
         if self._reader is not None:
@@ -220,6 +237,7 @@ class _Lane(threading.Thread):
         cpus: tuple[int, ...] | None,
         *,
         keyring: Keyring | None,
+        timeline: Timeline | None,
     ) -> None:
         super().__init__(name=f"reducer-{transport.port}", daemon=True)
         self.engine = engine
@@ -235,6 +253,9 @@ class _Lane(threading.Thread):
         self._keyring = keyring
         self._allowed = None if keyring is None else keyring.allowed
         self._refusals = Refusals()
+        self._timeline = timeline
+        if timeline is not None:
+            engine.keep_times()
 
     def run(self) -> None:
         """Serve until the reducer is to stop."""
@@ -249,10 +270,14 @@ class _Lane(threading.Thread):
                 loop.send(self._guard.look(loop.clock.now()))
                 if self._keyring is not None:
                     self._mind_keys(self._keyring, loop)
+                if self._timeline is not None:
+                    _show_rounds(self._timeline, self.engine.take_times())
             loop.send(self.engine.drain())
             self._serve_last(loop, self.grace_s, self._hurry.is_set)
             self.engine.close()
             self._serve_last(loop, DRAIN_S, lambda: False)
+            if self._timeline is not None:
+                _show_rounds(self._timeline, self.engine.take_times())
         except BaseException as error:
             self.failure = error
             log.exception("the reducer stopped because of an error of its own")
@@ -276,6 +301,24 @@ class _Lane(threading.Thread):
         refused = self._transport.refusals()
         self.engine.counters.unauthenticated += len(refused)
         self._refusals.note(refused)
+
+
+def _show_rounds(timeline: Timeline, ended: Iterable[tuple[str, RoundTimes]]) -> None:
+    """Put rounds on a timeline, on a track for each job."""
+    for job, times in ended:
+        begun_s, done_s = times.begun_us / 1e6, times.done_us / 1e6
+        args = {"job": job, **times._asdict()}
+        name = f"all-reduce {times.sequence // PLACES}"
+        if not times.done_us:
+            timeline.instant(job, f"{name} failed", begun_s, args)
+            continue
+        alone_s, complete_s = times.alone_us / 1e6, times.complete_us / 1e6
+        parts = (
+            ("gathered", begun_s, alone_s),
+            (f"waited for rank {times.last_rank}", alone_s, complete_s),
+            ("summed", complete_s, done_s),
+        )
+        timeline.slice(job, name, (begun_s, done_s), args, parts)
 
 
 def _check_private(bind: str) -> None:

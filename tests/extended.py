@@ -279,6 +279,7 @@ ROWS = (
     ),
     Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
     Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
+    Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
     *(
         Row(f"{file}::{extended}", (f"{file}::{fast}",) if fast else ())

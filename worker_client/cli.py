@@ -90,6 +90,25 @@ def doctor(
     raise typer.Exit(run.doctor(as_json=as_json))
 
 
+timeline = typer.Typer(help="Files of what happened when, which Perfetto opens.")
+app.add_typer(timeline, name="timeline", no_args_is_help=True)
+
+
+@timeline.command()
+def merge(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Timelines, or directories of them.")
+    ],
+    output: Annotated[Path, typer.Option(help="What to write.")] = Path("timeline.json"),
+) -> None:
+    """Join timelines of ranks and reducers on one clock; say how exact that is."""
+    from worker_client.commands import timeline as its  # noqa: PLC0415 (loads NumPy)
+
+    for clock in its.merge(files, output):
+        typer.echo(its.described(clock))
+    typer.echo(f"{output}: open it at ui.perfetto.dev or in chrome://tracing")
+
+
 def main() -> None:
     """Run the command; our own errors become one sentence and exit code 2."""
     try:

@@ -62,6 +62,7 @@ REDUCER_SETTINGS = (
     "cpus",
     "impl",
     "http",
+    "timeline",
     "failpoints",
 )
 
@@ -195,6 +196,10 @@ class WorkerConfig(BaseSettings):
 
     io_threads: int = Field(default=1, ge=1, le=64)
     """Threads of libzmq that move bytes, in the plain implementation; the compiled one has none."""
+
+    timeline: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
+    """Directory for a file of what happened when, ``JOB-rankN.json``, which Perfetto opens
+    (docs/observing.md#a-timeline)."""
 
     dump: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory for the latest 1,000 calls of each rank, which are written there when one fails

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed.GradBucket is
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
@@ -194,7 +195,14 @@ def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.F
     """
     if isinstance(bucket, tuple):
         raise ConfigError(_PYTHON_REDUCER)
-    return state.start(bucket.buffer(), state.residual(bucket))
+    if not torch._C._autograd._profiler_enabled():  # noqa: SLF001 (no public name)
+        return state.start(bucket.buffer(), state.residual(bucket))
+    with record_function(f"reduction: bucket {bucket.index()}") as shown:
+        future = state.start(bucket.buffer(), state.residual(bucket))
+        # The range lasts until the result is there.
+        shown_until: torch.futures.Future[torch.Tensor]
+        shown_until = shown._call_end_callbacks_on_future(future)  # noqa: SLF001 (as torch's own)
+        return shown_until
 
 
 def attach(

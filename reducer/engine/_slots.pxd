@@ -91,8 +91,17 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint32_t asked
         payloads *payloads
 
+    struct moments:
+        uint64_t begun_us, alone_us, complete_us, done_us, bytes
+        uint32_t first_rank, last_rank, chunks
+
+    struct round_times:
+        uint64_t sequence
+        moments moments
+
     struct round:
         uint64_t sequence
+        moments moments
         header_t first
         bint has_first
         bint viewed
@@ -119,6 +128,8 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint64_t reserved
         uint64_t now_us
         lateness_t lateness
+        round_times *ended
+        size_t ended_count, ended_room
         member_t **members
         uint64_t job
         uint64_t max_chunk_bytes

@@ -13,7 +13,7 @@ from libc.string cimport memcpy
 from itertools import islice
 
 from reducer.engine.lateness import BUCKETS, Waits
-from reducer.engine.slots import MAX_MISSING, check_agreement, check_size
+from reducer.engine.slots import MAX_MISSING, MOST_TIMES, RoundTimes, check_agreement, check_size
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from reducer.wire.layout import charge
@@ -191,6 +191,7 @@ cdef class Round:
         return self._slot(at) if at != NULL and not at.done and at.is_asked else None
 
     def finish(self, offset):
+        self.it().moments.done_us = self._of.its.now_us
         round_finish(&self._of.its, self.it(), <slot *>map_get(&self.it().slots, offset))
 
     def fail(self, error):
@@ -353,6 +354,24 @@ cdef class Rounds:
 
     def taken(self):
         return rounds_taken(&self.its)
+
+    def keep_times(self):
+        self.its.ended = <round_times *>calloc(MOST_TIMES, sizeof(round_times))
+        if self.its.ended == NULL:
+            raise MemoryError
+        self.its.ended_room = MOST_TIMES
+
+    def take_times(self):
+        cdef moments *at
+        found = []
+        for place in range(self.its.ended_count):
+            at = &self.its.ended[place].moments
+            found.append(RoundTimes(
+                self.its.ended[place].sequence, at.begun_us, at.alone_us, at.complete_us,
+                at.done_us, at.bytes, at.chunks, at.first_rank, at.last_rank,
+            ))
+        self.its.ended_count = 0
+        return found
 
     def __len__(self):
         return self.its.by_sequence.count

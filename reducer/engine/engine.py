@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.engine.allow_list import AllowList
-    from reducer.engine.slots import Member, SlotsModule
+    from reducer.engine.slots import Member, RoundTimes, SlotsModule
     from reducer.kernels import Kernels
 
 PING_INTERVAL_S = 0.5
@@ -227,6 +227,14 @@ class Engine:
             lost = RankLostError(f"rank {rank} broke the protocol: {error}", rank=rank)
             sends += self._leave(peer, lost)
         return sends
+
+    def keep_times(self) -> None:
+        """Keep the times of rounds of jobs that begin from now on, for `take_times`."""
+        self._members.keep_times()
+
+    def take_times(self) -> list[tuple[str, RoundTimes]]:
+        """Return the times of the rounds that have ended since the last call, and their jobs."""
+        return self._members.take_times()
 
     def newly_dropped(self) -> list[bytes]:
         """Return the peers that were dropped since this was asked last."""

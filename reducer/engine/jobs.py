@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from reducer.engine.limits import Limits
-    from reducer.engine.slots import Member, Round, Rounds, SlotsModule
+    from reducer.engine.slots import Member, Round, Rounds, RoundTimes, SlotsModule
     from reducer.errors import ReductionError
     from reducer.wire.messages import Hello, Loss
 
@@ -192,6 +192,8 @@ class Membership:
         self._limits = limits
         self.changes = 0
         self._slots = slots
+        self._keeps_times = False
+        self._times: list[tuple[str, RoundTimes]] = []  # of jobs that have ended
         self.jobs: dict[int, Job] = {}
         self._by_peer: dict[bytes, tuple[Job, Member]] = {}
         self._of_key: Counter[str] = Counter()  # members that have come with each
@@ -243,6 +245,8 @@ class Membership:
         if earlier is None or earlier.generation < header.generation:
             self._check_size(hello, shown, new=earlier is None)
             job = Job(header, hello, self._slots.Rounds(hello.world_size), shown)
+            if self._keeps_times:
+                job.rounds.keep_times()
         else:
             job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
@@ -275,14 +279,32 @@ class Membership:
             self._uncount(job, member)
             job.lost[member.rank] = (member.watermark, reason)
             if not job.members:
-                del self.jobs[job.key]
+                self._end(job)
         return found
+
+    def keep_times(self) -> None:
+        """Keep the times of rounds of jobs that begin from now on, for `take_times`."""
+        self._keeps_times = True
+
+    def take_times(self) -> list[tuple[str, RoundTimes]]:
+        """Return the times of the rounds that have ended since the last call, and their jobs."""
+        taken, self._times = self._times, []
+        for job in self.jobs.values():
+            taken += [(job.name, times) for times in job.rounds.take_times()]
+        return taken
 
     def _drop(self, job: Job) -> None:
         for member in job.members.values():
             self._uncount(job, member)
             del self._by_peer[member.peer]
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
         del self.jobs[job.key]
+        if self._keeps_times:
+            while job.rounds.oldest is not None:
+                job.rounds.discard_oldest()
+            self._times += [(job.name, times) for times in job.rounds.take_times()]
 
     def _uncount(self, job: Job, member: Member) -> None:
         key = job.keys[member.rank]

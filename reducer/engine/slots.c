@@ -91,6 +91,36 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
     return round;
 }
 
+/* Takes note of when a contribution came; the slot knows of it already. */
+static void note_moments(struct rounds *rounds, struct round *round, const struct slot *slot,
+                         uint32_t rank)
+{
+    struct moments *moments = &round->moments;
+    uint64_t now_us = rounds->now_us;
+    if (moments->begun_us == 0) {
+        moments->begun_us = now_us;
+        moments->first_rank = rank;
+    }
+    if (slot->missing > 0 || slot->claims > 0)
+        return;
+    moments->chunks++;
+    moments->bytes += slot->nbytes;
+    uint64_t alone_us = slot->alone_us == 0 ? now_us : slot->alone_us;
+    if (moments->complete_us == 0 || now_us - alone_us > moments->complete_us - moments->alone_us) {
+        moments->alone_us = alone_us;
+        moments->complete_us = now_us;
+        moments->last_rank = rank;
+    }
+}
+
+/* Keeps what became of a round that is over, if there is room. */
+static void keep_times(struct rounds *rounds, const struct round *round)
+{
+    if (rounds->ended_count < rounds->ended_room && round->moments.begun_us != 0)
+        rounds->ended[rounds->ended_count++] =
+            (struct round_times){.sequence = round->sequence, .moments = round->moments};
+}
+
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
                          struct block *payload)
 {
@@ -127,6 +157,8 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
     }
     lateness_hear(&rounds->lateness, header->rank, round->sequence, rounds->now_us,
                   slot->missing == 0 && slot->claims == 0 ? slot->alone_us : 0);
+    if (rounds->ended_room > 0)
+        note_moments(rounds, round, slot, header->rank);
     if (slot->missing == 1)
         slot->alone_us = rounds->now_us;
     slot->payloads->blocks[header->rank] = payload;
@@ -159,6 +191,7 @@ void rounds_discard_oldest(struct rounds *rounds)
     struct round *round = map_get(&rounds->by_sequence, heap_least(&rounds->order));
     heap_take(&rounds->order);
     round_settle(rounds, round);
+    keep_times(rounds, round);
     if (round->waits) /* there: no round is older */
         heap_take(&rounds->waiting);
     for (size_t place = 0; round->slots.count > 0 && place <= round->slots.mask; place++) {
@@ -188,6 +221,7 @@ void rounds_free(struct rounds *rounds)
         free(spare);
     }
     block_pool_free(&rounds->own);
+    free(rounds->ended);
     free(rounds->lateness.ranks);
     free(rounds->members);
     rounds->members = NULL;

@@ -51,9 +51,22 @@ struct payloads {
     uint8_t *present; /* ABSENT and so on */
 };
 
+/* When what happened to a round, us; see `slots.RoundTimes`. */
+struct moments {
+    uint64_t begun_us, alone_us, complete_us, done_us, bytes;
+    uint32_t first_rank, last_rank, chunks;
+};
+
+/* A round that is over. */
+struct round_times {
+    uint64_t sequence;
+    struct moments moments;
+};
+
 /* One all-reduce. */
 struct round {
     uint64_t sequence;
+    struct moments moments;
     struct header first; /* what its first contribution settled, if has_first */
     bool has_first;
     bool waits;    /* its number is in `waiting` of the rounds */
@@ -89,6 +102,9 @@ struct rounds {
     struct payloads *spare;
     uint64_t now_us; /* when what is taken next has come */
     struct lateness lateness;
+    /* Rounds that are over and that nobody has asked for yet; there is no room while none are kept. */
+    struct round_times *ended;
+    size_t ended_count, ended_room;
     /* Set while every rank is here and has been since the start; else `members` is NULL. */
     struct member **members; /* by rank */
     uint64_t job;

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reducer.engine.lateness import Lateness
 from reducer.errors import MismatchError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank.
 ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 96
 RANK_BYTES, LATENESS_BYTES = 1, 416
+MOST_TIMES = 4096  # of rounds of a job that have ended, until somebody takes them
 MAX_MISSING = 1024  # ranks that are named; to look for all of a huge job would take too long
 
 
@@ -39,6 +40,31 @@ class SlotsModule(Protocol):
 
     def Rounds(self, world_size: int) -> Rounds:  # noqa: N802 (a class)
         """Return the rounds of a new job."""
+
+
+class RoundTimes(NamedTuple):
+    """When what happened to a round that is over, in microseconds of the engine's clock.
+
+    Attributes:
+        sequence: its number.
+        begun_us: when its first contribution came.
+        alone_us, complete_us: of the chunk that has waited longest for one rank alone: since when,
+            and until when; 0 if no chunk had all contributions.
+        done_us: when the latest result was ready to be sent; 0 if none was.
+        nbytes, chunks: what had all contributions.
+        first_rank: the one whose contribution was the first.
+        last_rank: the one that the chunk has waited for.
+    """
+
+    sequence: int
+    begun_us: int
+    alone_us: int
+    complete_us: int
+    done_us: int
+    nbytes: int
+    chunks: int
+    first_rank: int
+    last_rank: int
 
 
 class Member:
@@ -112,18 +138,20 @@ class Round:
     Attributes:
         first: header of the contribution that opened the round, None if an ABORT did.
         error: why the round failed, or None.
+        times: when what happened to it so far, if that is kept.
         touched: which change of a round was the latest that could make this one lack a rank.
     """
 
     __slots__ = (
         *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
-        *("_world_size", "error", "first", "touched"),
+        *("_world_size", "error", "first", "times", "touched"),
     )
 
     def __init__(self, sequence: int, first: Header | None, of: Rounds) -> None:
         self.first = first
         self.error: ReductionError | None = None
         self.touched = 0
+        self.times = RoundTimes(sequence, 0, 0, 0, 0, 0, 0, 0, 0)
         self._sequence = sequence
         self._of = of
         self._tally = of.tally
@@ -171,6 +199,8 @@ class Round:
             alone_us = slot.alone_us if slot.missing == 0 and not slot.holders else 0
             now_us = self._of.now_us
             self._of.lateness.hear(header.rank, self._sequence, now_us, alone_us)
+            if self._of.keeps_times:
+                self.times = _noted(self.times, slot, header.rank, now_us)
             if slot.missing == 1:
                 slot.alone_us = now_us
         return slot
@@ -193,6 +223,7 @@ class Round:
     def finish(self, offset: int) -> None:
         """Forget a slot whose result is on its way."""
         self._close(self._slots.pop(offset))
+        self.times = self.times._replace(done_us=self._of.now_us)
         self._done.add(offset)
         self._tally.done += 1
 
@@ -271,6 +302,7 @@ class Rounds:
         most: rounds that there may be.
         exits: how often a rank has left the job.
         now_us: when what is placed next has come, in microseconds of a monotonic clock.
+        keeps_times: whether `take_times` is asked.
         lateness: of the ranks.
     """
 
@@ -288,6 +320,17 @@ class Rounds:
         self._touches = 0
         self._left: dict[int, tuple[int, RankLostError]] = {}  # by rank, when it left last, and why
         self._swept: dict[int, int] = {}  # by rank, the latest touch that `waiting_for` has seen
+        self.keeps_times = False
+        self._ended: list[RoundTimes] = []
+
+    def keep_times(self) -> None:
+        """Keep the times of rounds that end from now on, the first `MOST_TIMES` until taken."""
+        self.keeps_times = True
+
+    def take_times(self) -> list[RoundTimes]:
+        """Return the times of the rounds that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def taken(self) -> int:
         """Return the bytes that the records of all rounds take."""
@@ -368,7 +411,23 @@ class Rounds:
         """Forget the round with the least sequence number."""
         sequence = heappop(self._order)
         self.settle(sequence)
-        self._rounds.pop(sequence).forget()
+        round_ = self._rounds.pop(sequence)
+        if len(self._ended) < MOST_TIMES and round_.times.begun_us:
+            self._ended.append(round_.times)
+        round_.forget()
+
+
+def _noted(times: RoundTimes, slot: Slot, rank: int, now_us: int) -> RoundTimes:
+    """Return a round's times once a contribution has come, of which the slot knows already."""
+    if not times.begun_us:
+        times = times._replace(begun_us=now_us, first_rank=rank)
+    if slot.missing or slot.holders:
+        return times
+    times = times._replace(chunks=times.chunks + 1, nbytes=times.nbytes + slot.nbytes)
+    alone_us = slot.alone_us or now_us
+    if times.complete_us and now_us - alone_us <= times.complete_us - times.alone_us:
+        return times
+    return times._replace(alone_us=alone_us, complete_us=now_us, last_rank=rank)
 
 
 def _waits(slot: Slot, rank: int) -> bool:

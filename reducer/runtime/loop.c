@@ -55,6 +55,8 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
     loop->results += n;
     loop->bytes_out += (uint64_t)n * slot->nbytes;
     round_finish(rounds, round, slot);
+    if (rounds->ended_room > 0)
+        round->moments.done_us = now_ns() / 1000;
     return true;
 }
 

@@ -53,6 +53,8 @@ def everything(lateness: Lateness, world_size: int) -> list[object]:
 @given(st.integers(1, 4), STEPS)
 def test_both_count_alike(world_size: int, steps: list[tuple[int, int, int, int]]) -> None:
     twins = [module.Rounds(world_size) for module in (slots, _slots)]
+    for twin in twins:
+        twin.keep_times()
     assert twins[0].taken() == twins[1].taken() == 0
     now_us, placed = 5 * MS, set()
     for rank, sequence, chunk, later_us in steps:
@@ -75,6 +77,14 @@ def test_both_count_alike(world_size: int, steps: list[tuple[int, int, int, int]
         plain, compiled = (everything(twin.lateness, world_size) for twin in twins)
         assert plain == compiled
     assert twins[0].taken() == twins[1].taken()
+    times: list[list[slots.RoundTimes]] = []
+    for twin in twins:
+        while twin.oldest is not None:
+            twin.discard_oldest()
+        times.append(twin.take_times())
+    assert times[0] == times[1]
+    assert [one.sequence for one in times[0]] == sorted({sequence for _, sequence, _ in placed})
+    assert all(one.begun_us <= one.alone_us <= one.complete_us for one in times[0] if one.chunks)
 
 
 class Line:

@@ -163,6 +163,18 @@ def copies() -> dict[str, bool]:
     }
 
 
+def profiled() -> dict[str, float]:
+    """A step under torch's profiler, whose last rank comes late: what ranges lasted, ms."""
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
+    worker_client.attach(ddp)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss = ddp(torch.ones(1, 4)).sum()
+        time.sleep(0.05 * dist.get_rank())
+        loss.backward()
+    events = [event for event in profile.events() if event.name.startswith("reduction: ")]
+    return {event.name: event.cpu_time_total / 1000 for event in events}
+
+
 def refusals() -> dict[str, str]:
     """What attach() says to models that a hook cannot serve."""
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415
@@ -215,6 +227,7 @@ def main(group: str) -> None:
         results["errors"] = errors()
         results["sparse_in_hook"] = sparse_in_hook()
         results["copies"] = copies()
+        results["profiled"] = profiled()
         results["refusals"] = refusals()
     results["bytes_reduced"] = worker_client.init().bytes_reduced
     write_result(results)

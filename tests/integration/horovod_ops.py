@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -295,6 +298,24 @@ def case_what_is_missing_says_so() -> None:
             getattr(hvd, name)
     with pytest.raises(AttributeError, match="no attribute 'allreduce_sync'"):
         _ = hvd.allreduce_sync
+
+
+def case_a_timeline() -> None:
+    with TemporaryDirectory() as folder:
+        hvd.start_timeline(f"{folder}/timeline.json", mark_cycles=True)
+        hvd.allreduce(torch.ones(5), name="shown")
+        hvd.stop_timeline()
+        hvd.allreduce(torch.ones(5), name="not shown")
+        (path,) = Path(folder).iterdir()
+        assert path.name == (
+            "timeline.json" if hvd.rank() == 0 else f"timeline.rank{hvd.rank()}.json"
+        )
+        shown = [
+            event["args"]["tensors"]
+            for event in json.loads(path.read_bytes())
+            if "tensors" in event.get("args", {})
+        ]
+        assert [any("shown" in name for name in names) for names in shown] == [True]
 
 
 def case_leaving_and_coming_back() -> None:

@@ -76,6 +76,13 @@ def test_an_attached_model_can_be_copied_and_saved(failures: list[dict]) -> None
         assert [what for what, holds in rank["copies"].items() if not holds] == []
 
 
+def test_torchs_profiler_shows_each_bucket_until_its_result_is_there(failures: list[dict]) -> None:
+    for rank in failures:
+        assert [*rank["profiled"]] == ["reduction: bucket 0"]
+    early, late = (rank["profiled"]["reduction: bucket 0"] for rank in failures)
+    assert early > 40 > late
+
+
 @pytest.mark.parametrize(
     ("case", "fix"),
     [

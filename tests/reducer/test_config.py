@@ -46,6 +46,7 @@ def test_the_reducers_defaults() -> None:
         "cpus": None,
         "impl": None,
         "http": None,
+        "timeline": None,
         "failpoints": "",
     }
 
@@ -67,6 +68,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_CPUS", "0-1")
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     monkeypatch.setenv("REDUCTION_HTTP", "9090")
+    monkeypatch.setenv("REDUCTION_TIMELINE", "/var/timelines")
     monkeypatch.setenv("REDUCTION_FAILPOINTS", "reducer.placed=kill@3")
     monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
     assert reducer_config.load(kernel="numpy").model_dump() == {
@@ -90,6 +92,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpus": (0, 1),
         "impl": "plain",
         "http": "127.0.0.1:9090",
+        "timeline": Path("/var/timelines"),
         "failpoints": "reducer.placed=kill@3",
     }
 

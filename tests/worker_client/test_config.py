@@ -73,6 +73,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("impl", "plain", "plain"),
     ("impl", "compiled", "compiled"),
     ("io_threads", "2", 2),
+    ("timeline", "/var/timelines", Path("/var/timelines")),
     ("dump", "/var/dumps of ours", Path("/var/dumps of ours")),
     ("failpoints", "worker.copied=kill@3", "worker.copied=kill@3"),
 ]
@@ -99,6 +100,7 @@ DEFAULTS = {
     "encrypt": False,
     "impl": None,
     "io_threads": 1,
+    "timeline": None,
     "dump": None,
     "failpoints": "",
 }

@@ -11,6 +11,7 @@ from reducer.wire.constants import MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
 from tests.engine.driven import operation
 from tests.worker_client.flights import (
     IDENTITY,
+    WINDOW,
     answer,
     header_of,
     make,
@@ -171,6 +172,19 @@ def test_a_result_replaces_its_chunk(flight: Flight) -> None:
     assert answer(flight, sends[1]) == [0]
     assert bytes(mine.view) == bytes(255 - byte for byte in range(192))
     assert answer(flight, sends[1]) is None  # it is over
+
+
+def test_when_it_was_sent_and_answered_is_known_at_its_end(flight: Flight) -> None:
+    mine = operation(bytes(3 * WINDOW))
+    submit(flight, mine, [LinkShard(0, 0, 3 * WINDOW)], WINDOW // 2, 0)
+    first, *_ = sends = flight.refill(1.0)
+    flight.open(1)
+    assert (mine.sent, mine.answered) == (0.0, 0.0)
+    assert answer(flight, first, now=2.0) == []
+    while mine.answered == 0.0:  # what the window held back is no news of when it was sent
+        sends += flight.refill(3.0)
+        answer(flight, sends.pop(1), now=4.0)
+    assert (mine.sent, mine.answered) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("begins", [0, 1, 8])

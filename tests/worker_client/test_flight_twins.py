@@ -171,6 +171,8 @@ class Twins(RuleBasedStateMachine):
                 self.both(lambda twin, at=(link, sequence): twin.flight.expects(*at, 64))
         for one, other in zip(*(twin.buffers for twin in self.twins), strict=True):
             assert one.view == other.view
+            times = pytest.approx((one.sent, one.answered), abs=1e-6)
+            assert (other.sent, other.answered) == times
 
 
 class ManyTwins(Twins):

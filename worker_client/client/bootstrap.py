@@ -33,7 +33,7 @@ from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
 from worker_client.launch import Role
 from worker_client.launch.resolved import Launcher
-from worker_client.protocol.spec import Heartbeats, JobSpec
+from worker_client.protocol.spec import Heartbeats, JobSpec, file_name
 from worker_client.runtime import faults, implementation
 from worker_client.runtime.credentials import load as load_keys
 from worker_client.staging.wire_rule import WIRE_DTYPES
@@ -373,7 +373,7 @@ def enlist(
             host_name=host_name(),
             secret=secret,
         )
-        return _composer(settings, keys, hosted, place, meet).client(
+        client = _composer(settings, keys, hosted, place, meet).client(
             spec,
             groups,
             stop_host=hosted.stop if hosted else None,
@@ -385,6 +385,14 @@ def enlist(
         if hosted is not None:
             hosted.stop()
         raise
+    if settings.timeline is not None:
+        try:
+            name = f"{file_name(spec.job)}-rank{spec.rank}.json"
+            client.start_timeline(settings.timeline / name)
+        except BaseException:
+            client.shutdown()
+            raise
+    return client
 
 
 def _composer(

@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
@@ -22,6 +23,7 @@ from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from os import PathLike
 
     from reducer.wire.messages import Straggler
     from worker_client.client.admission import Admission
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
     from worker_client.protocol.spec import JobSpec
+    from worker_client.runtime.trace import Trace
     from worker_client.staging.host_buffer import HostBuffer
     from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
@@ -76,6 +79,7 @@ class Client:
         impl: name of the implementation.
         timeout_s: default for `all_reduce`, in seconds.
         departure: what `ordered` does after its farewell.
+        trace: shows what becomes of calls, while there is a timeline.
         admission: how ranks join; None where none can.
 
     Attributes:
@@ -91,6 +95,7 @@ class Client:
         impl: str,
         timeout_s: float,
         departure: Departure,
+        trace: Trace,
         admission: Admission | None = None,
     ) -> None:
         self.timeout_s = timeout_s
@@ -109,7 +114,8 @@ class Client:
         self._waited_s = 0.0
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
-        self._staging = DeviceStaging(self._submit_in_turn)
+        self._trace = trace
+        self._staging = DeviceStaging(self._submit_in_turn, trace)
         self._stages = False  # whether there was a tensor on a device
         self._forks = service_thread.forks
         departure.fusion = fusion
@@ -338,8 +344,24 @@ class Client:
         self._ordered.stop()
         # A callback keeps the driver from ending what staging would wait for.
         self._staging.stop(wait=not self._ordered.in_callback)
+        self._trace.stop()
         if self._departure.failure is not None:
             raise self._departure.failure
+
+    def start_timeline(self, path: str | PathLike[str]) -> None:
+        """Write what happens from now on to a file, which Perfetto opens.
+
+        Args:
+            path: of the file, which is replaced; another one at each rank.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self._trace.start(Path(path), self._ordered.flat.spec)
+
+    def stop_timeline(self) -> None:
+        """Complete the file; nothing more is written to it."""
+        self._trace.stop()
 
     def __enter__(self) -> Client:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from worker_client.communicators.membership import PATIENCE_S, Membership
 from worker_client.config import NAMED
 from worker_client.fusion import tensor_queue
 from worker_client.fusion.fusion import Fusion
+from worker_client.runtime.trace import Trace
 from worker_client.staging.wire_rule import WireRule
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Composer:
     place: Place | None = None
     meet: Callable[[str], NodeSockets] | None = None
     dump: Path | None = None
+    trace: Trace = field(default_factory=Trace, init=False)
 
     def flat(
         self,
@@ -82,6 +84,7 @@ class Composer:
             io_threads=self.io_threads,
             context=self.context,
             keys=self.keys,
+            trace=self.trace,
             left=left,
             hand_over=hand_over,
         )
@@ -136,6 +139,7 @@ class Composer:
                 timeout_s=self.timeout_s,
                 submissions=tensor_queue.twin(self.implementation.name),
                 rounds=wire.rounds,
+                trace=self.trace,
             )
 
         fusion = new_fusion(spec.world_size, lost)
@@ -155,6 +159,7 @@ class Composer:
             impl=self.implementation.name,
             timeout_s=self.timeout_s,
             departure=departure,
+            trace=self.trace,
             admission=admission,
         )
         try:

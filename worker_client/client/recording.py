@@ -18,13 +18,12 @@ from collections import deque
 from pathlib import Path
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from reducer import __version__
 from reducer.errors import MismatchError, RankLostError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
-from reducer.wire.header import fingerprint
 from worker_client.client.client import Client
+from worker_client.protocol.spec import file_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +36,6 @@ AGAIN_S = 1.0  # between two writings, unless it is the last one: calls fail in 
 TELLING = (MismatchError, RankLostError, ReducerLostError, ReductionTimeout)
 ORDERED, NAMED = 0, 1  # the groups of calls in the file, as if they were process groups
 _FORM = "2.10"
-_LONGEST_NAME = 150  # of a directory, which file systems allow 255 bytes
 _PACKAGE = str(Path(__file__).parents[1])
 # As PyTorch calls them there.
 _DTYPES = {
@@ -218,7 +216,7 @@ class RecordingClient(Client):
     def __init__(self, dump: Path, base_job: str, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._made = 0
-        self._log = CallLog(dump / _directory_name(base_job), self._describe)
+        self._log = CallLog(dump / file_name(base_job), self._describe)
         self._base_job = base_job
         self._joined_late = self.newcomer
         atexit.register(self._log.finish)
@@ -319,12 +317,6 @@ def _told(error: BaseException) -> dict[str, Any]:
     ranks = {name: getattr(error, name, None) for name in ("rank", "other_rank", "missing")}
     known = {name: value for name, value in ranks.items() if value is not None}
     return {"type": type(error).__name__, "message": str(error), **known}
-
-
-def _directory_name(job: str) -> str:
-    """Return a directory's name for a job, another one for each job."""
-    name = quote(job, safe="")
-    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{fingerprint(job):x}"
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -13,6 +13,7 @@ from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
 from worker_client.runtime.driver import Driver
 from worker_client.runtime.service_thread import leave_in_child
+from worker_client.runtime.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -177,6 +178,7 @@ class FlatCommunicator(Communicator):
         io_threads: threads of libzmq that serve the connections.
         context: that of the reducer that this process hosts, if it does.
         keys: what to show to reducers.
+        trace: shows what becomes of all-reduces, while there is a timeline.
         left: called once, after the farewell.
         hand_over: takes the calls that no reducer can finish any more, if `spec.fallback`.
 
@@ -192,6 +194,7 @@ class FlatCommunicator(Communicator):
         io_threads: int,
         context: Any,
         keys: Keys | None = None,
+        trace: Trace | None = None,
         left: Callable[[], None] = lambda: None,
         hand_over: Callable[[list[Unfinished]], None] | None = None,
     ) -> None:
@@ -202,6 +205,7 @@ class FlatCommunicator(Communicator):
         }
         spec = replace(spec, inproc=inproc)
         self.session = Session(spec, implementation.flight)
+        self._trace = trace or Trace()
         self._wait_until = time.monotonic() + spec.wait_s
         for address in spec.reducers:
             _resolve(address, self._wait_until)
@@ -238,6 +242,8 @@ class FlatCommunicator(Communicator):
         return self.driver.in_callback
 
     def submit(self, operation: Operation) -> None:
+        if self._trace.timeline is not None:
+            self._trace.follow(operation, self.session.spec.job)
         self.driver.submit(operation)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:

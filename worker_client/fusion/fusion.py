@@ -32,6 +32,7 @@ from worker_client.fusion.negotiation import JOIN, MOST_KNOWN, GivenUp, Negotiat
 from worker_client.fusion.tensor_queue import Waiting
 from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import ServiceThread
+from worker_client.runtime.trace import Trace
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.host_buffer import host_buffer
 from worker_client.work import PlainWork
@@ -74,6 +75,7 @@ class Fusion:
         timeout_s: of tensors whose caller names none.
         submissions: the implementation's.
         rounds: whether a tensor of a dtype, a reduction and so many bytes travels in 16 bits.
+        trace: shows what becomes of tensors, while there is a timeline.
 
     Attributes:
         calls: tensors that all ranks have had so far.
@@ -92,10 +94,12 @@ class Fusion:
         timeout_s: float,
         submissions: MakeSubmissions,
         rounds: Callable[[DType, ReduceOp, int], bool],
+        trace: Trace | None = None,
     ) -> None:
         self._make = make
         self._communicator: Communicator | None = None
         self._rounds = rounds
+        self._trace = trace or Trace()
         self._threshold = threshold
         self._cycle_s = cycle_s
         self._negotiation = Negotiation(rank, world_size)
@@ -532,13 +536,16 @@ class Fusion:
         communicator: Communicator,
         view: memoryview,
         requests: Sequence[Request],
-        finish: Callable[[BaseException | None], None],
+        finish: Callable[[Exception | None], object],
     ) -> None:
         first = requests[0].tensor
         name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
         timeout_s = max(min(r.deadline for r in requests) - time.monotonic(), LEAST_S)
+        if self._trace.timeline is not None:
+            names = [request.tensor.name for request in requests]
+            finish = self._trace.fused(names, min(r.begun for r in requests), finish)
 
-        def ended(error: BaseException | None) -> None:
+        def ended(error: Exception | None) -> None:
             if error is None:
                 self.bytes_reduced += view.nbytes
             finish(error)

@@ -63,6 +63,8 @@ local_size = CURRENT.local_size
 cross_rank = CURRENT.cross_rank
 cross_size = CURRENT.cross_size
 is_homogeneous = CURRENT.is_homogeneous
+start_timeline = CURRENT.start_timeline
+stop_timeline = CURRENT.stop_timeline
 
 _PROCESS_SETS = "all ranks take part in every call: remove it"
 _NOT_HERE = {
@@ -78,8 +80,6 @@ _NOT_HERE = {
     "sparse_allreduce_async": "use hvd.DistributedOptimizer, or tensor.to_dense()",
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm with a process group",
     "run": "start the script with torchrun or mpirun",
-    "start_timeline": "there is no timeline",
-    "stop_timeline": "there is no timeline",
 }
 # What Horovod was built with decides there what is possible; here it is always the same.
 _BUILT_WITHOUT = (
@@ -134,6 +134,8 @@ __all__ = [
     "reducescatter",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

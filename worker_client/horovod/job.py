@@ -10,6 +10,7 @@ import logging
 import sys
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -267,6 +268,26 @@ class Current:
     def rank(self) -> int:
         """Return the number of this worker among all."""
         return self.job.rank
+
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+        """Write what happens from now on to a file, which Perfetto opens; each rank has its own.
+
+        Args:
+            file_path: of rank 0; that of the others has ``.rankN`` before its suffix.
+            mark_cycles: is accepted and changes nothing: rounds of negotiation are shown anyway.
+
+        Raises:
+            ConfigError: there is no job, or the file cannot be written.
+        """
+        del mark_cycles
+        path = Path(file_path)
+        if rank := self.rank():
+            path = path.with_suffix(f".rank{rank}{path.suffix}")
+        self.job.client.start_timeline(path)
+
+    def stop_timeline(self) -> None:
+        """Complete the file; nothing more is written to it."""
+        self.job.client.stop_timeline()
 
     def size(self) -> int:
         """Return the number of workers."""

@@ -37,6 +37,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
 
     ctypedef struct operation_t "struct operation":
         header_t header
+        uint64_t sent_ns, answered_ns
 
     struct shard:
         operation_t *of
@@ -106,7 +107,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
 
 cdef class CompiledFlight:
     cdef flight its
-    cdef dict _views  # by sequence number: keeps the memory for as long as it is used
+    cdef dict _operations  # by sequence number: keeps the memory for as long as it is used
 
     cdef list completed(self)
     cdef uint32_t check(self, link) except? 0

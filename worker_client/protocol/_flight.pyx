@@ -20,7 +20,7 @@ cdef class CompiledFlight:
 
     def __cinit__(self, identity):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
-        self._views = {}
+        self._operations = {}
         if not flight_init(&self.its, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
             raise MemoryError
 
@@ -69,7 +69,7 @@ cdef class CompiledFlight:
             free(wanted)
         if submitted == NULL:
             raise MemoryError
-        self._views[submitted.header.sequence] = operation.view
+        self._operations[submitted.header.sequence] = operation
 
     def open(self, link):
         self.its.links[self.check(link)].open = True
@@ -90,7 +90,7 @@ cdef class CompiledFlight:
         cdef contribution next
         sends = []
         while flight_next_in_turn(&self.its, &turn, now_ns, &next):
-            view = self._views[next.header.sequence]
+            view = self._operations[next.header.sequence].view
             payload = view[next.header.offset:next.header.offset + next.header.nbytes]
             sends.append(Send(next.chunk.link, (<char *>&next.header)[:HEADER_BYTES], payload))
         return sends
@@ -113,10 +113,14 @@ cdef class CompiledFlight:
     cdef list completed(self):
         """Return the numbers of the all-reduces that have ended well, once each."""
         cdef uint64_t sequence
+        cdef operation_t *latest
         sequences = []
-        while flight_completed(&self.its, &sequence):
+        while (latest := self.its.completed) != NULL:
+            sent_s, answered_s = latest.sent_ns / 1e9, latest.answered_ns / 1e9
+            flight_completed(&self.its, &sequence)
             sequences.append(sequence)
-            del self._views[sequence]
+            operation = self._operations.pop(sequence)
+            operation.sent, operation.answered = sent_s, answered_s
         sequences.reverse()
         return sequences
 
@@ -131,7 +135,7 @@ cdef class CompiledFlight:
 
     def end(self, sequence):
         flight_end(&self.its, sequence)
-        self._views.pop(sequence, None)
+        self._operations.pop(sequence, None)
 
     def needs(self, link):
         cdef uint32_t at = self.check(link)

@@ -44,6 +44,8 @@ struct operation {
     uint64_t remaining;          /* chunks whose result has not come */
     uint64_t kept;               /* chunks whose result is kept */
     unsigned char *data;         /* the caller's, until the operation has ended */
+    uint64_t sent_ns, answered_ns; /* the latest chunk that was sent before the first result came,
+                                      and that; 0: none yet */
     size_t shard_count;
     struct shard *shards; /* in the order of their offsets */
 };

@@ -178,6 +178,8 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     chunk_list_put(&link->sent, chunk);
     chunk->state = CHUNK_SENT;
     chunk->sent_ns = now_ns;
+    if (chunk->of->of->answered_ns == 0)
+        chunk->of->of->sent_ns = now_ns;
     link->in_flight += window_charge(nbytes);
     link->bytes_sent += nbytes;
     next->chunk = chunk;
@@ -293,6 +295,8 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     if (payload != NULL && payload_bytes > 0) /* an empty buffer may have no address */
         put_result(operation, header.offset, payload);
     measure(link, chunk->sent_ns, now_ns);
+    if (operation->answered_ns == 0)
+        operation->answered_ns = now_ns;
     flight_settle(flight, chunk, CHUNK_DONE);
     link->bytes_received += header.nbytes;
     link->results++;

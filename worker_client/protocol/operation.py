@@ -49,6 +49,8 @@ class Operation:
         since, history: a checksum of what was asked for before, and the call that it begins with.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
         begun: when it was submitted, by the same clock.
+        sent, answered: of one that has ended well at the reducers, by the same clock: when the
+            latest chunk was sent before the first result came, and when that came; 0 else.
         ask_at: when to ask who is missing, by the same clock.
         ask_last_at: when to ask that for the last time, shortly before the deadline.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
@@ -58,6 +60,7 @@ class Operation:
 
     __slots__ = (
         "_missing",
+        "answered",
         "ask_at",
         "ask_last_at",
         "begun",
@@ -76,6 +79,7 @@ class Operation:
         "refusal",
         "residual",
         "rounded",
+        "sent",
         "sequence",
         "since",
         "tag",
@@ -114,6 +118,7 @@ class Operation:
         self.sequence = -1
         self.since = self.history = 0
         self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
+        self.sent = self.answered = 0.0
         self.overdue = self.quiet = False
         self.pieces: tuple[Operation, ...] = ()
         self._missing: tuple[int, ...] = ()

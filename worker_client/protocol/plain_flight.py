@@ -58,15 +58,18 @@ class _Progress:
         header: what its messages have in common.
         operation: None once it has ended, and the buffer is its caller's again.
         remaining: chunks whose result has not come.
+        sent: when the latest chunk was sent before the first result came; 0: none yet.
+        answered: when that came.
     """
 
-    __slots__ = ("chunks", "header", "operation", "remaining")
+    __slots__ = ("answered", "chunks", "header", "operation", "remaining", "sent")
 
     def __init__(
         self, header: Header, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int
     ) -> None:
         self.header = header
         self.operation: Operation | None = operation
+        self.sent = self.answered = 0.0
         self.chunks: dict[int, _Chunk] = {}  # by offset
         for link, start, end in shards:
             # At least one: an empty buffer travels as an empty chunk.
@@ -196,6 +199,7 @@ class PlainFlight:
         progress.operation.view[header.offset : header.offset + header.nbytes] = payload
         its = self._links[link]
         its.measure(now - chunk.sent_at)
+        progress.answered = progress.answered or now
         self._settle(chunk, _State.DONE)
         its.received += header.nbytes
         its.results += 1
@@ -207,6 +211,7 @@ class PlainFlight:
         if progress.remaining:
             return []
         del self._active[header.sequence]
+        progress.operation.sent, progress.operation.answered = progress.sent, progress.answered
         progress.operation = None
         if any(chunk.result is not None for chunk in progress.chunks.values()):
             self._ended[header.sequence] = progress
@@ -340,6 +345,8 @@ class PlainFlight:
         insort(link.flying, chunk, key=_place)
         chunk.state = _State.SENT
         chunk.sent_at = now
+        if not chunk.of.answered:
+            chunk.of.sent = now
         link.in_flight += charge(chunk.nbytes)
         link.sent += chunk.nbytes
         header = header._replace(watermark=self.watermark, offset=chunk.offset, nbytes=chunk.nbytes)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 
 from reducer.wire.constants import PATIENCE_MS
+from reducer.wire.header import fingerprint
 from worker_client.protocol.flow_control import most_per_link
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+_LONGEST_NAME = 150  # of a file, for which file systems allow 255 bytes
 
 
 class Heartbeats(NamedTuple):
@@ -101,3 +106,9 @@ class JobSpec:
         if reducer in self.hosts:
             return False
         return self.fallback or self.adopts or len(self.reducers) > 1
+
+
+def file_name(job: str) -> str:
+    """Return what files of a job are called after: another name for each job."""
+    name = quote(job, safe="")
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{fingerprint(job):x}"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import DeviceError, LocalProtocolError, ReductionError
 from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
+from worker_client.runtime.trace import Copies
 from worker_client.staging import device
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.split_call import Piece, SplitCall, cut
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from reducer.wire.constants import ReduceOp
+    from worker_client.runtime.trace import Trace
     from worker_client.staging.device import Copy, Device
     from worker_client.staging.host_buffer import Flat
 
@@ -127,13 +129,15 @@ class DeviceStaging:
 
     Args:
         submit: starts an all-reduce of host memory, in the order of calls.
+        trace: shows what becomes of calls, while there is a timeline.
 
     Attributes:
         bytes_reduced: of all pieces so far.
     """
 
-    def __init__(self, submit: Callable[[Operation], object]) -> None:
+    def __init__(self, submit: Callable[[Operation], object], trace: Trace) -> None:
         self.bytes_reduced = 0
+        self._trace = trace
         self._submit = submit
         self._devices: dict[torch.device, tuple[Device, BufferPool[torch.Tensor]]] = {}
         self._failure: Exception | None = None  # a piece was not contributed: the order is lost
@@ -190,9 +194,15 @@ class DeviceStaging:
         except DeviceError as error:
             self._failure = error
             raise
+        steps = None
+        if self._trace.timeline is not None:
+            steps = Copies(self._trace, flat.data.nbytes)
+            pieces = [piece._replace(prepare=steps.copied(piece.prepare)) for piece in pieces]
+            end = steps.finished(end)
         made = SplitCall(pieces, end, name=None, release=copies.settle)
         for piece in pieces:
-            piece.operation.ended = partial(self._piece_ended, made, opened, piece.operation)
+            ended = partial(self._piece_ended, made, opened, piece.operation)
+            piece.operation.ended = ended if steps is None else steps.reduced(ended)
         self._stand_in_line(made, pieces)
 
     def follow(self, operation: Operation) -> None:

@@ -1,0 +1,375 @@
+"""Timelines: what their files hold at any time, and several of them on one clock."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reducer import timeline
+from reducer.errors import ConfigError, MismatchError
+from reducer.timeline import LogEvents, Timeline
+from tests.conftest import joined, reducer_here
+from tests.waits import eventually
+from worker_client.client.bootstrap import connect
+from worker_client.commands.timeline import Clock, Process, Round, Span, align, described, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.worker_client.slow_device import Devices
+    from worker_client.client.client import Client
+
+pytestmark = pytest.mark.usefixtures("no_settings")
+
+ABOUT = {"kind": "rank", "rank": 0, "job": "job"}
+
+
+def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
+    """The events of one kind, from a file that must be whole."""
+    return [event for event in json.loads(path.read_bytes()) if event["ph"] == kind]
+
+
+# -- the file -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Timeline]:
+    monkeypatch.setattr(timeline, "FLUSH_S", 0.01)
+    made = Timeline(tmp_path / "folder" / "file.json", "a process", ABOUT, most_bytes=20_000)
+    yield made
+    made.close()
+
+
+def test_the_file_is_whole_at_any_time(lines: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file.json"
+    assert events(path, "i")[0]["args"]["rank"] == 0
+    for number in range(50):
+        lines.slice("track", f"slice {number}", (number, number + 0.5), {})
+        events(path)
+    eventually(lambda: len(events(path)) == 50)
+    assert [event["name"] for event in events(path)] == [f"slice {at}" for at in range(50)]
+    assert {event["dur"] for event in events(path)} == {500_000.0}
+
+
+def test_what_overlaps_is_in_lanes_of_its_own(lines: Timeline, tmp_path: Path) -> None:
+    parts = (("first", 0.0, 2.0), ("second", 2.0, 3.0))
+    lines.slice("track", "short", (1.0, 2.0), {})
+    lines.slice("track", "long", (0.0, 3.0), {}, parts)
+    lines.slice("track", "after both", (3.0, 4.0), {})
+    lines.slice("other", "elsewhere", (0.0, 9.0), {})
+    lines.close()
+    path = tmp_path / "folder" / "file.json"
+    lanes: dict[int, list[str]] = {}
+    for event in events(path):
+        lanes.setdefault(event["tid"], []).append(event["name"])
+    assert list(lanes.values()) == [
+        ["short", "after both"],
+        ["long", "first", "second"],
+        ["elsewhere"],
+    ]
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events(path, "M")[1:]
+        if "name" in event["args"]
+    }
+    assert [names[tid] for tid in lanes] == ["track", "track 2", "other"]
+
+
+def test_the_file_is_bounded(
+    lines: Timeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1000):
+        lines.slice("track", "slice", (number, number + 1), {"text": "x" * 100})
+        time.sleep(0.0001)
+    lines.close()
+    path = tmp_path / "folder" / "file.json"
+    assert 2_000 < path.stat().st_size < 20_000 + 1_000
+    assert events(path, "i")[-1]["name"] == "the file is full"
+    assert "is full: what follows is left out" in caplog.text
+
+
+def test_what_nobody_could_write_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline, "MOST_WAITING", 10)
+    monkeypatch.setattr(timeline, "FLUSH_S", 60)
+    made = Timeline(tmp_path / "file.json", "a process", ABOUT)
+    for number in range(25):
+        made.slice("track", "slice", (number, number + 1), {})
+    made.close()
+    made.close()  # again
+    assert len(events(tmp_path / "file.json")) == 10
+    assert events(tmp_path / "file.json", "i")[-1]["name"] == "15 events are missing"
+
+
+def test_what_is_logged_is_shown(lines: Timeline, tmp_path: Path) -> None:
+    mine = logging.getLogger("tests.timeline")
+    handler = LogEvents(lines, logging.WARNING)
+    mine.addHandler(handler)
+    mine.info("not this")
+    mine.warning("a %s", "warning")
+    mine.removeHandler(handler)
+    lines.close()
+    told = events(tmp_path / "folder" / "file.json", "i")[1:]
+    assert [(one["name"], one["args"]["level"]) for one in told] == [("a warning", "warning")]
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with reducer_here() as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDUCTION_TIMELINE", str(tmp_path / "file"))
+        with pytest.raises(ConfigError, match="name a directory that can be written to"):
+            connect(rank=0, world_size=1, servers=server.address, job="nowhere")
+
+
+# -- what a client shows ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[tuple[list[Client], Path]]:
+    """Two ranks at one reducer, all of which write timelines into a directory."""
+    with reducer_here(timeline=tmp_path) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDUCTION_TIMELINE", str(tmp_path))
+        with joined(2, servers=server.address, job="a/job", timeout=5) as clients:
+            yield clients, tmp_path
+
+
+def at_both(clients: list[Client], step: Any) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(step, clients))
+
+
+def test_the_parts_of_an_all_reduce_are_all_of_it(job: tuple[list[Client], Path]) -> None:
+    clients, directory = job
+
+    def step(client: Client) -> None:
+        for size in (1, 1000, 1_000_000):
+            if client.rank == 1:
+                time.sleep(0.05)
+            client.all_reduce(np.ones(size, np.float32)).wait()
+
+    at_both(clients, step)
+    for client in clients:
+        client.stop_timeline()
+    for rank in range(2):
+        found = events(directory / f"a%2Fjob-rank{rank}.json")
+        heads = [at for at, event in enumerate(found) if "bytes" in event.get("args", {})]
+        named = [found[at] for at in heads if not found[at]["args"]["job"].endswith("/named")]
+        assert [one["args"]["bytes"] for one in named] == [4, 4000, 4_000_000]
+        for at in heads:
+            names = [event["name"] for event in found[at + 1 : at + 5]]
+            assert names == ["queued", "sent", "waited", "received"]
+            assert sum(event["dur"] for event in found[at + 1 : at + 5]) == pytest.approx(
+                found[at]["dur"], abs=0.01
+            )
+            starts = [event["ts"] for event in found[at : at + 5]]
+            assert starts == sorted(starts)
+        waited = [found[at + 3]["dur"] for at in heads][:2]
+        assert all(50_000 <= us < 5e6 for us in waited) == (rank == 0)
+
+
+def test_a_reducer_shows_whom_it_waited_for(job: tuple[list[Client], Path]) -> None:
+    clients, directory = job
+
+    def step(client: Client) -> None:
+        for _ in range(3):
+            if client.rank == 1:
+                time.sleep(0.03)
+            client.all_reduce(np.ones(1000, np.float32)).wait()
+
+    at_both(clients, step)
+    for client in clients:
+        client.shutdown()
+    (path,) = directory.glob("reducer-*.json")
+
+    def shown() -> list[dict[str, Any]]:
+        calls = [one["args"] for one in events(path) if one.get("args", {}).get("job") == "a/job"]
+        return [its for its in calls if its["nbytes"] == 4000]
+
+    eventually(lambda: len(shown()) >= 3)
+    # Before the first one the ranks agree on chunks, and wait for the late rank there.
+    late = [its for its in shown() if its["complete_us"] - its["alone_us"] >= 25_000]
+    assert len(late) >= 2
+    assert {(its["first_rank"], its["last_rank"], its["chunks"]) for its in late} == {(0, 1, 1)}
+    assert [one["name"] for one in events(path)].count("waited for rank 1") >= 2
+
+
+def test_named_tensors_show_how_long_they_were_negotiated(job: tuple[list[Client], Path]) -> None:
+    clients, directory = job
+
+    def step(client: Client) -> None:
+        works = [client.all_reduce(np.ones(9, np.float32), name=f"t{at}") for at in range(3)]
+        for work in works:
+            work.wait()
+
+    at_both(clients, step)
+    clients[0].stop_timeline()
+    found = events(directory / "a%2Fjob-rank0.json")
+    shown = [event for event in found if "tensors" in event.get("args", {})]
+    assert sorted(name for one in shown for name in one["args"]["tensors"]) == ["t0", "t1", "t2"]
+    assert [event["name"] for event in found].count("negotiated") == len(shown)
+    negotiation = [one for one in found if one.get("args", {}).get("job") == "a/job/named"]
+    assert any(one["name"].startswith("tensors ") for one in negotiation)
+
+
+def test_a_failure_is_shown(job: tuple[list[Client], Path]) -> None:
+    clients, directory = job
+
+    def step(client: Client) -> None:
+        with pytest.raises(MismatchError):
+            client.all_reduce(np.ones(1 + client.rank, np.float32)).wait()
+
+    at_both(clients, step)
+    clients[1].stop_timeline()
+    clients[1].stop_timeline()  # again
+    (failed,) = [
+        event
+        for event in events(directory / "a%2Fjob-rank1.json")
+        if "MismatchError" in event.get("args", {}).get("error", "")
+    ]
+    assert failed["args"]["bytes"] == 8
+
+
+def test_a_tensor_on_a_device_shows_its_copies(
+    job: tuple[list[Client], Path], devices: Devices
+) -> None:
+    import torch  # noqa: PLC0415 (the fixture skips without it)
+
+    clients, directory = job
+    at_both(clients, lambda client: client.all_reduce(torch.ones(100)).wait())
+    clients[0].stop_timeline()
+    names = [event["name"] for event in events(directory / "a%2Fjob-rank0.json")]
+    at = names.index("copied from the device")
+    assert names[at - 1 : at + 3] == [
+        "all-reduce",
+        "copied from the device",
+        "reduced",
+        "copied to the device",
+    ]
+
+
+def test_a_client_without_a_timeline_writes_none(tmp_path: Path) -> None:
+    with reducer_here() as server, joined(1, servers=server.address) as (client,):
+        client.all_reduce(np.ones(1, np.float32)).wait()
+        client.start_timeline(tmp_path / "later.json")
+        client.all_reduce(np.ones(1, np.float32), name="later").wait()
+    assert {
+        one["args"]["bytes"]
+        for one in events(tmp_path / "later.json")
+        if "bytes" in one.get("args", {})
+    }
+    assert not list(tmp_path.glob("*rank*"))
+
+
+# -- one clock ----------------------------------------------------------------------------------
+
+
+def shifted(path: Path, into: Path, host: str, ahead_us: float) -> Path:
+    """A file as a host would have written it whose clock is ahead."""
+    found = json.loads(path.read_bytes())
+    for event in found:
+        if event["ph"] != "M":
+            event["ts"] += ahead_us
+        its = event.get("args", {})
+        if event["name"] == "begins":
+            its |= {"boot": host, "host": host}
+        for name in ("begun_us", "alone_us", "complete_us", "done_us"):
+            if name in its:
+                its[name] += ahead_us
+    into.mkdir(exist_ok=True)
+    (into / path.name).write_text(json.dumps(found))
+    return into / path.name
+
+
+AHEAD_US = {"rank0": 0.0, "rank1": 5_000_000.0, "reducer": -1_234_567.0}
+
+
+@pytest.fixture
+def files(job: tuple[list[Client], Path]) -> list[Path]:
+    clients, directory = job
+
+    def step(client: Client) -> None:
+        for _ in range(30):
+            client.all_reduce(np.ones(100, np.float32)).wait()
+
+    at_both(clients, step)
+    for client in clients:
+        client.shutdown()
+    (reducer,) = directory.glob("reducer-*.json")
+    eventually(lambda: len(events(reducer)) > 100)
+    return [*(directory / f"a%2Fjob-rank{rank}.json" for rank in range(2)), reducer]
+
+
+def test_clocks_are_found_from_the_messages(files: list[Path], tmp_path: Path) -> None:
+    moved = [
+        shifted(path, tmp_path / "moved", host, ahead_us)
+        for path, (host, ahead_us) in zip(files, AHEAD_US.items(), strict=True)
+    ]
+    clocks = merge(moved, tmp_path / "merged.json")
+    assert [clock.host for clock in clocks] == ["rank0", "rank1", "reducer"]
+    for clock in clocks:
+        assert clock.error_us < 5000  # beside other tests
+        assert clock.offset_us == pytest.approx(-AHEAD_US[clock.host], abs=clock.error_us + 0.01)
+    merged = events(tmp_path / "merged.json")
+    assert {event["pid"] for event in merged} == {1, 2, 3}
+    assert min(event["ts"] for event in merged) >= 0
+    assert max(event["ts"] for event in merged) < 60e6
+
+
+def test_one_host_has_one_clock(files: list[Path], tmp_path: Path) -> None:
+    output = files[0].parent / "timeline.json"
+    (clock,) = merge([files[0].parent], output)
+    assert (clock.offset_us, clock.error_us) == (0.0, 0.0)
+    assert described(clock).endswith("its clock is the one that all times are on")
+    first = events(output)
+    merge([files[0].parent], output)  # the output is not among what is read
+    assert events(output) == first
+
+
+def a_process(host: str, kind: str, begun_us: float = 0.0, **about: Any) -> Process:
+    about |= {"boot": host, "host": host, "kind": kind, "wall_ns": 1_000_000_000}
+    return Process(None, about, [{"ph": "i", "ts": begun_us, "name": "begins"}])
+
+
+def test_bounds_add_up_along_a_path() -> None:
+    key = ("job", 1)
+    first, second = (a_process(f"rank{rank}", "rank", rank=rank) for rank in range(2))
+    reducer = a_process("reducer", "reducer")
+    first.spans[key] = Span(100.0, 200.0)
+    second.spans[key] = Span(1110.0, 1180.0)  # its clock is 1000 ahead
+    reducer.rounds[key] = Round(begun_us=5110.0, complete_us=5150.0, done_us=5160.0, first_rank=0)
+    clocks = align([first, second, reducer])
+    assert clocks["reducer"] == Clock("reducer", -4985.0, 25.0)  # ahead by 4960 to 5010
+    # Behind the reducer by 3980 to 4040: so ahead of the first by 920 to 1030.
+    assert clocks["rank1"] == Clock("rank1", -975.0, 55.0)
+
+
+def test_who_shares_no_all_reduce_is_placed_by_the_wall_clock() -> None:
+    first, other = a_process("a", "rank", 500.0, rank=0), a_process("b", "rank", 700.0, rank=1)
+    clock = align([first, other])["b"]
+    assert clock.offset_us == -200.0
+    assert "taken from the wall clocks" in described(clock)
+
+
+def test_a_clock_is_described() -> None:
+    assert described(Clock("h", -1500.0, 20.0)) == (
+        "host h: its clock is 1.500 ms ahead, give or take 0.020 ms"
+    )
+    assert "1.500 ms behind" in described(Clock("h", 1500.0, 20.0))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '[{"name": "begins", "ph": "i", "args": {}}]'])
+def test_what_is_no_timeline_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file.json").write_text(text)
+    with pytest.raises(ConfigError, match="is no timeline of a rank or reducer"):
+        merge([tmp_path / "file.json"], tmp_path / "merged.json")
+    (tmp_path / "file.json").unlink()
+    with pytest.raises(ConfigError, match="set REDUCTION_TIMELINE to a directory"):
+        merge([tmp_path], tmp_path / "merged.json")

@@ -1,0 +1,243 @@
+"""`worker-client timeline merge`: the timelines of ranks and reducers as one, on one clock.
+
+Every host has a clock of its own, and messages between hosts bound how far two of them are apart:
+no contribution arrives before its rank has begun to send it, and no rank has a result before the
+reducer had it. So each all-reduce that both a rank and a reducer have written down gives an upper
+and a lower bound of the difference of their clocks. Bounds add up along a path of hosts, so the
+tightest ones are shortest paths. The offset is taken from the middle of both bounds, and half of
+what is between them is its error: the shortest way there and back, by and large.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path  # noqa: TC003 (an argument's type)
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from reducer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    Events = list[dict[str, Any]]
+    Key = tuple[str, int]  # a job and the number of an all-reduce
+
+
+class Span(NamedTuple):
+    """An all-reduce as a rank has it: when it began to be sent, and when it ended, us."""
+
+    begun_us: float
+    ended_us: float
+
+
+class Round(NamedTuple):
+    """An all-reduce as a reducer has it; as of `reducer.engine.slots.RoundTimes`."""
+
+    begun_us: float
+    complete_us: float
+    done_us: float
+    first_rank: int
+
+
+@dataclass
+class Process:
+    """The timeline of one process.
+
+    Attributes:
+        path: of the file.
+        about: what it says of itself.
+        events: all of it.
+        spans: of a rank: its all-reduces that have ended well.
+        rounds: of a reducer.
+    """
+
+    path: Path
+    about: Mapping[str, Any]
+    events: Events
+    spans: dict[Key, Span] = field(default_factory=dict)
+    rounds: dict[Key, Round] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """What tells its clock from those of others."""
+        return str(self.about["boot"] or self.about["host"])
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it is a rank, and no reducer."""
+        return bool(self.about["kind"] == "rank")
+
+    @property
+    def order(self) -> tuple[bool, str, int, str]:
+        """Where it is shown: ranks above reducers."""
+        rank, job = int(self.about.get("rank", 0)), str(self.about.get("job", ""))
+        return not self.is_rank, job, rank, str(self.about.get("address", ""))
+
+
+class Clock(NamedTuple):
+    """What is known of a host's clock.
+
+    Attributes:
+        host: the name of a machine that has it.
+        offset_us: what is to be added to its times; those of the first host stay as they are.
+        error_us: how far off that may be; infinite where only the wall clocks tell.
+    """
+
+    host: str
+    offset_us: float
+    error_us: float
+
+
+def merge(paths: Sequence[Path], output: Path) -> list[Clock]:
+    """Write the events of several files to one.
+
+    Args:
+        paths: files, and directories of them.
+        output: file that is written.
+
+    Returns:
+        The clocks of all hosts.
+
+    Raises:
+        ConfigError: there are no timelines, or one cannot be read, or the output not written.
+    """
+    files = [file for path in paths for file in _files(path, output)]
+    processes = sorted(map(_read, files), key=lambda one: one.order)
+    if not processes:
+        raise ConfigError(
+            f"there are no timelines in {', '.join(map(str, paths))}: set REDUCTION_TIMELINE to a "
+            "directory at every rank and reducer, and copy what they have written to one place"
+        )
+    clocks = align(processes)
+    begin_us = min(
+        event["ts"] + clocks[one.host].offset_us
+        for one in processes
+        for event in one.events
+        if event["ph"] != "M"
+    )
+    merged: Events = []
+    for pid, one in enumerate(processes, 1):
+        # In whole nanoseconds, as times are: else parts would end after what they are of.
+        shift_ns = round(1000 * (clocks[one.host].offset_us - begin_us))
+        merged.append(_metadata(pid, "process_sort_index", sort_index=pid))
+        for event in one.events:
+            event["pid"] = pid
+            if event["ph"] != "M":
+                event["ts"] = (round(1000 * event["ts"]) + shift_ns) / 1000
+        merged += one.events
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            file.write("[\n" + ",\n".join(map(_json, merged)) + "\n]\n")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
+    return list(clocks.values())
+
+
+def described(clock: Clock) -> str:
+    """Return a sentence about a clock."""
+    if math.isinf(clock.error_us):
+        return (
+            f"host {clock.host}: no all-reduce tells how its clock differs from the first host's: "
+            "taken from the wall clocks"
+        )
+    if not clock.error_us:
+        return f"host {clock.host}: its clock is the one that all times are on"
+    ahead_ms, error_ms = -clock.offset_us / 1000, clock.error_us / 1000
+    ahead = f"{abs(ahead_ms):.3f} ms {'behind' if ahead_ms < 0 else 'ahead'}"
+    return f"host {clock.host}: its clock is {ahead}, give or take {error_ms:.3f} ms"
+
+
+def align(processes: Sequence[Process]) -> dict[str, Clock]:
+    """Return the clock of each host; the first process's is the one that all are shown on."""
+    hosts = list(dict.fromkeys(one.host for one in processes))
+    # most[i, j]: what the clock of host j is at most ahead of that of host i.
+    most = np.full((len(hosts), len(hosts)), math.inf)
+    np.fill_diagonal(most, 0.0)
+    for rank in (one for one in processes if one.is_rank):
+        for reducer in (one for one in processes if not one.is_rank):
+            here, there = hosts.index(rank.host), hosts.index(reducer.host)
+            if here == there:
+                continue
+            for ahead_us, behind_us in _bounds(rank, reducer):
+                most[here, there] = min(most[here, there], ahead_us)
+                most[there, here] = min(most[there, here], behind_us)
+    for via in range(len(hosts)):  # Floyd and Warshall
+        most = np.minimum(most, most[:, via, None] + most[None, via, :])
+    clocks = {}
+    for at, host in enumerate(hosts):
+        one = next(process for process in processes if process.host == host)
+        ahead_us, behind_us = most[0, at], most[at, 0]
+        if math.isinf(ahead_us) or math.isinf(behind_us):
+            wall_us = _wall_us(one) - _wall_us(processes[0])
+            clocks[host] = Clock(one.about["host"], wall_us, math.inf)
+        else:
+            # Clocks that drift apart can contradict each other: then by as much as that.
+            error_us = abs(ahead_us + behind_us) / 2
+            clocks[host] = Clock(one.about["host"], (behind_us - ahead_us) / 2, error_us)
+    return clocks
+
+
+def _bounds(rank: Process, reducer: Process) -> Iterator[tuple[float, float]]:
+    """Yield how far the reducer's clock is ahead of the rank's at most, and behind it at most."""
+    number = rank.about["rank"]
+    for key, span in rank.spans.items():
+        its = reducer.rounds.get(key)
+        if its is None or not its.done_us:
+            continue
+        arrived_us = its.begun_us if its.first_rank == number else its.complete_us
+        yield arrived_us - span.begun_us, span.ended_us - its.done_us
+
+
+def _wall_us(process: Process) -> float:
+    """Return what is to be added to a process's times for its wall clock's."""
+    begun_us = next(event["ts"] for event in process.events if event["ph"] == "i")
+    return float(process.about["wall_ns"] / 1000 - begun_us)
+
+
+def _files(path: Path, output: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return [file for file in sorted(path.glob("*.json")) if file.resolve() != output.resolve()]
+
+
+def _read(path: Path) -> Process:
+    try:
+        events = json.loads(path.read_bytes())
+        about = next(event["args"] for event in events if event["name"] == "begins")
+        process = Process(path, about, events)
+        _ = process.host, process.order, about["wall_ns"]
+        _understand(process)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        raise ConfigError(f"{path} is no timeline of a rank or reducer: {error!r}") from None
+    return process
+
+
+def _understand(process: Process) -> None:
+    """Find the all-reduces in a process's events; the parts of each follow it."""
+    key: Key | None = None
+    for event in process.events:
+        if event["ph"] != "X":
+            continue
+        its = event.get("args", {})
+        if "sequence" in its:
+            key = its["job"], its["sequence"]
+            if not process.is_rank:
+                process.rounds[key] = Round(**{name: its[name] for name in Round._fields})
+            elif "error" not in its:
+                process.spans[key] = Span(event["ts"], event["ts"] + event["dur"])
+        elif event["name"] == "queued" and key in process.spans:
+            span = process.spans[key]
+            process.spans[key] = span._replace(begun_us=event["ts"] + event["dur"])
+            key = None
+
+
+def _metadata(pid: int, name: str, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": args}
+
+
+def _json(event: Mapping[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":"))

@@ -1,0 +1,201 @@
+"""What becomes of a client's all-reduces, on a timeline while there is one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from reducer.timeline import LogEvents, Timeline
+from reducer.wire.constants import PLACES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from reducer.timeline import Part
+    from worker_client.protocol.operation import Operation
+    from worker_client.protocol.spec import JobSpec
+
+    Ended = Callable[[Exception | None], object]
+
+ALL_REDUCES = "all-reduces"
+TENSORS = "tensors with names"
+DEVICE = "tensors on devices"
+# Of an all-reduce, by how many of its moments are known: none of what a process group has done, one
+# of what has failed.
+_PARTS: tuple[tuple[str, ...], ...] = (
+    ("elsewhere",),
+    ("queued", "unfinished"),
+    (),
+    ("queued", "sent", "waited", "received"),
+)
+
+
+class Trace:
+    """The timeline of one client, if there is one; threads may share it.
+
+    Attributes:
+        timeline: what is written to; None: nothing is.
+    """
+
+    def __init__(self) -> None:
+        self.timeline: Timeline | None = None
+        self._opened = ExitStack()
+        self._changing = threading.RLock()  # a signal handler may stop it
+
+    def start(self, path: Path, spec: JobSpec) -> None:
+        """Write what happens from now on to a file, in place of an earlier one.
+
+        Args:
+            path: of the file, which is replaced.
+            spec: who this is.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        with self._changing:
+            self.stop()
+            about = {
+                "kind": "rank",
+                "job": spec.job,
+                "generation": spec.generation,
+                "rank": spec.rank,
+            }
+            timeline = Timeline(path, f"rank {spec.rank} of {spec.world_size}, {spec.job}", about)
+            self._opened.callback(timeline.close)
+            handler, mine = LogEvents(timeline, logging.WARNING), logging.getLogger("worker_client")
+            mine.addHandler(handler)
+            self._opened.callback(mine.removeHandler, handler)
+            self.timeline = timeline
+
+    def stop(self) -> None:
+        """Write the rest, and nothing more. May be called again."""
+        with self._changing:
+            self.timeline = None
+            self._opened.close()
+
+    def follow(self, operation: Operation, job: str) -> None:
+        """Show an all-reduce that is submitted now, once it ends.
+
+        Args:
+            operation: what is asked for; its `ended` is set already.
+            job: of the membership that it is submitted to.
+        """
+        submitted_s = time.monotonic()
+        told = operation.ended
+
+        def ended(error: Exception | None) -> None:
+            timeline = self.timeline
+            if timeline is not None and not operation.over:
+                now = time.monotonic()
+                number = operation.sequence
+                args = {
+                    "bytes": operation.view.nbytes,
+                    "dtype": operation.dtype.name.lower(),
+                    "op": operation.op.name.lower(),
+                    "job": job,
+                    "sequence": number,
+                    **_failure(error),
+                }
+                name = operation.name or f"all-reduce {number // PLACES}"
+                parts = _parts(operation, submitted_s, now)
+                timeline.slice(ALL_REDUCES, name, (submitted_s, now), args, parts)
+            if told is not None:
+                told(error)
+
+        operation.ended = ended
+
+    def fused(self, names: Sequence[str], asked_s: float, ended: Ended) -> Ended:
+        """Show tensors that are reduced together from now on, once they are.
+
+        Args:
+            names: of the tensors.
+            asked_s: when the first of them was asked for, seconds of the monotonic clock.
+            ended: called with their error or None.
+
+        Returns:
+            What is to be called in its place.
+        """
+        begun_s = time.monotonic()
+
+        def traced(error: Exception | None) -> None:
+            timeline = self.timeline
+            if timeline is not None:
+                now = time.monotonic()
+                title = names[0] if len(names) == 1 else f"{len(names)} tensors"
+                parts = (("negotiated", asked_s, begun_s), ("reduced", begun_s, now))
+                args = {"tensors": list(names), **_failure(error)}
+                timeline.slice(TENSORS, title, (asked_s, now), args, parts)
+            ended(error)
+
+        return traced
+
+
+class Copies:
+    """When what happened to a tensor on a device, for the timeline.
+
+    Args:
+        trace: where it is shown in the end.
+        nbytes: of the tensor.
+    """
+
+    def __init__(self, trace: Trace, nbytes: int) -> None:
+        self._trace = trace
+        self._nbytes = nbytes
+        self._asked_s = self._copied_s = self._reduced_s = time.monotonic()
+
+    def copied(self, wait: Callable[[], object] | None) -> Callable[[], None]:
+        """Return what waits for a piece in host memory, and takes note of when it was there."""
+
+        def traced() -> None:
+            if wait is not None:
+                wait()
+            self._copied_s = time.monotonic()
+
+        return traced
+
+    def reduced(self, ended: Ended) -> Ended:
+        """Return what is to be called at a piece's end, which takes note of it."""
+
+        def traced(error: Exception | None) -> None:
+            self._reduced_s = time.monotonic()
+            ended(error)
+
+        return traced
+
+    def finished(self, ended: Ended) -> Ended:
+        """Return what is to be called at the end of all, which shows it."""
+
+        def traced(error: Exception | None) -> None:
+            timeline = self._trace.timeline
+            if timeline is not None:
+                now = time.monotonic()
+                copied_s = min(self._copied_s, now)
+                reduced_s = min(max(self._reduced_s, copied_s), now)
+                parts = (
+                    ("copied from the device", self._asked_s, copied_s),
+                    ("reduced", copied_s, reduced_s),
+                    ("copied to the device", reduced_s, now),
+                )
+                args = {"bytes": self._nbytes, **_failure(error)}
+                timeline.slice(DEVICE, "all-reduce", (self._asked_s, now), args, parts)
+            ended(error)
+
+        return traced
+
+
+def _parts(operation: Operation, submitted_s: float, now: float) -> list[Part]:
+    """Return what an all-reduce was doing, without gaps, from its submission to its end."""
+    known = (operation.begun, operation.sent, operation.answered)
+    moments = [submitted_s]
+    for moment in filter(None, known):
+        moments.append(min(max(moment, moments[-1]), now))
+    names = _PARTS[len(moments) - 1]
+    return list(zip(names, moments, (*moments[1:], now), strict=True))
+
+
+def _failure(error: Exception | None) -> dict[str, str]:
+    return {} if error is None else {"error": f"{type(error).__name__}: {error}"}
