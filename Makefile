@@ -8,7 +8,7 @@ PACKAGE := reduction-server
 GENERATED := $(shell find reducer worker_client -name '_*.c')
 # Commands, and Debian's packages for them where those have other names.
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
-	slurmctld slurmd
+	slurmctld slurmd prometheus
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
 PROCESSES ?= $(shell expr $$(nproc) + 1)
@@ -30,11 +30,17 @@ SANITIZED_INPUTS ?= 2000
 	test-tools container-tools lint bench fuzz sanitize audit sbom release clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
+# Tests start what they need, so a policy keeps Debian from starting the services that it installs.
 define install
 	@missing=; \
 	for tool in $1; do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
 	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		export DEBIAN_FRONTEND=noninteractive; \
+		policy=/usr/sbin/policy-rc.d; \
+		if ! test -e $$policy; then \
+			trap "rm -f $$policy" EXIT; \
+			printf '#!/bin/sh\nexit 101\n' >$$policy && chmod +x $$policy; \
+		fi; \
 		{ apt-get update && apt-get install -y --no-install-recommends $$missing; } >/dev/null \
 			|| echo "could not be installed:$$missing"; \
 	fi

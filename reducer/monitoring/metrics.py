@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from reducer.engine.rounds import Counters
+from reducer.monitoring.status import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,6 +62,10 @@ class _StatusCollector(Collector):
         yield InfoMetricFamily("reducer", "The reducer's software and its start.", value=about)
         serving = float(status.state == "serving")
         yield GaugeMetricFamily("reducer_serving", "1 if it takes jobs.", value=serving)
+        state = GaugeMetricFamily("reducer_state", "1 for the state it is in.", labels=["state"])
+        for each in get_args(State):
+            state.add_metric([each], float(each == status.state))
+        yield state
         yield GaugeMetricFamily("reducer_jobs", "Jobs that are here.", value=status.jobs_total)
         yield from _lanes(status)
         yield from _jobs(status)
