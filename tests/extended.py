@@ -262,6 +262,14 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_every_topology",
         ),
     },
+    # -- metrics
+    "tests/reducer/test_prometheus.py": {
+        "test_every_metric_and_label_is_one_that_a_reducer_tells": (
+            "test_every_query_of_the_dashboard_has_an_answer",
+            "test_what_the_dashboard_shows_is_so",
+            "test_the_alerts_are_evaluated_and_name_the_straggler",
+        ),
+    },
     "tests/bench/test_ddp.py": {
         "test_a_tiny_run[mlp-pool1-": (
             "test_a_tiny_run[digits-pool2-",

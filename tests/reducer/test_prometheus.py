@@ -1,0 +1,311 @@
+"""The dashboard and the alerts of `docker/`: what they ask for is what reducers tell.
+
+Prometheus itself is Debian's package, and so is `promtool`; nothing here uses its service.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.error import URLError
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.commands import Serving, free_ports, run_command, serving
+from tests.conftest import joined
+from tests.ranks import environments, ranks
+from tests.waits import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+yaml = pytest.importorskip("yaml", reason="needs the extra `dev`")
+
+DOCKER = Path(__file__).parents[2] / "docker"
+DASHBOARD = json.loads((DOCKER / "grafana/reducers.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+VARIABLES = {each["name"]: each for each in DASHBOARD["templating"]["list"]}
+RULES = DOCKER / "prometheus/reducers.rules.yaml"
+RULES_TESTS = DOCKER / "prometheus/reducers.tests.yaml"
+CONFIG = DOCKER / "prometheus/prometheus.yaml"
+ALERTS = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+OF_PROMETHEUS = {"up", "instance", "job", "exported_job"}  # not told by a reducer
+
+RANKS, LATE_RANK, LATE_S = 4, 2, 0.03
+NAMED_S = 90.0  # a machine of two cores runs all of it
+LOOK_S = 0.2
+
+
+def queries() -> list[tuple[str, str]]:
+    """Return every query of the dashboard, and the panel that it is of."""
+    return [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+
+
+def substituted(query: str, **others: str) -> str:
+    """Return a query as Grafana sends it when all of each variable is chosen."""
+    for name, value in {"__rate_interval": "15s", "instance": ".*", "job": ".*", **others}.items():
+        query = query.replace(f"${name}", value)
+    assert "$" not in query
+    return query
+
+
+# -- what needs no Prometheus ---------------------------------------------------------------------
+
+
+def test_every_metric_and_label_is_one_that_a_reducer_tells() -> None:
+    with (
+        serving("--http", 0) as reducer,
+        joined(2, servers=reducer.address, job="told") as clients,
+    ):
+        for _ in range(5):  # of the second rank the others' waits are told
+            first = clients[0].all_reduce(np.ones(64, np.float32))
+            time.sleep(0.02)
+            for work in (clients[1].all_reduce(np.ones(64, np.float32)), first):
+                work.wait(20)
+        eventually(lambda: 'rank="1"' in _metrics(reducer))
+        families = list(text_string_to_metric_families(_metrics(reducer)))
+    names = {family.name + "_total" * (family.type == "counter") for family in families}
+    labels = {label for each in families for sample in each.samples for label in sample.labels}
+    asked = [query for _, query in queries()] + [alert["expr"] for alert in ALERTS]
+    asked += [VARIABLES[name]["query"]["query"] for name in ("instance", "job")]
+    for query in asked:
+        metrics = set(re.findall(r"\b(?:reducer|process)_\w+\b", query))
+        assert metrics or query.startswith("up")
+        assert metrics <= names, query
+        said = re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"', query)
+        for together in re.findall(r"\b(?:by|on) \(([^)]*)\)", query):
+            said += together.split(", ")
+        assert set(said) <= labels | OF_PROMETHEUS, query
+
+
+def _metrics(reducer: Serving) -> str:
+    with urlopen(f"http://{reducer.http}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_the_dashboard_can_be_imported_beside_others() -> None:
+    every = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in every}) == len(every)
+    assert "id" not in DASHBOARD  # that is another one in every Grafana
+    assert re.fullmatch(r"[\w-]{1,40}", DASHBOARD["uid"])
+    assert VARIABLES["datasource"]["type"] == "datasource"
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert [VARIABLES[name]["datasource"] for name in ("instance", "job")] == [source] * 2
+    for panel in PANELS:
+        assert panel["datasource"] == source
+        assert panel["description"].endswith(".")
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references) > 0
+        for target in panel["targets"]:
+            assert target["datasource"] == source
+            assert target["legendFormat"]
+            said = set(re.findall(r"\$(\w+)", target["expr"]))
+            assert said <= {*VARIABLES, "__rate_interval"}
+
+
+def test_no_panel_lies_on_another() -> None:
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    for one, other in combinations(places, 2):
+        assert (
+            one["x"] + one["w"] <= other["x"]
+            or other["x"] + other["w"] <= one["x"]
+            or one["y"] + one["h"] <= other["y"]
+            or other["y"] + other["h"] <= one["y"]
+        ), (one, other)
+
+
+def test_every_alert_says_what_to_do_and_is_tested_both_ways() -> None:
+    tests = yaml.safe_load(RULES_TESTS.read_text())["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for alert in ALERTS:
+        assert set(alert["annotations"]) == {"summary", "description"}
+        assert alert["labels"]["severity"] in {"critical", "warning"}
+        fires = {bool(each["exp_alerts"]) for each in cases if each["alertname"] == alert["alert"]}
+        assert fires == {True, False}, alert["alert"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", RULES),
+        ("test", "rules", RULES_TESTS),
+        ("check", "config", CONFIG),
+    ],
+    ids=["rules", "tests", "config"],
+)
+def test_promtool_accepts(arguments: tuple[str, str, Path]) -> None:
+    if not shutil.which("promtool"):
+        pytest.skip("there is no `promtool`: make test-tools")
+    done = run_command("promtool", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- a real one -----------------------------------------------------------------------------------
+
+
+class Prometheus(NamedTuple):
+    """A Prometheus that answers.
+
+    Attributes:
+        address: ``http://HOST:PORT``.
+    """
+
+    address: str
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """Return what a path of its API answers."""
+        url = f"{self.address}/api/v1/{path}?{urlencode(parameters)}"
+        with urlopen(url, timeout=10) as answer:  # an HTTP error is raised
+            found = json.load(answer)
+        assert found["status"] == "success"
+        return found["data"]
+
+    def query(self, query: str) -> list[tuple[dict[str, str], float]]:
+        """Return the labels and the value of each series that a query has now."""
+        found = self.ask("query", query=query)["result"]
+        return [(series["metric"], float(series["value"][1])) for series in found]
+
+    def ready(self) -> bool:
+        """Whether it answers already."""
+        try:
+            with urlopen(f"{self.address}/-/ready", timeout=10) as answer:
+                return int(answer.status) == 200
+        except (URLError, ConnectionError):
+            return False
+
+    def alerts(self, name: str) -> list[dict[str, str]]:
+        """Return the labels of an alert, pending or firing, as often as it is either."""
+        found = self.ask("alerts")["alerts"]
+        return [each["labels"] for each in found if each["labels"]["alertname"] == name]
+
+
+@contextmanager
+def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
+    """The Prometheus of `docker/prometheus`, with other targets, which looks every second."""
+    config = yaml.safe_load(CONFIG.read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(RULES.parent / name) for name in config["rule_files"]]
+    (scraped,) = config["scrape_configs"]
+    scraped["static_configs"] = [{"targets": targets}]
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    (port,) = free_ports(1)
+    said = folder / "prometheus.log"
+    with (
+        said.open("w") as log,
+        subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        try:
+            its = Prometheus(f"http://127.0.0.1:{port}")
+            _until(lambda: process.poll() is None and its.ready(), said)
+            yield its
+        finally:
+            process.kill()
+
+
+def _until(condition: Any, said: Path | None = None) -> None:
+    deadline = time.monotonic() + NAMED_S
+    while not condition():
+        assert time.monotonic() < deadline, said.read_text() if said else ""
+        time.sleep(LOOK_S)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, list[Serving]]]:
+    """A job with a rank that comes late, its two reducers, and a Prometheus that names it."""
+    if not shutil.which("prometheus"):
+        pytest.skip("there is no `prometheus`: make test-tools")
+    with ExitStack() as stack:
+        pool = [stack.enter_context(serving("--http", 0)) for _ in range(2)]
+        servers = [reducer.address for reducer in pool]
+        settings = {"REDUCTION_JOB": "steps", f"LATE_{LATE_RANK}": f"{LATE_S}"}
+        job = environments(RANKS, servers, **settings)
+        stack.enter_context(ranks(job, "-m", "tests.lab.straggling_rank"))
+        folder = tmp_path_factory.mktemp("prometheus")
+        its = stack.enter_context(prometheus(folder, [reducer.http for reducer in pool]))
+        _until(lambda: its.query("reducer_job_straggler_share"))
+        # A rate needs two looks of Prometheus.
+        _until(lambda: len(its.query("rate(reducer_job_rank_waits_total[15s])")) > 1)
+        yield its, pool
+
+
+def test_every_query_of_the_dashboard_has_an_answer(
+    watched: tuple[Prometheus, list[Serving]],
+) -> None:
+    its, pool = watched
+    addresses = sorted(reducer.http for reducer in pool)
+    assert its.ask("label/instance/values", **{"match[]": "reducer_serving"}) == addresses
+    jobs = its.ask("label/exported_job/values", **{"match[]": "reducer_job_ranks"})
+    assert jobs == ["steps"]
+    chosen = {"instance": "|".join(map(re.escape, addresses)).replace("\\", "\\\\"), "job": "steps"}
+    for title, query in queries():
+        found = its.query(substituted(query))
+        assert found, (title, query)
+        assert all(math.isfinite(value) for _, value in found), (title, query)
+        assert {tuple(sorted(labels.items())) for labels, _ in found} == {
+            tuple(sorted(labels.items())) for labels, _ in its.query(substituted(query, **chosen))
+        }
+        assert not its.query(substituted(query, instance="another")), (title, query)
+
+
+def test_what_the_dashboard_shows_is_so(watched: tuple[Prometheus, list[Serving]]) -> None:
+    its, _ = watched
+    shown: dict[str, list[list[tuple[dict[str, str], float]]]] = {}
+    for title, query in queries():
+        shown.setdefault(title, []).append(its.query(substituted(query)))
+    (named,) = {
+        (labels["exported_job"], labels["rank"], labels["cause"])
+        for labels, _ in shown["Straggler now"][0]
+    }
+    assert named == ("steps", f"{LATE_RANK}", "late")
+    assert all(0.05 < share <= 1 for _, share in shown["Straggler now"][0])
+    states = {labels["state"]: value for labels, value in shown["Reducers by state"][0]}
+    assert states == {"serving": 2, "starting": 0, "draining": 0, "failing": 0}
+    assert [[value for _, value in each] for each in shown["Ranks present"]] == [[RANKS]] * 2
+    assert [value for _, value in shown["Ranks missing"][0]] == [0]
+    for title in ("Rate in", "Rate out"):
+        assert all(value > 1e6 for _, value in shown[title][0])
+    assert all(value == 0 for _, value in shown["Failed all-reduces, each minute"][0])
+    connections, members = ([v for _, v in each] for each in shown["Connections and members"])
+    assert connections == members == [RANKS] * 2
+    held, reserved, limit = ([v for _, v in each] for each in shown["Memory"])
+    assert all(h <= r < most for h, r, most in zip(held, reserved, limit, strict=True))
+
+
+def test_the_alerts_are_evaluated_and_name_the_straggler(
+    watched: tuple[Prometheus, list[Serving]],
+) -> None:
+    its, pool = watched
+    _until(lambda: its.alerts("JobStraggler"))
+    (group,) = its.ask("rules")["groups"]
+    assert [rule["name"] for rule in group["rules"]] == [alert["alert"] for alert in ALERTS]
+    assert {(rule["health"], rule.get("lastError", "")) for rule in group["rules"]} == {("ok", "")}
+    (straggler,) = its.alerts("JobStraggler")
+    told = {name: straggler[name] for name in ("exported_job", "rank", "cause")}
+    assert told == {"exported_job": "steps", "rank": f"{LATE_RANK}", "cause": "late"}
+    assert {each["labels"]["alertname"] for each in its.ask("alerts")["alerts"]} == {"JobStraggler"}
+    pool[0].process.kill()  # the job goes on with the other one
+    _until(lambda: its.alerts("ReducerDown"))
+    (down,) = its.alerts("ReducerDown")
+    assert down["instance"] == pool[0].http
