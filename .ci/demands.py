@@ -82,6 +82,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),
     ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),
     ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
+    ("docker/grafana/* docker/prometheus/*", ("tests/reducer/test_prometheus.py",)),
     ("release.lock MANIFEST.in", (f"{JOBS}wheel.py",)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),

@@ -37,6 +37,7 @@ def demanded(*paths: str) -> list[str]:
         ("tests/frameworks/torch_suite.py", ["test-frameworks", "test-torch-suite"]),
         ("docker/reducer.Dockerfile", ["test-containers"]),
         ("docker/vertex/custom-job.yaml", ["test_vertex.py'", "test-containers", "test-clouds"]),
+        ("docker/grafana/reducers.json", ["test_prometheus.py'", "test-containers"]),
         ("worker_client/protocol/failover.py", ["test_failures.py tests/sim tests/worker_client'"]),
         (
             "bench/rank_loss.py",

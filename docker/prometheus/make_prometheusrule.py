@@ -1,7 +1,4 @@
-"""Write Kubernetes' PrometheusRule with the alerts of `reducers.rules.yaml`, which are kept once.
-
-    python3 docker/prometheus/make_prometheusrule.py
-"""
+"""Makes Kubernetes' PrometheusRule of the alerts in `reducers.rules.yaml`, their only source."""
 
 from __future__ import annotations
 

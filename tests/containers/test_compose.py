@@ -53,9 +53,7 @@ def test_the_services_train_together(base: None, reducer_image: str, worker_imag
     project = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
     # Without a profile: the others watch these, and are images of others.
     services = {
-        name: service
-        for name, service in project["services"].items()
-        if "profiles" not in service
+        name: service for name, service in project["services"].items() if "profiles" not in service
     }
     images = {"reducer": reducer_image, "worker": worker_image}
     # Those that others depend on are first.

@@ -1,13 +1,15 @@
 """What `docker/` gives to other systems, judged offline by these systems' own schemas.
 
 The schemas come in packages: Kubernetes' own in `kubernetes-validate`, JobSet's and the Trainer's
-in `kubeflow-trainer-api`, Compose's in `compose-spec`, Vertex AI's and Azure ML's in their clients.
+in `kubeflow-trainer-api`, those of Prometheus' operator in `cloudcoil-models-prometheus-operator`,
+Compose's in `compose-spec`, Vertex AI's and Azure ML's in their clients.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,6 +24,7 @@ yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
 ROOT = Path(__file__).parent.parent.parent
 DOCKER = ROOT / "docker"
 POOL = DOCKER / "kubernetes/pool"
+OBSERVE = DOCKER / "kubernetes/observe"
 KUBERNETES = "1.31.0"  # the oldest that is looked after; later ones take what it takes
 
 
@@ -48,6 +51,26 @@ def check_model(name: str, resource: dict[str, Any]) -> None:
         # These models know no quantity, nor a port that has a name.
         template["spec"] = {"containers": [{"name": job["name"]}]}
     getattr(models, name).model_validate(resource, extra="forbid", by_alias=True)
+
+
+def check_observed(resource: dict[str, Any]) -> None:
+    """Validate one that Prometheus' operator, or Grafana's sidecar, looks for."""
+    if resource["kind"] == "ConfigMap":
+        check_kubernetes(resource)
+        return
+    models = pytest.importorskip(
+        "cloudcoil.models.prometheus_operator.v1", reason="needs the extra `manifests`"
+    )
+    model = getattr(models, resource["kind"])
+    model.model_validate(resource, extra="forbid", by_alias=True)
+
+
+def kustomized(folder: Path) -> list[dict[str, Any]]:
+    """Return the resources that `kubectl apply -k` sends."""
+    if not shutil.which("kubectl"):
+        pytest.skip("there is no `kubectl`")
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
+    return list(yaml.safe_load_all(done.stdout))
 
 
 def pods() -> list[tuple[str, dict[str, Any]]]:
@@ -84,17 +107,35 @@ def test_the_schema_knows_a_misspelt_field() -> None:
 
 
 def test_the_shared_pool_as_kustomize_prints_it() -> None:
-    if not shutil.which("kubectl"):
-        pytest.skip("there is no `kubectl`")
-    done = subprocess.run(["kubectl", "kustomize", POOL], capture_output=True, check=True)
-    resources = list(yaml.safe_load_all(done.stdout))
+    resources = kustomized(POOL)
     listed = read(POOL / "kustomization.yaml")["resources"]
     assert len(resources) == len(listed)
     assert sorted(path.name for path in POOL.iterdir()) == sorted([*listed, "kustomization.yaml"])
     for resource in resources:
         check_kubernetes(resource)
-    (image,) = re.findall(rb"image: (\S+)", done.stdout)
-    assert image.decode() == f"REGISTRY/reducer:{reducer.__version__}"
+    (image,) = re.findall(r"'image': '(\S+)'", str(resources))
+    assert image == f"REGISTRY/reducer:{reducer.__version__}"
+
+
+@pytest.mark.parametrize("name", ["servicemonitor", "prometheusrule"])
+def test_what_prometheus_operator_takes(name: str) -> None:
+    resource = read(OBSERVE / f"{name}.yaml")
+    check_observed(resource)
+    resource["spec"]["misspelt"] = {}
+    with pytest.raises(ValueError, match="misspelt"):
+        check_observed(resource)
+
+
+def test_what_observes_the_pool_as_kustomize_prints_it() -> None:
+    resources = {resource["kind"]: resource for resource in kustomized(OBSERVE)}
+    assert set(resources) == {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    for resource in resources.values():
+        check_observed(resource)
+    pool = read(POOL / "namespace.yaml")["metadata"]["name"]
+    assert {resource["metadata"]["namespace"] for resource in resources.values()} == {pool}
+    dashboards = resources["ConfigMap"]
+    assert dashboards["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    assert dashboards["data"] == {"reducers.json": (DOCKER / "grafana/reducers.json").read_text()}
 
 
 def test_a_pool_of_a_jobs_own() -> None:
@@ -209,6 +250,59 @@ def test_workers_of_a_jobset_know_its_reducers_by_name() -> None:
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert env["REDUCTION_SERVERS"].split(",") == addresses
     assert int(env["PET_NNODES"]) == workers["template"]["spec"]["completions"]
+
+
+def test_the_monitor_finds_the_pool() -> None:
+    monitor, service = read(OBSERVE / "servicemonitor.yaml"), read(POOL / "service.yaml")
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert ports[endpoint["port"]] == 9090
+    # A scrape job is called as the service is; ReducerDown asks for that name.
+    (scraped,) = read("prometheus/prometheus.yaml")["scrape_configs"]
+    assert scraped["job_name"] == service["metadata"]["name"]
+    assert f'up{{job="{scraped["job_name"]}"}}' in (OBSERVE / "prometheusrule.yaml").read_text()
+
+
+def test_kubernetes_has_the_alerts_that_prometheus_has() -> None:
+    made = runpy.run_path(str(DOCKER / "prometheus/make_prometheusrule.py"))["resource"]()
+    assert (OBSERVE / "prometheusrule.yaml").read_text() == made, (
+        "run: python3 docker/prometheus/make_prometheusrule.py"
+    )
+    assert yaml.safe_load(made)["spec"] == read("prometheus/reducers.rules.yaml")
+
+
+def test_compose_observes_its_reducers() -> None:
+    project = read("compose.yaml")
+    services = project["services"]
+    observers = {name for name, service in services.items() if "profiles" in service}
+    assert observers == {"prometheus", "grafana"}
+    mounted: dict[str, Path] = {}
+    for name in observers:
+        service = services[name]
+        assert service["profiles"] == ["observe"]
+        assert re.search(r":v?\d[\d.]+@sha256:[0-9a-f]{64}$", service["image"])
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        # A network that leads nowhere has no ports for this machine either.
+        assert not set(service["networks"]) <= {"training"}
+        for volume in service["volumes"]:
+            source, target, rights = volume.split(":")
+            assert rights == "ro"
+            assert (DOCKER / source).exists()
+            mounted[target] = DOCKER / source
+    (option,) = (each for each in services["prometheus"]["command"] if "config.file" in each)
+    config = Path(option.partition("=")[2])
+    (scraped,) = read(mounted[str(config.parent)] / config.name)["scrape_configs"]
+    (static,) = scraped["static_configs"]
+    assert static["targets"] == [f"{name}:9090" for name in services if name.startswith("reducer")]
+    provisioning = mounted["/etc/grafana/provisioning"]
+    (provider,) = read(provisioning / "dashboards/reducers.yaml")["providers"]
+    (source,) = read(provisioning / "datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert set(services["grafana"]["networks"]) & set(services["prometheus"]["networks"])
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert mounted[home] == DOCKER / "grafana/reducers.json"
+    assert str(Path(home).parent) == provider["options"]["path"]
 
 
 def test_both_images_name_the_version_that_they_hold() -> None:

@@ -106,7 +106,8 @@ def test_what_a_job_does_is_told(server: Server, port: str) -> None:
         assert total(text, "reducer_connections") == 6
         assert total(text, "reducer_closed_total") == total(text, "reducer_over_limit_total") == 0
         assert text['reducer_job_ranks_present{job="visible"}'] == 3
-        assert text["reducer_serving"] == 1
+        assert text["reducer_serving"] == text['reducer_state{state="serving"}'] == 1
+        assert total(text, "reducer_state") == 1
         assert text["process_open_fds"] > 0
     eventually(lambda: json.loads(ask(port, "/status.json")[1])["jobs_total"] == 0)
 
@@ -315,7 +316,9 @@ def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.lanes[0].answers
     inbox.ticked -= 60
     assert "hangs" in observer.unhealthy()
-    assert samples(_text(found))['reducer_lane_up{port="1"}'] == 0
+    text = samples(_text(found))
+    assert text['reducer_lane_up{port="1"}'] == text["reducer_serving"] == 0
+    assert text['reducer_state{state="failing"}'] == total(text, "reducer_state") == 1
     forever.set()
     thread.join()
 
