@@ -2,12 +2,14 @@
 
 The schemas come in packages: Kubernetes' own in `kubernetes-validate`, JobSet's and the Trainer's
 in `kubeflow-trainer-api`, those of Prometheus' operator in `cloudcoil-models-prometheus-operator`,
-Compose's in `compose-spec`, Vertex AI's and Azure ML's in their clients.
+Grafana's in `grafana-foundation-sdk`, Compose's in `compose-spec`, Vertex AI's and Azure ML's in
+their clients.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import runpy
 import shutil
@@ -159,6 +161,41 @@ def test_the_models_know_a_misspelt_field() -> None:
     jobset["spec"]["successPolicies"] = jobset["spec"].pop("successPolicy")
     with pytest.raises(ValueError, match="successPolicies"):
         check_model("JobsetV1alpha2JobSet", jobset)
+
+
+def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Return where something of ours is missing, or another one, in what a model made of it."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            place
+            for key, value in ours.items()
+            for place in lost(value, theirs.get(key), f"{path}/{key}")
+        ]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [place for at, pair in pairs for place in lost(*pair, f"{path}/{at}")]
+    return [] if ours == theirs else [path]
+
+
+def test_the_dashboard() -> None:
+    models = pytest.importorskip(
+        "grafana_foundation_sdk.models.dashboard", reason="needs the extra `manifests`"
+    )
+    from grafana_foundation_sdk.cog import encoder, plugins  # noqa: PLC0415 (it is there)
+
+    plugins.register_default_plugins()  # so that it knows what kinds of panels there are
+
+    def made_of(dashboard: Any) -> Any:
+        return json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(dashboard)))
+
+    dashboard = json.loads((DOCKER / "grafana/reducers.json").read_text())
+    assert lost(dashboard, made_of(dashboard)) == []
+    panel = dashboard["panels"][1]
+    panel["fieldConfig"]["defaults"]["units"] = panel["options"]["colourMode"] = "value"
+    assert lost(dashboard, made_of(dashboard)) == [
+        "/panels/1/fieldConfig/defaults/units",
+        "/panels/1/options/colourMode",
+    ]
 
 
 def test_compose() -> None:
