@@ -318,7 +318,7 @@ def test_compose_observes_its_reducers() -> None:
     for name in observers:
         service = services[name]
         assert service["profiles"] == ["observe"]
-        assert re.search(r":v?\d[\d.]+@sha256:[0-9a-f]{64}$", service["image"])
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
         # A network that leads nowhere has no ports for this machine either.
         assert not set(service["networks"]) <= {"training"}
