@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 
+from reducer.wire.messages import Straggler
 from tests.conftest import local_pool
 from tests.integration.calls import ones, process_of
 from tests.ranks import environments, ranks
@@ -86,3 +88,23 @@ def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
         with connect(rank=0, world_size=1, servers=servers) as client:
             client.all_reduce(ones(1)).wait(5)
         assert "ends: 1 all-reduce, 4 bytes" in caplog.messages[-1]
+
+
+def test_the_straggler_is_told_by_one_rank() -> None:
+    straggler = Straggler(rank=3, cause="late", share=0.31, median_s=0.042)
+    found = summary.Summary(
+        rank=1,
+        world_size=4,
+        present=(1, 2, 3),
+        calls=5,
+        bytes_reduced=1_200_000,
+        waited_s=0.25,
+        losses=0,
+        fallbacks=2,
+        straggler=straggler,
+    )
+    assert str(found) == (
+        "5 all-reduces, 1.2 MB, waited 0.2 s, no reducer lost, 2 all-reduces by the process group, "
+        f"went on without rank 0, {straggler}"
+    )
+    assert str(replace(found, rank=2)).endswith("went on without rank 0")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, ReductionError
+from reducer.wire.messages import Straggler
 from tests.commands import run_command
 from tests.conftest import joined, reducer_here
 from worker_client.client import recording
@@ -174,6 +175,18 @@ def test_a_refused_call_uses_its_number_up(server: str, dumps: Path) -> None:
     assert declined["reduction"]["error"]["message"] == "not today"
     assert [one["collective_seq_id"] for one in (refused, declined, made)] == [0, 1, 2]
     assert made["reduction"]["error"] is None
+
+
+def test_the_file_says_who_is_connected_and_who_is_slow(server: str, dumps: Path) -> None:
+    with joined(1, servers=server, job="told") as (client,):
+        (link,) = client._ordered.flat.session.links
+        link.straggler = Straggler(rank=0, cause="slow", share=0.5, median_s=0.1)
+        assert client.summary().straggler == link.straggler
+        client._log.write()
+        about = document(dumps, "told", 0)["reduction"]
+    assert about["links"] == [{"reducer": server, "state": "MEMBER", "connected": True}]
+    assert about["straggler"] == {"rank": 0, "cause": "slow", "share": 0.5, "median_s": 0.1}
+    assert (about["rank"], about["present"], about["joined_late"]) == (0, [0], False)
 
 
 def test_what_cannot_be_written_fails_no_call(

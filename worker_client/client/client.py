@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import worst
+from worker_client.client import summary
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import parse, refuse_extras
@@ -199,6 +200,10 @@ class Client:
         hides before its last bucket is not among them.
         """
         return self._waited_s + self._fusion.waited_s
+
+    def summary(self) -> summary.Summary:
+        """Return what this client has gone through so far, the straggler included; prints well."""
+        return summary.of(self)
 
     @property
     def in_callback(self) -> bool:

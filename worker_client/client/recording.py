@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from pickle import dumps
 from typing import TYPE_CHECKING, Any
@@ -297,7 +298,7 @@ class RecordingClient(Client):
                     for link in tuple(self._ordered.flat.session.links)
                 ],
                 "counters": self.counters._asdict(),
-                "straggler": None if straggler is None else vars(straggler),
+                "straggler": None if straggler is None else asdict(straggler),
             },
         }
 

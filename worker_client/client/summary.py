@@ -1,21 +1,76 @@
-"""One line when a worker begins and one when it ends: for whoever looks at a job's output later.
+"""What a client has gone through, and the lines that say so when a worker begins and ends.
 
-They are records of level INFO if the program has set up logging, which decides where they go; else
-lines on standard error.
+The lines are for whoever looks at a job's output later. They are records of level INFO if the
+program has set up logging, which decides where they go; else lines on standard error.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from reducer.wire.messages import Straggler
     from worker_client.client.client import Client
 
 _NAMED = 3  # addresses of reducers in a line; of more, their number
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a client has gone through so far; as text, a line.
+
+    Attributes:
+        rank, world_size: who it is.
+        present: ranks that take part.
+        calls, bytes_reduced, waited_s, losses: as of `Client`.
+        fallbacks: all-reduces that the process group did, as no reducer was left.
+        straggler: the rank that the others wait for again and again, and why, if there is one.
+    """
+
+    rank: int
+    world_size: int
+    present: tuple[int, ...]
+    calls: int
+    bytes_reduced: int
+    waited_s: float
+    losses: int
+    fallbacks: int
+    straggler: Straggler | None
+
+    def __str__(self) -> str:
+        """Say all of it."""
+        said = [
+            f"{_count(self.calls, 'all-reduce')}, {_size(self.bytes_reduced)}",
+            f"waited {self.waited_s:.1f} s",
+            _lost(self.losses),
+        ]
+        if self.fallbacks:
+            said.append(f"{_count(self.fallbacks, 'all-reduce')} by the process group")
+        if lost := sorted({*range(self.world_size)} - {*self.present}):
+            said.append(f"went on without rank {', '.join(map(str, lost))}")
+        if self.straggler is not None and self.rank == self.present[0]:  # once a job
+            said.append(f"{self.straggler}")
+        return ", ".join(said)
+
+
+def of(client: Client) -> Summary:
+    """Return what a client has gone through so far."""
+    return Summary(
+        rank=client.rank,
+        world_size=client.world_size,
+        present=client.present,
+        calls=client.calls,
+        bytes_reduced=client.bytes_reduced,
+        waited_s=client.waited_s,
+        losses=client.losses,
+        fallbacks=client.counters.fallbacks,
+        straggler=client.straggler,
+    )
 
 
 def begin(client: Client) -> None:
@@ -26,17 +81,8 @@ def begin(client: Client) -> None:
 
 def end(client: Client) -> None:
     """Say what a client has gone through."""
-    counters = client.counters
-    said = [
-        f"{_count(client.calls, 'all-reduce')}, {_size(client.bytes_reduced)}",
-        f"waited {client.waited_s:.1f} s",
-        _lost(client.losses),
-    ]
-    if counters.fallbacks:
-        said.append(f"{_count(counters.fallbacks, 'all-reduce')} by the process group")
-    if lost := sorted({*range(client.world_size)} - {*client.present}):
-        said.append(f"went on without rank {', '.join(map(str, lost))}")
-    _say(f"rank {client.rank} of {client.world_size}, {_job(client)}, ends: {', '.join(said)}")
+    rank, world_size = client.rank, client.world_size
+    _say(f"rank {rank} of {world_size}, {_job(client)}, ends: {client.summary()}")
 
 
 def _job(client: Client) -> str:
