@@ -29,6 +29,7 @@ from reducer.wire.constants import PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from reducer.config import ReducerConfig
     from reducer.engine.limits import Patience
@@ -91,8 +92,10 @@ class Server:
             self._gate = None if keyring is None else Gate(self._libzmq, keyring)
         self._keyring = keyring
         self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
+        transports: list[Transport] = []
+        self._timeline: Timeline | None = None
         try:
-            transports = [
+            transports += (
                 make_transport(
                     _endpoint(config.bind, lane),
                     self.context,
@@ -101,27 +104,26 @@ class Server:
                     handshake_s=config.handshake_timeout,
                 )
                 for lane in range(config.threads)
-            ]
+            )
+            host = _reachable(transports[0].host)
+            self.address = f"{host}:{transports[0].port}"
+            if config.timeline is not None:
+                self._timeline = _open_timeline(config.timeline, self.address)
         except BaseException:
+            for transport in transports:
+                transport.close()
             if self._gate is not None:
                 self._gate.stop()
             if self._libzmq is not None:
                 self._libzmq.destroy(linger=0)
             raise
-        first, *others = transports
-        host = _reachable(first.host)
+        others = transports[1:]
         self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
         self.inproc = {
             lane: transport.inproc for lane, transport in zip(self.lanes, transports, strict=True)
         }
-        self.address = f"{host}:{first.port}"
         self._stopping, self._hurry = threading.Event(), threading.Event()
-        self._timeline: Timeline | None = None
-        if config.timeline is not None:
-            name = f"reducer-{self.address.replace(':', '-')}"
-            about = {"kind": "reducer", "address": self.address}
-            path = config.timeline / f"{name}.json"
-            self._timeline = Timeline(path, f"reducer {self.address}", about)
+        if self._timeline is not None:
             self._events = LogEvents(self._timeline, logging.INFO)
             _OURS.addHandler(self._events)
         incarnation = secrets.token_hex(8)
@@ -301,6 +303,11 @@ class _Lane(threading.Thread):
         refused = self._transport.refusals()
         self.engine.counters.unauthenticated += len(refused)
         self._refusals.note(refused)
+
+
+def _open_timeline(directory: Path, address: str) -> Timeline:
+    path = directory / f"reducer-{address.replace(':', '-')}.json"
+    return Timeline(path, f"reducer {address}", {"kind": "reducer", "address": address})
 
 
 def _show_rounds(timeline: Timeline, ended: Iterable[tuple[str, RoundTimes]]) -> None:
