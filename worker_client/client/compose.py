@@ -149,9 +149,9 @@ class Composer:
             admission = Admission(inner, self.flat, new_fusion, fusion, newcomer=newcomer)
         make: Callable[..., Client] = Client
         if self.dump is not None:
-            # Between nodes each local rank has a job of its own, called after the one of all.
-            whole = spec.job if self.place is None else spec.job.rpartition(".")[0]
-            make = partial(RecordingClient, self.dump, whole)
+            # Between nodes each local rank has a job of its own.
+            across = None if self.place is None else self.place.across
+            make = partial(RecordingClient, self.dump, across)
         client = make(
             self._around(inner, "ordered"),
             fusion,

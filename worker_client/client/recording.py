@@ -27,7 +27,7 @@ from worker_client.client.client import Client
 from worker_client.protocol.spec import file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from worker_client.work import Work
 
@@ -211,14 +211,16 @@ class RecordingClient(Client):
 
     Args:
         dump: a directory; its subdirectory named after the job gets a file for each rank.
-        base_job: what the job is called at all ranks.
+        across: ranks of the job at the reducers, if all-reduces go through nodes first.
     """
 
-    def __init__(self, dump: Path, base_job: str, *arguments: Any, **settings: Any) -> None:
+    def __init__(
+        self, dump: Path, across: Sequence[int] | None, *arguments: Any, **settings: Any
+    ) -> None:
         super().__init__(*arguments, **settings)
         self._made = 0
-        self._log = CallLog(dump / file_name(base_job), self._describe)
-        self._base_job = base_job
+        self._log = CallLog(dump / file_name(self.spec.job), self._describe)
+        self._across = across
         self._joined_late = self.newcomer
         atexit.register(self._log.finish)
 
@@ -271,22 +273,22 @@ class RecordingClient(Client):
         return work
 
     def _describe(self) -> dict[str, Any]:
-        ranks = str(list(range(self.world_size)))
+        ranks = list(self._across or range(self.world_size))
         groups = {"0": "calls in order", "1": "calls by name"}
         straggler = self.straggler
         return {
             "pg_config": {
-                at: {"name": at, "desc": desc, "ranks": ranks} for at, desc in groups.items()
+                at: {"name": at, "desc": desc, "ranks": str(ranks)} for at, desc in groups.items()
             },
             "pg_status": {},
             "waiting": self._fusion.waiting,
             "reduction": {
                 "version": __version__,
-                "job": self._base_job,
+                "job": self.spec.job,
                 "generation": self.spec.generation,
                 "run": self.spec.run,
                 "rank": self.rank,
-                "world_size": self.world_size,
+                "ranks": ranks,
                 "present": list(self.present),
                 "joined_late": self._joined_late,
                 "host": socket.gethostname(),

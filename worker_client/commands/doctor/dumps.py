@@ -64,7 +64,8 @@ class Dump:
 
     Attributes:
         job, generation, run: of which run of which job it is.
-        rank, world_size: whose.
+        rank: whose.
+        ranks: of the job.
         joined_late: the rank has joined a job that ran, and counts calls from there.
         ordered: calls without a name, by number.
         named: calls with one, by name and number.
@@ -75,7 +76,7 @@ class Dump:
     generation: int
     run: str
     rank: int
-    world_size: int
+    ranks: tuple[int, ...]
     joined_late: bool
     ordered: Mapping[int, Call]
     named: Mapping[tuple[str, int], Call]
@@ -133,7 +134,7 @@ def _read(path: Path) -> Dump:
             about["generation"],
             about["run"],
             about["rank"],
-            about["world_size"],
+            tuple(about["ranks"]),
             about["joined_late"],
             groups[ORDERED],
             groups[NAMED],
@@ -160,8 +161,8 @@ def _call(entry: Mapping[str, Any]) -> Call:
 
 def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
     job = dumps[0].job
-    ranks = range(max(dump.world_size for dump in dumps))
-    silent = sorted(set(ranks) - {dump.rank for dump in dumps})
+    ranks = {rank for dump in dumps for rank in dump.ranks}
+    silent = sorted(ranks - {dump.rank for dump in dumps})
     if silent:
         yield Finding(
             job,
