@@ -276,6 +276,7 @@ def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:
             processor=renderer, foreign_pre_chain=shared
         )
     handler.setFormatter(formatter)
+    handler.setLevel(level.name)  # what is kept of the past may need more records
     logging.basicConfig(level=level.name, handlers=[handler])
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],

@@ -29,6 +29,7 @@ from reducer.wire import authentication
 from reducer.wire.constants import NONCE_DIGITS, MessageType
 from reducer.wire.header import Buffer, Header
 from reducer.wire.messages import (
+    ALL_REDUCERS,
     MAX_NAMED_RANKS,
     Challenge,
     Hello,
@@ -435,6 +436,8 @@ class Engine:
         sends = self._make_way(header, hello)
         if peer in self._unreachable:  # it speaks for another rank or job now
             sends += self._give_up(peer)
+        known = self._members.jobs.get(header.job)
+        back = known is not None and header.rank in known.lost
         try:
             if self._closing is not None:
                 raise copy.copy(self._closing)
@@ -459,7 +462,14 @@ class Engine:
             auth=self._prove(Role.REDUCER, header, hello, challenge) if self._secret else "",
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
-        if not job.nonmembers():
+        if earlier is not None:
+            generations = (earlier.generation, job.generation)
+            text = "job %r: generation %d ends, and %d begins"
+            self._say(text, job.name, *generations, job=job.name)
+        elif back:
+            rank = member.rank
+            self._say("job %r: rank %d is back", job.name, rank, job=job.name, rank=rank)
+        if len(job.members) == job.world_size:
             self._say("job %r: all %d ranks are here", job.name, job.world_size, job=job.name)
         job.forget()  # it may have finished what the others have, too
         sends += [self._loss(job, member, loss) for loss in job.losses.values()]
@@ -508,6 +518,11 @@ class Engine:
         if known is not None and _order(loss) <= _order(known):
             return []
         job.losses[loss.reducer] = loss
+        what = f"reducer {loss.reducer} (of 0 to {job.hello.reducers - 1}), and goes on without it"
+        if loss.reducer == ALL_REDUCERS:
+            what = "all reducers, and begins anew"
+        rank = member.rank
+        self._say("job %r: rank %d has lost %s", job.name, rank, what, job=job.name, rank=rank)
         others = [other for other in job.members.values() if other is not member]
         return [self._loss(job, other, loss) for other in others]
 

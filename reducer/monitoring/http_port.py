@@ -1,10 +1,12 @@
-"""A reducer's HTTP port: probes, metrics and status, read-only, on threads of its own.
+"""A reducer's HTTP port: a page, probes, metrics and status, read-only, on threads of its own.
 
 ========================  =======================================================================
+``GET /``                 a page for people, which follows other reducers, too (`monitoring.page`)
 ``GET /healthz``          200 if every serving thread runs, 503 if one has ended or hangs
 ``GET /readyz``           200 if workers may connect, 503 while it starts or drains
 ``GET /metrics``          Prometheus' text format
 ``GET /status.json``      `reducer.monitoring.status.ReducerStatus`
+``GET /history.json``     `reducer.monitoring.history.ReducerHistory`
 ========================  =======================================================================
 
 Clients may be slow or hostile: a connection serves one short request within `CONNECTION_S`, only so
@@ -22,15 +24,17 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import ConfigError
-from reducer.monitoring import status
+from reducer.monitoring import history, page, status
+from reducer.monitoring.history import History
 from reducer.monitoring.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from reducer.monitoring.observer import Observer
 
@@ -42,12 +46,16 @@ POLL_S = 0.1  # how soon the port closes
 log = logging.getLogger(__name__)
 
 
+TEXT = "text/plain; charset=utf-8"
+
+
 class Reply(NamedTuple):
     """What a path answers."""
 
     code: int
     content_type: str
     body: bytes
+    headers: Mapping[str, str] = {}
 
 
 class HttpPort:
@@ -74,13 +82,15 @@ class HttpPort:
     @contextmanager
     def serving(self, observer: Observer) -> Iterator[None]:
         """Answer with what `observer` sees, until the end of the block."""
-        self._server.paths = _paths(observer)
+        remembered = History(observer)
+        self._server.paths = _paths(observer, remembered)
         thread = threading.Thread(
             target=self._server.serve_forever, args=[POLL_S], name="reducer-http", daemon=True
         )
         thread.start()
         try:
-            yield
+            with remembered.kept():
+                yield
         finally:
             self._server.shutdown()
             thread.join()
@@ -90,18 +100,42 @@ class HttpPort:
         self._server.server_close()
 
 
-def _paths(observer: Observer) -> dict[str, Callable[[], Reply]]:
+def _paths(observer: Observer, remembered: History) -> dict[str, Callable[[str], Reply]]:
+    """Return what answers, by path; each takes the query."""
     metrics = Metrics(observer.status)
+    files = page.files()
     return {
-        "/healthz": lambda: _probe(observer.unhealthy()),
-        "/readyz": lambda: _probe(observer.unready()),
-        "/metrics": lambda: Reply(200, metrics.content_type, metrics.text()),
-        "/status.json": lambda: Reply(200, "application/json", status.dump(observer.status())),
+        "/healthz": lambda _: _probe(observer.unhealthy()),
+        "/readyz": lambda _: _probe(observer.unready()),
+        "/metrics": lambda _: Reply(200, metrics.content_type, metrics.text()),
+        "/status.json": lambda _: _json(status.dump(observer.status())),
+        "/history.json": lambda _: _json(history.dump(remembered.told())),
+        **{path: partial(_file, file) for path, file in files.items()},
+        "/": partial(_page, files["/"]),
     }
 
 
 def _probe(wrong: str) -> Reply:
-    return Reply(503 if wrong else 200, "text/plain; charset=utf-8", f"{wrong or 'ok'}\n".encode())
+    return Reply(503 if wrong else 200, TEXT, f"{wrong or 'ok'}\n".encode())
+
+
+def _json(body: bytes) -> Reply:
+    return Reply(200, "application/json", body)
+
+
+def _file(file: page.File, query: str) -> Reply:
+    del query
+    return Reply(200, file.content_type, file.body)
+
+
+def _page(file: page.File, query: str) -> Reply:
+    """Return the page, with leave to ask the reducers that the query names and nobody else."""
+    try:
+        others = page.reducers(query)
+    except ConfigError as error:
+        return Reply(400, TEXT, f"{error}\n".encode())
+    allowed = {"Content-Security-Policy": page.policy(others)}
+    return Reply(200, file.content_type, file.body, allowed)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -109,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     timeout = CONNECTION_S
-    error_content_type = "text/plain; charset=utf-8"
+    error_content_type = TEXT
     error_message_format = "%(code)d %(message)s\n"
 
     def handle(self) -> None:
@@ -127,20 +161,33 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with what the path has to say."""
-        answer = self.server.paths.get(self.path.partition("?")[0])
+        path, _, query = self.path.partition("?")
+        answer = self.server.paths.get(path)
         if answer is None:
             self.send_error(404, f"here are {', '.join(self.server.paths)}")
             return
-        reply = answer()
+        reply = answer(query)
         self.send_response(reply.code)
         self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(reply.body)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Vary", "Origin")
+        origin = self.headers.get("Origin", "")
+        if page.may_read(origin):
+            self.send_header("Access-Control-Allow-Origin", origin)
+        for name, value in reply.headers.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(reply.body)
 
     do_HEAD = do_GET  # noqa: N815 (the standard library's name)
+
+    def end_headers(self) -> None:
+        """End the headers of whatever is answered, errors too, with what binds every browser."""
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        super().end_headers()
 
     def version_string(self) -> str:
         """Name the software, but no version of anything."""
@@ -170,7 +217,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.paths: dict[str, Callable[[], Reply]] = {}
+        self.paths: dict[str, Callable[[str], Reply]] = {}
         self._deadlines: dict[socket.socket, float] = {}  # in the order of their beginning
         self._lock = threading.Lock()
         self._free = threading.Semaphore(MAX_CONNECTIONS)

@@ -113,6 +113,9 @@ class Observer:
         stopping: set when it is to stop.
         version: the package's.
         address, incarnation: the reducer's.
+
+    Attributes:
+        incarnation: as given.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Observer:
     ) -> None:
         self._version = version
         self._address = address
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._inboxes = inboxes
         self._threads = threads
         self._stopping = stopping
@@ -135,6 +138,11 @@ class Observer:
         self._lock = threading.Lock()  # of those who ask, so that they ask once for all
         self._latest: ReducerStatus | None = None
         self._looked = 0.0
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the reducer began to serve."""
+        return round(time.monotonic() - self._began, 3)
 
     def unhealthy(self) -> str:
         """Say what is wrong with the serving threads; nothing if all run, or have yet to begin."""
@@ -182,10 +190,10 @@ class Observer:
         jobs = merge_jobs([job for view in views for job in view.jobs])
         return ReducerStatus(
             version=self._version,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             address=self._address,
             state=self._state(all(lane.answers for lane in lanes)),
-            uptime_s=round(time.monotonic() - self._began, 3),
+            uptime_s=self.uptime_s,
             memory=Memory(
                 limit=sum(lane.memory.limit for lane in lanes),
                 reserved=sum(lane.memory.reserved for lane in lanes),

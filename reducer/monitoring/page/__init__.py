@@ -1,0 +1,105 @@
+"""The page at ``/`` of a reducer's HTTP port: its files, and who may ask whom.
+
+Its script asks the HTTP ports that the query names, each of which is another origin to a browser.
+So two things are decided here: whom the page may ask (its content-security policy), and which
+pages may read what this port answers (`may_read`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from importlib import resources
+from typing import NamedTuple
+from urllib.parse import parse_qs
+
+from reducer.errors import ConfigError
+from reducer.units import is_private
+
+MAX_REDUCERS = 64  # that one page follows
+# No address of IPv6: a content-security policy cannot name one. Nor anything that could end the
+# directive that this becomes a part of.
+_PORT = re.compile(r"(?P<host>[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?):(?P<port>[0-9]{1,5})")
+_ORIGIN = re.compile(r"http://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?")
+_INSIDE = (".svc", ".local", ".internal", ".cluster.local")  # ends of names that no site has
+
+
+class File(NamedTuple):
+    """A file of the page."""
+
+    content_type: str
+    body: bytes
+
+
+def files() -> dict[str, File]:
+    """Return the files of the page, by path."""
+    home = resources.files(__name__)
+    types = {
+        "/": ("index.html", "text/html; charset=utf-8"),
+        "/page.css": ("page.css", "text/css; charset=utf-8"),
+        "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+        "/icon.svg": ("icon.svg", "image/svg+xml"),
+    }
+    return {
+        path: File(content_type, (home / name).read_bytes())
+        for path, (name, content_type) in types.items()
+    }
+
+
+def reducers(query: str) -> list[str]:
+    """Return the HTTP ports of other reducers that a query names, each ``host:port``.
+
+    Args:
+        query: of the page's address, such as ``reducers=pool-1:9090,pool-2:9090``.
+
+    Raises:
+        ConfigError: one of them is none, or they are too many.
+    """
+    given = parse_qs(query, keep_blank_values=True).get("reducers")
+    if given is None:
+        return []
+    words = [word.strip() for word in ",".join(given).split(",")]
+    for word in words:
+        match = _PORT.fullmatch(word)
+        if match is None or not 0 < int(match["port"]) < 65536:
+            raise ConfigError(
+                "write the HTTP ports of other reducers as ?reducers=HOST:PORT,HOST:PORT, each "
+                "with a name or an address of IPv4 (browsers cannot limit a page to one of IPv6)"
+            )
+    if len(words) > MAX_REDUCERS:
+        raise ConfigError(f"a page follows {MAX_REDUCERS} reducers at most: name fewer of them")
+    return words
+
+
+def policy(others: list[str]) -> str:
+    """Return the content-security policy of a page that follows other reducers, too.
+
+    Args:
+        others: as `reducers` returns them.
+    """
+    asked = " ".join(["'self'", *(f"http://{one}" for one in dict.fromkeys(others))])
+    return (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        f"connect-src {asked}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def may_read(origin: str) -> bool:
+    """Whether a page of this origin may read what this port answers.
+
+    One of a private network may: it comes from another reducer, or a port that was forwarded. One
+    of a site of the internet, which somebody has open beside his work, may not.
+
+    Args:
+        origin: as a browser gives it, such as ``http://10.0.0.1:9090``.
+    """
+    match = _ORIGIN.fullmatch(origin)
+    if match is None:
+        return False
+    host = match["host"].lower()
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return "." not in host or host.endswith(_INSIDE)
+    return is_private(f"{host}:80")

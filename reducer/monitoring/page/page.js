@@ -1,0 +1,648 @@
+// Follows reducers: asks their HTTP ports again and again, and shows what they say. What it reads
+// is a stranger's text, names of jobs above all, so it becomes text of the page and nothing else.
+
+"use strict";
+
+const POLL_MS = 1000;
+const SILENT_MS = 2500; // a reducer whose thread hangs answers after 2 s
+const TIMEOUT_MS = 4000;
+const HISTORY_MS = 5000;
+const SPAN_S = 600; // that the chart shows
+const GAP_S = 12; // between two samples: what was between them is not known
+const WINDOW_S = 10; // over which waits are looked at
+const LEVELS = [0.02, 0.1, 0.25]; // of the time, from which on a rank has another colour
+const MOST_CELLS = 128; // of a job; each stands for several ranks if there are more
+const SHOWN_JOBS = 12;
+const SHOWN_EVENTS = 25;
+const SAME_EVENT_S = 3; // several threads or reducers that say the same at once
+const SVG = "http://www.w3.org/2000/svg";
+const MAX_RANKS = 65536;
+
+// -- what is known ---------------------------------------------------------------------------
+
+/** One reducer: what it said last, and when. */
+class Reducer {
+  /** @param {string} name its HTTP port. @param {string} base what its paths begin with. */
+  constructor(name, base) {
+    this.name = name;
+    this.base = base;
+    this.status = null;
+    this.history = null;
+    this.looks = []; // earlier statuses, for rates and waits of the last seconds
+    this.heardMs = 0;
+    this.asked = null; // when the question was asked that is still open
+    this.failed = ""; // why the last question got no answer
+    this.historyMs = -HISTORY_MS;
+  }
+
+  /** Whether it does not answer now. */
+  get silent() {
+    return this.failed !== "" || (this.asked !== null && performance.now() - this.asked > SILENT_MS);
+  }
+
+  /** Ask for its status, and now and then for its history. */
+  async ask() {
+    this.asked = performance.now();
+    try {
+      const status = checkedStatus(await this.read("status.json"));
+      if (this.status && this.status.incarnation !== status.incarnation) {
+        this.looks = [];
+        this.historyMs = -HISTORY_MS;
+      }
+      this.status = status;
+      this.looks.push(status);
+      while (this.looks.length > 2 && status.uptime_s - this.looks[1].uptime_s >= WINDOW_S) {
+        this.looks.shift();
+      }
+      this.heardMs = performance.now();
+      if (performance.now() - this.historyMs >= HISTORY_MS) {
+        this.history = checkedHistory(await this.read("history.json"));
+        this.historyMs = performance.now();
+      }
+      this.failed = "";
+    } catch (error) {
+      this.failed = error instanceof Unreadable ? error.message : "does not answer";
+    }
+    this.asked = null;
+  }
+
+  async read(path) {
+    const signal = AbortSignal.timeout(TIMEOUT_MS);
+    const answer = await fetch(this.base + path, { cache: "no-store", credentials: "omit", signal });
+    if (!answer.ok) {
+      throw new Unreadable(`answers, but not as a reducer of this version (${answer.status})`);
+    }
+    return answer.json();
+  }
+
+  /** Go on asking. */
+  async follow() {
+    for (;;) {
+      const began = performance.now();
+      await this.ask();
+      show();
+      await new Promise((done) => setTimeout(done, Math.max(50, began + POLL_MS - performance.now())));
+    }
+  }
+}
+
+class Unreadable extends Error {}
+
+function checkedStatus(told) {
+  const right =
+    told && typeof told.state === "string" && typeof told.incarnation === "string" &&
+    Number.isFinite(told.uptime_s) && told.memory && told.counters &&
+    Array.isArray(told.jobs) && Array.isArray(told.lanes) &&
+    told.jobs.every((job) => typeof job.name === "string" && job.world_size <= MAX_RANKS &&
+      typeof job.ranks_present === "string" && typeof job.ranks_absent === "string" &&
+      Array.isArray(job.costliest_ranks));
+  if (!right) {
+    throw new Unreadable("answers, but not as a reducer does");
+  }
+  return told;
+}
+
+function checkedHistory(told) {
+  if (!told || !Array.isArray(told.samples) || !Array.isArray(told.events)) {
+    throw new Unreadable("answers, but not as a reducer does");
+  }
+  // By this machine's clock, whatever the reducer's says.
+  const ahead = Date.now() / 1000 - told.now;
+  return { ...told, events: told.events.map((event) => ({ ...event, at: event.at + ahead })) };
+}
+
+function named() {
+  const query = new URLSearchParams(location.search).getAll("reducers").join(",");
+  const others = query.split(",").map((word) => word.trim()).filter((word) => word !== "");
+  const here = location.host;
+  return [
+    new Reducer(here, ""),
+    ...[...new Set(others)].filter((one) => one !== here).map((one) => new Reducer(one, `http://${one}/`)),
+  ];
+}
+
+const reducers = named();
+
+/** The reducers, without one that is here under two names. */
+function distinct() {
+  const seen = new Set();
+  return reducers.filter((one) => {
+    const known = one.status ? one.status.incarnation : one.name;
+    return !seen.has(known) && seen.add(known);
+  });
+}
+
+// -- words -----------------------------------------------------------------------------------
+
+function size(bytes) {
+  const units = ["B", "kB", "MB", "GB"];
+  for (const unit of units) {
+    if (bytes < 999.5) {
+      return `${Number(bytes.toPrecision(3))} ${unit}`;
+    }
+    bytes /= 1000;
+  }
+  return `${Number(bytes.toPrecision(3))} TB`;
+}
+
+function duration(seconds) {
+  const whole = Math.round(seconds);
+  if (whole < 120) {
+    return `${whole} s`;
+  }
+  const minutes = Math.floor(whole / 60);
+  if (minutes < 120) {
+    return `${minutes} min`;
+  }
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h` : `${Math.floor(hours / 24)} days`;
+}
+
+function count(number, one, many) {
+  return `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
+}
+
+function percent(share) {
+  return `${Math.round(100 * share)} %`;
+}
+
+function clock(seconds) {
+  const at = new Date(1000 * seconds);
+  const day = at.toDateString() === new Date().toDateString() ? "" : `${at.toLocaleDateString()} `;
+  return day + at.toTimeString().slice(0, 8);
+}
+
+function listed(words) {
+  return words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
+}
+
+// -- jobs ------------------------------------------------------------------------------------
+
+/** Read ranks such as `0-3,7` as pairs of first and last. */
+function ranges(text) {
+  return text.split(",").map((part) => /^(\d+)(?:-(\d+))?$/.exec(part)).filter((match) => match)
+    .map(([, first, last]) => [Number(first), Number(last ?? first)]);
+}
+
+function within(found, first, last) {
+  return found.some(([low, high]) => low <= last && first <= high);
+}
+
+/** How much of the last seconds the others have waited for each rank, as one reducer sees it. */
+function waits(reducer, job) {
+  const shares = new Map();
+  const [then, now] = [reducer.looks[0], reducer.looks.at(-1)];
+  const seconds = now.uptime_s - then.uptime_s;
+  const was = then.jobs.find((one) => one.name === job.name && one.generation === job.generation);
+  if (!was || seconds <= 0) {
+    return shares;
+  }
+  const before = new Map(was.costliest_ranks.map((one) => [one.rank, one.late_s + one.slow_s]));
+  for (const one of job.costliest_ranks) {
+    // A rank that was not among the costliest had cost less than any of these, or nothing.
+    const least = was.costliest_ranks.length < job.costliest_ranks.length ? 0 : Infinity;
+    const waited = one.late_s + one.slow_s - (before.get(one.rank) ?? least);
+    // Every thread waits for it, and they do so at the same time.
+    shares.set(one.rank, Math.max(0, waited) / seconds / Math.max(1, now.lanes.length));
+  }
+  return shares;
+}
+
+/** Join what reducers say of the same jobs; those with something amiss come first. */
+function jobsOf(those) {
+  const live = those.filter((one) => one.status && !one.silent);
+  const found = new Map();
+  const tell = (reducer, isPast) => {
+    for (const job of reducer.status.jobs) {
+      const key = JSON.stringify([job.name, job.generation]);
+      const known = found.get(key);
+      if (known && known.isPast !== isPast) {
+        continue; // those that answer know better
+      }
+      const its = known ?? { key, isPast, told: [], shares: new Map() };
+      its.told.push(job);
+      for (const [rank, share] of isPast ? [] : waits(reducer, job)) {
+        its.shares.set(rank, Math.max(share, its.shares.get(rank) ?? 0));
+      }
+      found.set(key, its);
+    }
+  };
+  live.forEach((one) => tell(one, false));
+  those.filter((one) => one.status && one.silent).forEach((one) => tell(one, true));
+  const all = [...found.values()].map(joined);
+  return all.sort((a, b) => b.amiss - a.amiss || b.reserved - a.reserved || (a.key < b.key ? -1 : 1));
+}
+
+function joined(job) {
+  const { told, shares } = job;
+  const first = told.reduce((a, b) => (b.present < a.present ? b : a));
+  const stragglers = told.map((one) => one.straggler).filter((one) => one);
+  const votes = (one) =>
+    stragglers.filter((it) => it.rank === one.rank && it.cause === one.cause).length;
+  stragglers.sort((a, b) => votes(b) - votes(a) || b.share - a.share);
+  const straggler = stragglers[0] ?? null;
+  if (straggler) {
+    shares.set(straggler.rank, Math.max(straggler.share, shares.get(straggler.rank) ?? 0));
+  }
+  const absent = told.flatMap((one) => ranges(one.ranks_absent));
+  const amiss = job.isPast ? 0 : Number(straggler !== null) + 2 * Number(absent.length > 0);
+  const sum = (name) => told.reduce((total, one) => total + one[name], 0);
+  return {
+    ...job,
+    name: first.name,
+    generation: first.generation,
+    ranks: first.world_size,
+    present: first.present,
+    absentText: first.ranks_absent,
+    presentRanges: ranges(first.ranks_present),
+    absent,
+    straggler,
+    amiss,
+    held: sum("held"),
+    reserved: sum("reserved"),
+    rounds: Math.max(...told.map((one) => one.rounds)),
+  };
+}
+
+function stragglerSentence({ straggler }) {
+  const how = straggler.cause === "late"
+    ? `its contributions come late, ${(1000 * straggler.median_s).toFixed(0)} ms in the median`
+    : `its contributions take long to arrive, ${(1000 * straggler.median_s).toFixed(0)} ms more in ` +
+      "the median: its link is slow";
+  return `Rank ${straggler.rank} keeps the others waiting ${percent(straggler.share)} of the time: ${how}.`;
+}
+
+function absentSentence(job) {
+  const several = !/^\d+$/.test(job.absentText);
+  return `${several ? "Ranks" : "Rank"} ${job.absentText.replaceAll(",", ", ")} ` +
+    `${several ? "are" : "is"} absent: not here yet, or gone.`;
+}
+
+/** Say what each square of a job shows. */
+function cells(job) {
+  const each = Math.ceil(job.ranks / MOST_CELLS);
+  const found = [];
+  for (let first = 0; first < job.ranks; first += each) {
+    const last = Math.min(job.ranks, first + each) - 1;
+    let share = 0;
+    for (const [rank, its] of job.shares) {
+      share = rank >= first && rank <= last ? Math.max(share, its) : share;
+    }
+    const isAbsent = within(job.absent, first, last) || !within(job.presentRanges, first, last);
+    const isStraggler = job.straggler !== null && within([[first, last]], job.straggler.rank,
+      job.straggler.rank);
+    const level = LEVELS.filter((least) => share >= least).length;
+    const name = first === last ? `rank ${first}` : `ranks ${first} to ${last}`;
+    const of = isAbsent ? (first === last ? "absent" : "some absent") :
+      `waited for ${level === 0 ? "under 2 %" : percent(share)} of the time`;
+    found.push({
+      label: String(first),
+      title: `${name}: ${of}${isStraggler ? ", the straggler" : ""}`,
+      look: `cell level-${level}${isAbsent ? " absent" : ""}${isStraggler ? " straggler" : ""}`,
+    });
+  }
+  return { each, found };
+}
+
+function jobCard(job, following) {
+  const { each, found } = cells(job);
+  const costly = [...job.shares].filter(([, share]) => share >= LEVELS[0])
+    .sort((a, b) => b[1] - a[1]).slice(0, 4)
+    .map(([rank, share]) => `rank ${rank} ${percent(share)}`);
+  const facts = [
+    `${job.present.toLocaleString("en")} of ${count(job.ranks, "rank", "ranks")}`,
+    following > 1 ? `at ${job.told.length} of ${following} reducers` : "",
+    job.generation ? `generation ${job.generation}` : "",
+    job.rounds ? `${count(job.rounds, "all-reduce", "all-reduces")} in progress` : "no all-reduce in progress",
+    `${size(job.reserved)} reserved`,
+  ];
+  const name = make("h3", {}, [make("bdi", { text: job.name })]);
+  return make("article", { look: "job" }, [
+    name,
+    make("p", { look: "facts", text: facts.filter((fact) => fact).join(" · ") }),
+    job.isPast && make("p", { look: "finding bad", text: "As last heard: no reducer that has it answers." }),
+    job.straggler && make("p", { look: "finding", text: stragglerSentence(job) }),
+    job.absentText && make("p", { look: "finding bad", text: absentSentence(job) }),
+    make("div", {
+      look: `ranks${job.isPast ? " past" : ""}`,
+      role: "img",
+      "aria-label": `${count(job.ranks, "rank", "ranks")}, ` +
+        `${costly.length ? `waited for: ${costly.join(", ")} of the time` : "none waited for"}`,
+    }, found.map((cell) => make("span", { look: cell.look, title: cell.title, text: cell.label }))),
+    each > 1 && make("p", { look: "quiet", text: `Each square stands for ${each} ranks.` }),
+    costly.length > 0 && make("p", {
+      look: "quiet",
+      text: `Waited for in the last ${WINDOW_S} s, of the time: ${costly.join(", ")}.`,
+    }),
+  ]);
+}
+
+// -- reducers --------------------------------------------------------------------------------
+
+/** The rates of the last ten minutes: age and bytes per second of each sample; null in a gap. */
+function rates(reducer) {
+  const { history, status } = reducer;
+  if (!history || history.incarnation !== status.incarnation) {
+    return [];
+  }
+  const now = { uptime_s: status.uptime_s, ...status.counters };
+  const newest = history.samples.at(-1);
+  const samples = newest && now.uptime_s - newest.uptime_s > 1 ? [...history.samples, now] : history.samples;
+  const found = [];
+  for (let at = 1; at < samples.length; at += 1) {
+    const [a, b] = [samples[at - 1], samples[at]];
+    const seconds = b.uptime_s - a.uptime_s;
+    const age = status.uptime_s - b.uptime_s;
+    if (age + seconds <= SPAN_S + GAP_S && seconds > 0) {
+      const rate = (name) => Math.max(0, (b[name] - a[name]) / seconds);
+      const known = seconds <= GAP_S;
+      found.push({ age, from: age + seconds, in: known ? rate("bytes_in") : null, out: rate("bytes_out") });
+    }
+  }
+  return found;
+}
+
+/** Return a round number that is not below this one. */
+function ceiling(number) {
+  const ten = 10 ** Math.floor(Math.log10(number));
+  return [1, 2, 5, 10].map((factor) => factor * ten).find((top) => top >= number);
+}
+
+function path(points, name, top) {
+  let text = "";
+  let amid = false;
+  for (const point of points) {
+    if (point.in === null) {
+      amid = false;
+      continue;
+    }
+    const x = (600 * (1 - point.age / SPAN_S)).toFixed(1);
+    const y = (98 - 96 * point[name] / top).toFixed(1);
+    text += amid ? `L${x} ${y}` : `M${(600 * (1 - point.from / SPAN_S)).toFixed(1)} ${y}L${x} ${y}`;
+    amid = true;
+  }
+  return text;
+}
+
+function chart(reducer) {
+  const points = rates(reducer);
+  const most = Math.max(0, ...points.map((point) => Math.max(point.in ?? 0, point.in === null ? 0 : point.out)));
+  if (most <= 0) {
+    const text = points.length ? "Nothing has moved in the last ten minutes." : "Its rates are shown in a few seconds.";
+    return make("figure", {}, [make("p", { look: "quiet nothing-moved", text })]);
+  }
+  const top = ceiling(most);
+  const latest = reducer.looks;
+  const seconds = latest.at(-1).uptime_s - latest[0].uptime_s;
+  const rate = (name) => seconds > 0
+    ? size((latest.at(-1).counters[name] - latest[0].counters[name]) / seconds) + "/s" : "…";
+  const svg = draw("svg", { class: "chart", viewBox: "0 0 600 100", preserveAspectRatio: "none", role: "img" });
+  svg.setAttribute("aria-label", `Rates of the last ten minutes, at most ${size(most)}/s.`);
+  const inwards = path(points, "in", top);
+  const area = inwards.split("M").filter((part) => part).map((part) => {
+    const ends = part.split("L").map((point) => point.split(" ")[0]);
+    return `M${ends[0]} 100L${part}L${ends.at(-1)} 100Z`;
+  }).join("");
+  svg.append(draw("path", { class: "area", d: area }), draw("path", { d: inwards }),
+    draw("path", { class: "out", d: path(points, "out", top) }));
+  return make("figure", {}, [
+    make("figcaption", { look: "rates" }, [
+      make("span", { look: "rate" }, ["in ", make("b", { text: rate("bytes_in") })]),
+      make("span", { look: "rate out" }, ["out ", make("b", { text: rate("bytes_out") })]),
+      make("span", { text: `top: ${size(top)}/s` }),
+    ]),
+    svg,
+    make("div", { look: "axis" }, [make("span", { text: "10 min ago" }), make("span", { text: "now" })]),
+  ]);
+}
+
+function memory({ limit, reserved, held }) {
+  const part = (look, bytes) => {
+    const span = make("span", { look });
+    span.style.width = `${100 * Math.min(1, bytes / Math.max(1, limit))}%`;
+    return bytes > 0 ? span : null;
+  };
+  return make("div", { look: "memory" }, [
+    make("p", { look: "facts rates" }, [
+      make("span", { look: "swatch" }, ["held ", make("b", { text: size(held) })]),
+      make("span", { look: "swatch reserved" }, ["reserved ", make("b", { text: size(reserved) })]),
+      make("span", { text: `limit ${size(limit)}` }),
+    ]),
+    make("div", { look: "bar", "aria-hidden": "true" }, [part("reserved", reserved), part("held", held)]),
+  ]);
+}
+
+function troubles(counters) {
+  const named = [
+    ["rounds_failed", "all-reduce failed", "all-reduces failed"],
+    ["refused", "message refused", "messages refused"],
+    ["dropped", "peer dropped", "peers dropped"],
+    ["closed", "connection closed", "connections closed"],
+  ];
+  return named.filter(([name]) => counters[name] > 0)
+    .map(([name, one, many]) => count(counters[name], one, many));
+}
+
+function reducerCard(reducer) {
+  const { status, silent } = reducer;
+  const state = !status ? (silent ? "does not answer" : "asked") : silent ? "does not answer" : status.state;
+  const look = silent || state === "failing" ? "failing" : state;
+  const top = make("div", { look: "title" }, [
+    make("h3", {}, [make("bdi", { text: reducer.name })]),
+    make("span", { look: `state ${["serving", "failing"].includes(look) ? look : ""}`, text: state }),
+  ]);
+  if (!status) {
+    const why = silent ? notHeard(reducer) : "No answer yet.";
+    return make("article", {}, [top, make("p", { look: silent ? "finding bad" : "facts", text: why })]);
+  }
+  const hanging = status.lanes.filter((lane) => !lane.answers).map((lane) => `port ${lane.port}`);
+  const bad = troubles(status.counters);
+  const facts = [
+    `workers reach it at ${status.address}`,
+    count(status.lanes.length, "thread", "threads"),
+    count(Math.max(0, ...status.lanes.map((lane) => lane.members)), "rank", "ranks"),
+    silent ? "" : `up ${duration(status.uptime_s)}`,
+    `version ${status.version}`,
+  ];
+  return make("article", {}, [
+    top,
+    make("p", { look: "facts", text: facts.filter((fact) => fact).join(" · ") }),
+    silent && make("p", { look: "finding bad", text: notHeard(reducer) }),
+    !silent && hanging.length > 0 && make("p", {
+      look: "finding bad",
+      text: `No answer from the ${hanging.length > 1 ? "threads" : "thread"} at ${listed(hanging)}: see its log.`,
+    }),
+    make("div", { look: silent ? "past" : "" }, [chart(reducer), memory(status.memory)]),
+    bad.length > 0 && make("p", { look: "quiet", text: `Since it started: ${listed(bad)}.` }),
+  ]);
+}
+
+function notHeard(reducer) {
+  const why = reducer.failed && reducer.failed !== "does not answer" ? `It ${reducer.failed}.` : "It does not answer.";
+  if (!reducer.heardMs) {
+    return `${why} It was never heard: is it running, with --http, and can this browser reach it?`;
+  }
+  return `${why} Last heard ${duration((performance.now() - reducer.heardMs) / 1000)} ago.`;
+}
+
+// -- events ----------------------------------------------------------------------------------
+
+/** All events, the latest first; what several threads or reducers say at once is one. */
+function eventsOf(those) {
+  const all = those.flatMap((one) => (one.history?.events ?? []).map((event) => ({ ...event, from: one.name })));
+  all.sort((a, b) => b.at - a.at);
+  const found = [];
+  for (const event of all) {
+    const same = found.slice(-32).find((one) => one.text === event.text && one.at - event.at < SAME_EVENT_S);
+    if (same) {
+      same.from.add(event.from);
+    } else {
+      found.push({ ...event, from: new Set([event.from]) });
+    }
+  }
+  return found;
+}
+
+function eventRow(event, following) {
+  const at = make("time", { text: clock(event.at), datetime: new Date(1000 * event.at).toISOString() });
+  const kind = event.level === "info" ? "job" : event.level;
+  const from = event.from.size === following ? "all reducers" : listed([...event.from]);
+  return make("li", { look: "event" }, [
+    at,
+    make("span", { look: `kind ${["warning", "error"].includes(kind) ? kind : ""}`, text: kind }),
+    make("span", { look: "text", text: event.text }),
+    following > 1 && make("span", { look: "where", text: from }),
+  ]);
+}
+
+// -- the page --------------------------------------------------------------------------------
+
+function make(tag, { look, text, ...others }, children = []) {
+  const node = document.createElement(tag);
+  if (look) {
+    node.className = look;
+  }
+  if (text !== undefined) {
+    node.textContent = text;
+  }
+  for (const [name, value] of Object.entries(others)) {
+    node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child));
+  return node;
+}
+
+function draw(tag, attributes) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    node.setAttribute(name, value);
+  }
+  return node;
+}
+
+/** Put children into a node; those that look as before stay, with what is selected in them. */
+function put(node, children) {
+  children.forEach((child, at) => {
+    const old = node.childNodes[at];
+    if (!old) {
+      node.append(child);
+    } else if (!old.isEqualNode(child)) {
+      old.replaceWith(child);
+    }
+  });
+  while (node.childNodes.length > children.length) {
+    node.lastChild.remove();
+  }
+}
+
+function say(node, text) {
+  if (node.textContent !== text) {
+    node.textContent = text;
+  }
+}
+
+function part(id) {
+  return document.getElementById(id);
+}
+
+function showJobs(those, jobs) {
+  const heard = those.some((one) => one.status);
+  const empty = heard
+    ? make("p", { look: "empty" }, [
+      "No job is here. Workers come with ",
+      make("code", {
+        text: `REDUCTION_SERVERS=${those.filter((one) => one.status).map((one) => one.status.address).join(",")}`,
+      }),
+    ])
+    : make("p", { look: "empty", text: "No reducer has told of its jobs yet." });
+  const cards = jobs.slice(0, SHOWN_JOBS).map((job) => jobCard(job, those.length));
+  put(part("jobs"), jobs.length ? cards : [empty]);
+  part("legend").hidden = jobs.length === 0;
+  const more = part("more-jobs");
+  more.hidden = jobs.length <= SHOWN_JOBS;
+  say(more.querySelector("summary"), `${count(jobs.length - SHOWN_JOBS, "more job", "more jobs")}`);
+  // Squares of many jobs are thousands: they are made for who wants to see them.
+  put(more.querySelector("div"), more.open ? jobs.slice(SHOWN_JOBS).map((job) => jobCard(job, those.length)) : []);
+  const untold = Math.max(0, ...those.filter((one) => one.status).map((one) => one.status.jobs_total - one.status.jobs.length));
+  part("untold-jobs").hidden = untold === 0;
+  say(part("untold-jobs"), `A reducer has ${count(untold, "further job", "further jobs")}, with less memory.`);
+}
+
+function showEvents(those) {
+  const events = eventsOf(those);
+  const rows = events.map((event) => eventRow(event, those.length));
+  const [list, more, none] = [part("events"), part("more-events"), part("no-events")];
+  none.hidden = rows.length > 0;
+  say(none, those.some((one) => one.history)
+    ? "Nothing has happened: no job has come or gone, and nothing has failed."
+    : "No reducer has told of its past yet.");
+  list.hidden = rows.length === 0;
+  put(list, rows.slice(0, SHOWN_EVENTS));
+  more.hidden = rows.length <= SHOWN_EVENTS;
+  say(more.querySelector("summary"), count(rows.length - SHOWN_EVENTS, "earlier event", "earlier events"));
+  put(more.querySelector("ol"), rows.slice(SHOWN_EVENTS));
+}
+
+function summary(those, jobs) {
+  const silent = those.filter((one) => one.silent);
+  const heard = those.filter((one) => one.status && !one.silent);
+  const wrong = heard.filter((one) => one.status.state !== "serving");
+  const live = jobs.filter((job) => !job.isPast);
+  const late = live.filter((job) => job.straggler);
+  const lacking = live.filter((job) => job.absentText);
+  if (!heard.length && !silent.length) {
+    return "Asking the reducers…";
+  }
+  const said = [];
+  if (silent.length) {
+    said.push(those.length === 1 ? "The reducer does not answer."
+      : `${silent.length} of ${those.length} reducers ${silent.length === 1 ? "does" : "do"} not answer.`);
+  }
+  said.push(...wrong.map((one) => `${one.name} is ${one.status.state}.`));
+  if (heard.length) {
+    const ranks = live.reduce((sum, job) => sum + job.present, 0);
+    const who = heard.length === 1 ? "One reducer serves" : `${heard.length} reducers serve`;
+    said.push(live.length
+      ? `${who} ${count(live.length, "job", "jobs")} with ${count(ranks, "rank", "ranks")}.`
+      : `${who}, and ${heard.length === 1 ? "waits" : "wait"} for jobs.`);
+  }
+  said.push(...lacking.slice(0, 2).map((job) => `Job ${job.name} lacks ranks.`));
+  said.push(...late.slice(0, 2).map((job) => `Job ${job.name} waits for rank ${job.straggler.rank}.`));
+  return said.join(" ");
+}
+
+function show() {
+  const those = distinct();
+  const jobs = jobsOf(those);
+  const text = summary(those, jobs);
+  say(part("summary"), text);
+  const amiss = those.some((one) => one.silent) || jobs.some((job) => job.amiss);
+  document.title = amiss ? "! Reducers" : "Reducers";
+  showJobs(those, jobs);
+  put(part("reducers"), those.map(reducerCard));
+  showEvents(those);
+}
+
+part("more-jobs").addEventListener("toggle", show);
+setInterval(show, 500); // what is not heard is told without an answer
+reducers.forEach((one) => one.follow());
