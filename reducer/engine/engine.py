@@ -518,13 +518,17 @@ class Engine:
         if known is not None and _order(loss) <= _order(known):
             return []
         job.losses[loss.reducer] = loss
+        if known is None or loss.epoch > known.epoch:  # every rank may have one more stage of it
+            self._say_loss(job, member, loss)
+        others = [other for other in job.members.values() if other is not member]
+        return [self._loss(job, other, loss) for other in others]
+
+    def _say_loss(self, job: Job, member: Member, loss: Loss) -> None:
         what = f"reducer {loss.reducer} (of 0 to {job.hello.reducers - 1}), and goes on without it"
         if loss.reducer == ALL_REDUCERS:
             what = "all reducers, and begins anew"
         rank = member.rank
         self._say("job %r: rank %d has lost %s", job.name, rank, what, job=job.name, rank=rank)
-        others = [other for other in job.members.values() if other is not member]
-        return [self._loss(job, other, loss) for other in others]
 
     def _loss(self, job: Job, member: Member, loss: Loss) -> Send:
         frame = Header(MessageType.SHARD_MAP, job=job.key, generation=job.generation).pack()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
 
 MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
+TOLD_RANKS = 2048  # of all jobs, that a thread tells: work waits meanwhile, for 20 ms
 FRESH_S = 0.2  # whoever asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
 STALLED_S = 10.0  # one that has not looked up for so long hangs
@@ -215,6 +216,7 @@ class Observer:
 
 def look(engine: Engine, connections: int, port: int) -> LaneView:
     """Return what an engine knows; only the thread that it belongs to may look."""
+    most = min(MOST_RANKS, max(MAX_RANKS, TOLD_RANKS // max(1, len(engine.jobs))))
     jobs = tuple(
         JobView(
             name=printable(job.name),
@@ -224,7 +226,7 @@ def look(engine: Engine, connections: int, port: int) -> LaneView:
             reserved=job.reserved,
             held=sum(member.held for member in job.members.values()),
             rounds=len(job.rounds),
-            waits=costliest(job.rounds.lateness, MOST_RANKS),
+            waits=costliest(job.rounds.lateness, most),
             straggler=job.watch.straggler,
         )
         for job in engine.jobs

@@ -20,7 +20,7 @@ MAX_REDUCERS = 64  # that one page follows
 # No address of IPv6: a content-security policy cannot name one. Nor anything that could end the
 # directive that this becomes a part of.
 _PORT = re.compile(r"(?P<host>[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?):(?P<port>[0-9]{1,5})")
-_ORIGIN = re.compile(r"http://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?")
+_ORIGIN = re.compile(r"http://(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?")
 _INSIDE = (".svc", ".local", ".internal", ".cluster.local")  # ends of names that no site has
 
 

@@ -15,8 +15,10 @@ const MOST_CELLS = 128; // of a job; each stands for several ranks if there are 
 const SHOWN_JOBS = 12;
 const SHOWN_EVENTS = 25;
 const SAME_EVENT_S = 3; // several threads or reducers that say the same at once
+const NO_REDUCER = "answers, but not as a reducer does";
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_RANKS = 65536;
+const LAST_S = 1e11; // of Unix time, that a date can be made of
 
 // -- what is known ---------------------------------------------------------------------------
 
@@ -37,7 +39,8 @@ class Reducer {
 
   /** Whether it does not answer now. */
   get silent() {
-    return this.failed !== "" || (this.asked !== null && performance.now() - this.asked > SILENT_MS);
+    const waitedMs = this.asked === null ? 0 : performance.now() - this.asked;
+    return this.failed !== "" || waitedMs > SILENT_MS;
   }
 
   /** Ask for its status, and now and then for its history. */
@@ -68,11 +71,16 @@ class Reducer {
 
   async read(path) {
     const signal = AbortSignal.timeout(TIMEOUT_MS);
-    const answer = await fetch(this.base + path, { cache: "no-store", credentials: "omit", signal });
+    const options = { cache: "no-store", credentials: "omit", signal };
+    const answer = await fetch(this.base + path, options);
     if (!answer.ok) {
       throw new Unreadable(`answers, but not as a reducer of this version (${answer.status})`);
     }
-    return answer.json();
+    try {
+      return JSON.parse(await answer.text());
+    } catch (error) {
+      throw error instanceof SyntaxError ? new Unreadable(NO_REDUCER) : error;
+    }
   }
 
   /** Go on asking. */
@@ -81,30 +89,46 @@ class Reducer {
       const began = performance.now();
       await this.ask();
       show();
-      await new Promise((done) => setTimeout(done, Math.max(50, began + POLL_MS - performance.now())));
+      const restMs = Math.max(50, began + POLL_MS - performance.now());
+      await new Promise((done) => setTimeout(done, restMs));
     }
   }
 }
 
 class Unreadable extends Error {}
 
+function areNumbers(record, names) {
+  return Boolean(record) && names.every((name) => Number.isFinite(record[name]));
+}
+
+function isJob(job) {
+  return job && typeof job.name === "string" && typeof job.ranks_present === "string" &&
+    typeof job.ranks_absent === "string" && Array.isArray(job.costliest_ranks) &&
+    job.costliest_ranks.every((one) => areNumbers(one, ["rank", "late_s", "slow_s"])) &&
+    (!job.straggler || areNumbers(job.straggler, ["rank", "share", "median_s"])) &&
+    areNumbers(job, ["generation", "world_size", "present", "reserved", "held", "rounds"]) &&
+    job.world_size <= MAX_RANKS;
+}
+
 function checkedStatus(told) {
-  const right =
-    told && typeof told.state === "string" && typeof told.incarnation === "string" &&
-    Number.isFinite(told.uptime_s) && told.memory && told.counters &&
-    Array.isArray(told.jobs) && Array.isArray(told.lanes) &&
-    told.jobs.every((job) => typeof job.name === "string" && job.world_size <= MAX_RANKS &&
-      typeof job.ranks_present === "string" && typeof job.ranks_absent === "string" &&
-      Array.isArray(job.costliest_ranks));
-  if (!right) {
-    throw new Unreadable("answers, but not as a reducer does");
+  const isRight = told && typeof told.state === "string" && typeof told.incarnation === "string" &&
+    areNumbers(told, ["uptime_s", "jobs_total"]) && Array.isArray(told.lanes) &&
+    areNumbers(told.memory, ["limit", "reserved", "held"]) &&
+    areNumbers(told.counters, ["bytes_in", "bytes_out"]) && Array.isArray(told.jobs) && told.jobs.every(isJob);
+  if (!isRight) {
+    throw new Unreadable(NO_REDUCER);
   }
   return told;
 }
 
 function checkedHistory(told) {
-  if (!told || !Array.isArray(told.samples) || !Array.isArray(told.events)) {
-    throw new Unreadable("answers, but not as a reducer does");
+  const isRight = told && typeof told.incarnation === "string" && areNumbers(told, ["now"]) &&
+    Array.isArray(told.samples) && Array.isArray(told.events) &&
+    told.samples.every((one) => areNumbers(one, ["uptime_s", "bytes_in", "bytes_out"])) &&
+    told.events.every((one) => areNumbers(one, ["at"]) && Math.abs(one.at) < LAST_S &&
+      typeof one.text === "string");
+  if (!isRight) {
+    throw new Unreadable(NO_REDUCER);
   }
   // By this machine's clock, whatever the reducer's says.
   const ahead = Date.now() / 1000 - told.now;
@@ -113,11 +137,11 @@ function checkedHistory(told) {
 
 function named() {
   const query = new URLSearchParams(location.search).getAll("reducers").join(",");
-  const others = query.split(",").map((word) => word.trim()).filter((word) => word !== "");
-  const here = location.host;
+  const words = new Set(query.split(",").map((word) => word.trim()));
+  const others = [...words].filter((word) => word !== "" && word !== location.host);
   return [
-    new Reducer(here, ""),
-    ...[...new Set(others)].filter((one) => one !== here).map((one) => new Reducer(one, `http://${one}/`)),
+    new Reducer(location.host, ""),
+    ...others.map((one) => new Reducer(one, `http://${one}/`)),
   ];
 }
 
@@ -230,7 +254,8 @@ function jobsOf(those) {
   live.forEach((one) => tell(one, false));
   those.filter((one) => one.status && one.silent).forEach((one) => tell(one, true));
   const all = [...found.values()].map(joined);
-  return all.sort((a, b) => b.amiss - a.amiss || b.reserved - a.reserved || (a.key < b.key ? -1 : 1));
+  const order = (a, b) => b.amiss - a.amiss || b.reserved - a.reserved || (a.key < b.key ? -1 : 1);
+  return all.sort(order);
 }
 
 function joined(job) {
@@ -265,11 +290,12 @@ function joined(job) {
 }
 
 function stragglerSentence({ straggler }) {
+  const { rank, share, median_s: medianS } = straggler;
+  const ms = (1000 * medianS).toFixed(0);
   const how = straggler.cause === "late"
-    ? `its contributions come late, ${(1000 * straggler.median_s).toFixed(0)} ms in the median`
-    : `its contributions take long to arrive, ${(1000 * straggler.median_s).toFixed(0)} ms more in ` +
-      "the median: its link is slow";
-  return `Rank ${straggler.rank} keeps the others waiting ${percent(straggler.share)} of the time: ${how}.`;
+    ? `its contributions come late, ${ms} ms in the median`
+    : `its link is slow, and its contributions take ${ms} ms longer in the median`;
+  return `Rank ${rank} keeps the others waiting ${percent(share)} of the time: ${how}.`;
 }
 
 function absentSentence(job) {
@@ -289,12 +315,12 @@ function cells(job) {
       share = rank >= first && rank <= last ? Math.max(share, its) : share;
     }
     const isAbsent = within(job.absent, first, last) || !within(job.presentRanges, first, last);
-    const isStraggler = job.straggler !== null && within([[first, last]], job.straggler.rank,
-      job.straggler.rank);
+    const straggler = job.straggler ? job.straggler.rank : -1;
+    const isStraggler = first <= straggler && straggler <= last;
     const level = LEVELS.filter((least) => share >= least).length;
     const name = first === last ? `rank ${first}` : `ranks ${first} to ${last}`;
-    const of = isAbsent ? (first === last ? "absent" : "some absent") :
-      `waited for ${level === 0 ? "under 2 %" : percent(share)} of the time`;
+    const waited = `waited for ${level === 0 ? "under 2 %" : percent(share)} of the time`;
+    const of = isAbsent ? (first === last ? "absent" : "some absent") : waited;
     found.push({
       label: String(first),
       title: `${name}: ${of}${isStraggler ? ", the straggler" : ""}`,
@@ -313,14 +339,17 @@ function jobCard(job, following) {
     `${job.present.toLocaleString("en")} of ${count(job.ranks, "rank", "ranks")}`,
     following > 1 ? `at ${job.told.length} of ${following} reducers` : "",
     job.generation ? `generation ${job.generation}` : "",
-    job.rounds ? `${count(job.rounds, "all-reduce", "all-reduces")} in progress` : "no all-reduce in progress",
+    `${job.rounds ? count(job.rounds, "all-reduce", "all-reduces") : "no all-reduce"} in progress`,
     `${size(job.reserved)} reserved`,
   ];
   const name = make("h3", {}, [make("bdi", { text: job.name })]);
   return make("article", { look: "job" }, [
     name,
     make("p", { look: "facts", text: facts.filter((fact) => fact).join(" · ") }),
-    job.isPast && make("p", { look: "finding bad", text: "As last heard: no reducer that has it answers." }),
+    job.isPast && make("p", {
+      look: "finding bad",
+      text: "As last heard: no reducer that has it answers.",
+    }),
     job.straggler && make("p", { look: "finding", text: stragglerSentence(job) }),
     job.absentText && make("p", { look: "finding bad", text: absentSentence(job) }),
     make("div", {
@@ -347,16 +376,17 @@ function rates(reducer) {
   }
   const now = { uptime_s: status.uptime_s, ...status.counters };
   const newest = history.samples.at(-1);
-  const samples = newest && now.uptime_s - newest.uptime_s > 1 ? [...history.samples, now] : history.samples;
+  const isNews = newest && now.uptime_s - newest.uptime_s > 1;
+  const samples = isNews ? [...history.samples, now] : history.samples;
   const found = [];
   for (let at = 1; at < samples.length; at += 1) {
     const [a, b] = [samples[at - 1], samples[at]];
     const seconds = b.uptime_s - a.uptime_s;
     const age = status.uptime_s - b.uptime_s;
     if (age + seconds <= SPAN_S + GAP_S && seconds > 0) {
-      const rate = (name) => Math.max(0, (b[name] - a[name]) / seconds);
-      const known = seconds <= GAP_S;
-      found.push({ age, from: age + seconds, in: known ? rate("bytes_in") : null, out: rate("bytes_out") });
+      const isKnown = seconds <= GAP_S;
+      const rate = (name) => (isKnown ? Math.max(0, (b[name] - a[name]) / seconds) : null);
+      found.push({ age, from: age + seconds, in: rate("bytes_in"), out: rate("bytes_out") });
     }
   }
   return found;
@@ -386,18 +416,26 @@ function path(points, name, top) {
 
 function chart(reducer) {
   const points = rates(reducer);
-  const most = Math.max(0, ...points.map((point) => Math.max(point.in ?? 0, point.in === null ? 0 : point.out)));
+  const most = Math.max(0, ...points.map((point) => Math.max(point.in, point.out)));
   if (most <= 0) {
-    const text = points.length ? "Nothing has moved in the last ten minutes." : "Its rates are shown in a few seconds.";
+    const text = points.length
+      ? "Nothing has moved in the last ten minutes."
+      : "Its rates are shown in a few seconds.";
     return make("figure", {}, [make("p", { look: "quiet nothing-moved", text })]);
   }
   const top = ceiling(most);
   const latest = reducer.looks;
   const seconds = latest.at(-1).uptime_s - latest[0].uptime_s;
   const rate = (name) => seconds > 0
-    ? size((latest.at(-1).counters[name] - latest[0].counters[name]) / seconds) + "/s" : "…";
-  const svg = draw("svg", { class: "chart", viewBox: "0 0 600 100", preserveAspectRatio: "none", role: "img" });
-  svg.setAttribute("aria-label", `Rates of the last ten minutes, at most ${size(most)}/s.`);
+    ? `${size(Math.max(0, latest.at(-1).counters[name] - latest[0].counters[name]) / seconds)}/s`
+    : "…";
+  const svg = draw("svg", {
+    class: "chart",
+    viewBox: "0 0 600 100",
+    preserveAspectRatio: "none",
+    role: "img",
+    "aria-label": `Rates of the last ten minutes, at most ${size(most)}/s.`,
+  });
   const inwards = path(points, "in", top);
   const area = inwards.split("M").filter((part) => part).map((part) => {
     const ends = part.split("L").map((point) => point.split(" ")[0]);
@@ -409,10 +447,11 @@ function chart(reducer) {
     make("figcaption", { look: "rates" }, [
       make("span", { look: "rate" }, ["in ", make("b", { text: rate("bytes_in") })]),
       make("span", { look: "rate out" }, ["out ", make("b", { text: rate("bytes_out") })]),
-      make("span", { text: `top: ${size(top)}/s` }),
     ]),
     svg,
-    make("div", { look: "axis" }, [make("span", { text: "10 min ago" }), make("span", { text: "now" })]),
+    make("div", { look: "axis" }, [
+      "10 min before", `top: ${size(top)}/s`, reducer.silent ? "last heard" : "now",
+    ].map((text) => make("span", { text }))),
   ]);
 }
 
@@ -425,10 +464,14 @@ function memory({ limit, reserved, held }) {
   return make("div", { look: "memory" }, [
     make("p", { look: "facts rates" }, [
       make("span", { look: "swatch" }, ["held ", make("b", { text: size(held) })]),
-      make("span", { look: "swatch reserved" }, ["reserved ", make("b", { text: size(reserved) })]),
-      make("span", { text: `limit ${size(limit)}` }),
+      make("span", { look: "swatch reserved" }, [
+        "reserved ", make("b", { text: size(reserved) }), ` of ${size(limit)}`,
+      ]),
     ]),
-    make("div", { look: "bar", "aria-hidden": "true" }, [part("reserved", reserved), part("held", held)]),
+    make("div", { look: "bar", "aria-hidden": "true" }, [
+      part("reserved", reserved),
+      part("held", held),
+    ]),
   ]);
 }
 
@@ -445,20 +488,23 @@ function troubles(counters) {
 
 function reducerCard(reducer) {
   const { status, silent } = reducer;
-  const state = !status ? (silent ? "does not answer" : "asked") : silent ? "does not answer" : status.state;
-  const look = silent || state === "failing" ? "failing" : state;
+  const state = silent ? "does not answer" : (status ? status.state : "asked");
+  const look = silent ? "failing" : state;
   const top = make("div", { look: "title" }, [
     make("h3", {}, [make("bdi", { text: reducer.name })]),
-    make("span", { look: `state ${["serving", "failing"].includes(look) ? look : ""}`, text: state }),
+    make("span", {
+      look: `state ${["serving", "failing"].includes(look) ? look : ""}`,
+      text: state,
+    }),
   ]);
   if (!status) {
-    const why = silent ? notHeard(reducer) : "No answer yet.";
-    return make("article", {}, [top, make("p", { look: silent ? "finding bad" : "facts", text: why })]);
+    const text = silent ? notHeard(reducer) : "No answer yet.";
+    return make("article", {}, [top, make("p", { look: silent ? "finding bad" : "facts", text })]);
   }
   const hanging = status.lanes.filter((lane) => !lane.answers).map((lane) => `port ${lane.port}`);
   const bad = troubles(status.counters);
   const facts = [
-    `workers reach it at ${status.address}`,
+    `for workers ${status.address}`,
     count(status.lanes.length, "thread", "threads"),
     count(Math.max(0, ...status.lanes.map((lane) => lane.members)), "rank", "ranks"),
     silent ? "" : `up ${duration(status.uptime_s)}`,
@@ -470,7 +516,7 @@ function reducerCard(reducer) {
     silent && make("p", { look: "finding bad", text: notHeard(reducer) }),
     !silent && hanging.length > 0 && make("p", {
       look: "finding bad",
-      text: `No answer from the ${hanging.length > 1 ? "threads" : "thread"} at ${listed(hanging)}: see its log.`,
+      text: `A serving thread does not answer: ${listed(hanging)}. The log may say why.`,
     }),
     make("div", { look: silent ? "past" : "" }, [chart(reducer), memory(status.memory)]),
     bad.length > 0 && make("p", { look: "quiet", text: `Since it started: ${listed(bad)}.` }),
@@ -478,9 +524,10 @@ function reducerCard(reducer) {
 }
 
 function notHeard(reducer) {
-  const why = reducer.failed && reducer.failed !== "does not answer" ? `It ${reducer.failed}.` : "It does not answer.";
+  const why = `It ${reducer.failed || "does not answer"}.`;
   if (!reducer.heardMs) {
-    return `${why} It was never heard: is it running, with --http, and can this browser reach it?`;
+    return `${why} It was not heard since this page was opened: does it run, with an HTTP port ` +
+      "here, and can this browser reach it?";
   }
   return `${why} Last heard ${duration((performance.now() - reducer.heardMs) / 1000)} ago.`;
 }
@@ -489,11 +536,13 @@ function notHeard(reducer) {
 
 /** All events, the latest first; what several threads or reducers say at once is one. */
 function eventsOf(those) {
-  const all = those.flatMap((one) => (one.history?.events ?? []).map((event) => ({ ...event, from: one.name })));
-  all.sort((a, b) => b.at - a.at);
+  const all = those.flatMap((one) => (one.history ? one.history.events : [])
+    .map((event) => ({ ...event, from: one.name })));
+  all.reverse().sort((a, b) => b.at - a.at);
   const found = [];
   for (const event of all) {
-    const same = found.slice(-32).find((one) => one.text === event.text && one.at - event.at < SAME_EVENT_S);
+    const same = found.slice(-32)
+      .find((one) => one.text === event.text && one.at - event.at < SAME_EVENT_S);
     if (same) {
       same.from.add(event.from);
     } else {
@@ -504,11 +553,11 @@ function eventsOf(those) {
 }
 
 function eventRow(event, following) {
-  const at = make("time", { text: clock(event.at), datetime: new Date(1000 * event.at).toISOString() });
+  const datetime = new Date(1000 * event.at).toISOString();
   const kind = event.level === "info" ? "job" : event.level;
   const from = event.from.size === following ? "all reducers" : listed([...event.from]);
   return make("li", { look: "event" }, [
-    at,
+    make("time", { text: clock(event.at), datetime }),
     make("span", { look: `kind ${["warning", "error"].includes(kind) ? kind : ""}`, text: kind }),
     make("span", { look: "text", text: event.text }),
     following > 1 && make("span", { look: "where", text: from }),
@@ -566,26 +615,24 @@ function part(id) {
 }
 
 function showJobs(those, jobs) {
-  const heard = those.some((one) => one.status);
-  const empty = heard
-    ? make("p", { look: "empty" }, [
-      "No job is here. Workers come with ",
-      make("code", {
-        text: `REDUCTION_SERVERS=${those.filter((one) => one.status).map((one) => one.status.address).join(",")}`,
-      }),
-    ])
-    : make("p", { look: "empty", text: "No reducer has told of its jobs yet." });
-  const cards = jobs.slice(0, SHOWN_JOBS).map((job) => jobCard(job, those.length));
-  put(part("jobs"), jobs.length ? cards : [empty]);
+  const told = those.map((one) => one.status).filter((status) => status);
+  const servers = told.map((status) => status.address).join(",");
+  const empty = told.length
+    ? ["No job is here. Workers come with ", make("code", { text: `REDUCTION_SERVERS=${servers}` })]
+    : ["No reducer has told of its jobs yet."];
+  const card = (job) => jobCard(job, those.length);
+  const [shown, rest] = [jobs.slice(0, SHOWN_JOBS), jobs.slice(SHOWN_JOBS)];
+  put(part("jobs"), shown.length ? shown.map(card) : [make("p", { look: "empty" }, empty)]);
   part("legend").hidden = jobs.length === 0;
   const more = part("more-jobs");
-  more.hidden = jobs.length <= SHOWN_JOBS;
-  say(more.querySelector("summary"), `${count(jobs.length - SHOWN_JOBS, "more job", "more jobs")}`);
+  more.hidden = rest.length === 0;
+  say(more.querySelector("summary"), count(rest.length, "more job", "more jobs"));
   // Squares of many jobs are thousands: they are made for who wants to see them.
-  put(more.querySelector("div"), more.open ? jobs.slice(SHOWN_JOBS).map((job) => jobCard(job, those.length)) : []);
-  const untold = Math.max(0, ...those.filter((one) => one.status).map((one) => one.status.jobs_total - one.status.jobs.length));
+  put(more.querySelector("div"), more.open ? rest.map(card) : []);
+  const untold = Math.max(0, ...told.map((status) => status.jobs_total - status.jobs.length));
+  const text = `A reducer has ${count(untold, "further job", "further jobs")}, with less memory.`;
   part("untold-jobs").hidden = untold === 0;
-  say(part("untold-jobs"), `A reducer has ${count(untold, "further job", "further jobs")}, with less memory.`);
+  say(part("untold-jobs"), text);
 }
 
 function showEvents(those) {
@@ -599,8 +646,9 @@ function showEvents(those) {
   list.hidden = rows.length === 0;
   put(list, rows.slice(0, SHOWN_EVENTS));
   more.hidden = rows.length <= SHOWN_EVENTS;
-  say(more.querySelector("summary"), count(rows.length - SHOWN_EVENTS, "earlier event", "earlier events"));
-  put(more.querySelector("ol"), rows.slice(SHOWN_EVENTS));
+  const rest = rows.slice(SHOWN_EVENTS);
+  say(more.querySelector("summary"), count(rest.length, "earlier event", "earlier events"));
+  put(more.querySelector("ol"), rest);
 }
 
 function summary(those, jobs) {
@@ -615,8 +663,10 @@ function summary(those, jobs) {
   }
   const said = [];
   if (silent.length) {
-    said.push(those.length === 1 ? "The reducer does not answer."
-      : `${silent.length} of ${those.length} reducers ${silent.length === 1 ? "does" : "do"} not answer.`);
+    const verb = silent.length === 1 ? "does" : "do";
+    said.push(those.length === 1
+      ? "The reducer does not answer."
+      : `${silent.length} of ${those.length} reducers ${verb} not answer.`);
   }
   said.push(...wrong.map((one) => `${one.name} is ${one.status.state}.`));
   if (heard.length) {
@@ -627,7 +677,8 @@ function summary(those, jobs) {
       : `${who}, and ${heard.length === 1 ? "waits" : "wait"} for jobs.`);
   }
   said.push(...lacking.slice(0, 2).map((job) => `Job ${job.name} lacks ranks.`));
-  said.push(...late.slice(0, 2).map((job) => `Job ${job.name} waits for rank ${job.straggler.rank}.`));
+  said.push(...late.slice(0, 2)
+    .map((job) => `Job ${job.name} waits for rank ${job.straggler.rank}.`));
   return said.join(" ");
 }
 

@@ -1,0 +1,196 @@
+"""What a reducer remembers of the last ten minutes, and how `/history.json` tells it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+from reducer.monitoring import history, status
+from reducer.monitoring.history import History
+from tests.commands import serving
+from tests.conftest import joined, reducer_here
+from tests.waits import eventually
+from worker_client.client.bootstrap import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from reducer.server import Server
+
+pytestmark = pytest.mark.usefixtures("no_settings")
+
+LOG = logging.getLogger("reducer.test")
+
+
+class FakeObserver:
+    """Tells what it is given, and counts how often it is asked.
+
+    Attributes:
+        silent: whether one of its threads does not answer.
+        uptime_s: goes on by `history.SAMPLE_S` with each question.
+    """
+
+    incarnation = "i"
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.silent = False
+        self.uptime_s = 0.0
+
+    def status(self) -> status.ReducerStatus:
+        self.asked += 1
+        self.uptime_s += 5.0
+        memory = status.Memory(1000, 100, self.asked)
+        counters = {"bytes_in": 10 * self.asked, "bytes_out": 20 * self.asked}
+        lane = status.LaneStatus(1, not self.silent, 1, 0, memory, counters)
+        state = "serving"
+        return status.ReducerStatus(
+            "1", "i", "a:1", state, self.uptime_s, memory, counters, (), 0, (lane,)
+        )
+
+
+@pytest.fixture
+def kept() -> Iterator[History]:
+    """One that keeps events, and has the sample of its beginning."""
+    kept = History(FakeObserver())
+    with kept.kept():
+        eventually(lambda: bool(kept.told().samples))
+        yield kept
+
+
+def texts(kept: History) -> list[str]:
+    return [event.text for event in kept.told().events]
+
+
+def test_samples_are_taken_all_the_time_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "SAMPLE_S", 0.0)
+    observer = FakeObserver()
+    kept = History(observer)
+    with kept.kept():
+        eventually(lambda: observer.asked > 2 * history.MAX_SAMPLES)
+    found = kept.told().samples
+    assert len(found) == history.MAX_SAMPLES
+    assert found[-1].uptime_s - found[0].uptime_s == 600.0  # ten minutes
+    last = observer.asked
+    assert found[-1] == history.Sample(5.0 * last, 10 * last, 20 * last, last)
+
+
+def test_what_a_silent_thread_has_done_is_no_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "SAMPLE_S", 0.0)
+    observer = FakeObserver()
+    observer.silent = True
+    kept = History(observer)
+    with kept.kept():
+        eventually(lambda: observer.asked > 10)
+        assert kept.told().samples == ()
+        observer.silent = False
+        eventually(lambda: bool(kept.told().samples))
+
+
+def test_events_are_about_jobs_or_warn(kept: History) -> None:
+    LOG.info("of no interest")
+    LOG.info("job %r: rank %d left", "a", 3, extra={"job": "a", "rank": 3})
+    LOG.warning("look out")
+    LOG.error("it is over")
+    LOG.debug("a detail of a job", extra={"job": "a"})
+    logging.getLogger("other").warning("another program's")
+    told = [(e.level, e.text, e.job, e.rank) for e in kept.told().events]
+    assert told == [
+        ("info", "job 'a': rank 3 left", "a", 3),
+        ("warning", "look out", "", None),
+        ("error", "it is over", "", None),
+    ]
+
+
+def test_the_latest_events_are_kept(kept: History) -> None:
+    for number in range(history.MAX_EVENTS + 5):
+        LOG.warning("number %d", number)
+    found = texts(kept)
+    assert len(found) == history.MAX_EVENTS
+    assert found[-1] == f"number {history.MAX_EVENTS + 4}"
+
+
+def test_events_are_short_and_visible(kept: History) -> None:
+    LOG.warning("a\x1b[31m\n\u202eb \ud800 \\n" + "x" * 1000, extra={"job": "\x1b"})
+    try:
+        raise ValueError("of a secret")
+    except ValueError:
+        LOG.exception("it failed")
+    first, second = kept.told().events
+    assert first.text.startswith("a\\x1b[31m\\n\\u202eb \\ud800 \\nx")
+    assert len(first.text) == history.MAX_TEXT
+    assert first.job == "\\x1b"
+    assert second.text == "it failed (ValueError)"
+    assert json.loads(history.dump(kept.told()))["events"][0]["text"] == first.text
+
+
+def test_a_line_that_cannot_be_formatted_costs_its_author_nothing(
+    kept: History, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("reducer"), "propagate", False)
+    LOG.warning("%d", "no number")
+    assert texts(kept) == []
+    assert "no number" in capsys.readouterr().err
+
+
+def test_events_are_kept_where_the_log_shows_none() -> None:
+    logger = logging.getLogger("reducer")
+    level, handlers = logger.level, list(logger.handlers)
+    logger.setLevel(logging.ERROR)
+    try:
+        kept = History(FakeObserver())
+        with kept.kept():
+            LOG.info("a line", extra={"job": "a"})
+        LOG.error("afterwards")
+        assert texts(kept) == ["a line"]
+        assert (logger.level, logger.handlers) == (logging.ERROR, handlers)
+    finally:
+        logger.setLevel(level)
+    assert not [each for each in threading.enumerate() if each.name == "reducer-history"]
+
+
+def test_the_log_shows_no_more_than_it_is_to(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving("--http", 0, "--log-level", "warning") as reducer:
+        with connect(servers=reducer.address, rank=0, world_size=1, job="quiet"):
+            pass
+        eventually(lambda: len(_history(reducer.http)["events"]) == 2)
+        events = _history(reducer.http)["events"]
+        assert [event["text"] for event in events] == [
+            "job 'quiet': all 1 ranks are here",
+            "job 'quiet': rank 0 left the job, the last one",
+        ]
+    assert "quiet" not in capfd.readouterr().err
+
+
+def _history(port: str) -> dict[str, Any]:
+    with urlopen(f"http://{port}/history.json", timeout=10) as answer:  # noqa: S310
+        return dict(json.loads(answer.read()))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with reducer_here(threads=2) as server:
+        yield server
+
+
+def test_what_a_job_moves_is_sampled(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "SAMPLE_S", 0.05)
+    kept = History(server.observer)
+    with kept.kept(), joined(2, servers=server.address, job="moves") as clients:
+        eventually(lambda: bool(kept.told().samples))
+        works = [client.all_reduce(np.ones(100_000, np.float32)) for client in clients]
+        for work in works:
+            work.wait(20)
+        eventually(lambda: kept.told().samples[-1].bytes_in >= 2 * 400_000)
+        told = kept.told()
+        assert told.samples[0].bytes_in == 0
+        assert told.samples[-1].bytes_out >= 2 * 400_000
+        assert told.incarnation == server.observer.status().incarnation
+        assert 0 < told.samples[-1].uptime_s <= told.uptime_s
+        assert any("all 2 ranks are here" in event.text for event in told.events)

@@ -1,0 +1,136 @@
+"""A reducer of 10,000 ranks in 256 jobs: what its HTTP port answers stays small and quick."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+import pytest
+
+from reducer.monitoring.http_port import HttpPort
+from reducer.monitoring.observer import Observer, StatusInbox
+from reducer.monitoring.status import MAX_RANKS
+from reducer.wire.constants import MessageType
+from reducer.wire.header import fingerprint
+from tests.engine.words import Reducer, kinds, number
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RANKS, JOBS = 10_000, 256
+LATE = 9  # ranks that a job waits for; one more than a status tells
+ROUNDS = 2 * LATE  # a wait is counted when the next one for the same rank begins
+PATHS = ("/status.json", "/history.json", "/metrics", "/", "/page.js")
+ANSWER_S = 1.0
+GROWTH_BYTES = 64 << 20
+LARGEST_BYTES = 2 << 20
+
+
+class Answer(NamedTuple):
+    """What a path has answered: its body, and how long that took."""
+
+    body: bytes
+    seconds: float
+
+
+def filled() -> Reducer:
+    """An engine that every rank has joined, and has contributed to."""
+    reducer = Reducer("compiled", memory_limit=1 << 44)
+    for at in range(JOBS):
+        name, ranks = f"job {at}", RANKS // JOBS + (at < RANKS % JOBS)
+        peers = [b"%d of %d" % (rank, at) for rank in range(ranks)]
+        for rank in range(ranks):
+            said = reducer.hello(rank, peer=peers[rank], job=name, world_size=ranks)
+            assert kinds(said) == [MessageType.WELCOME]
+        for call in range(ROUNDS):
+            for place in range(ranks):
+                rank = (place + call) % ranks
+                reducer.contribute(
+                    rank,
+                    number(call),
+                    peer=peers[rank],
+                    job=fingerprint(name),
+                    at=call + 0.001 * (1 + place),
+                )
+    return reducer
+
+
+@contextmanager
+def answering(reducer: Reducer) -> Iterator[HttpPort]:
+    """A port that tells of this engine, whose thread answers as that of a server does."""
+    inbox = StatusInbox(reducer.engine, SimpleNamespace(connections=RANKS), 1)
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.wait(0.01):
+            inbox.answer()
+
+    thread = threading.Thread(target=serve)
+    observer = Observer([inbox], [thread], ended, version="1", address="a:1", incarnation="i")
+    port = HttpPort("127.0.0.1:0")
+    thread.start()
+    try:
+        with port.serving(observer):
+            yield port
+    finally:
+        ended.set()
+        thread.join()
+        port.close()
+
+
+def ask(port: HttpPort, path: str) -> Answer:
+    time.sleep(0.25)  # until what it saw last is too old
+    began = time.monotonic()
+    connection = http.client.HTTPConnection(port.address, timeout=30)
+    connection.request("GET", path)
+    body = connection.getresponse().read()
+    connection.close()
+    return Answer(body, time.monotonic() - began)
+
+
+@pytest.fixture(scope="module")
+def grown() -> dict[str, int]:
+    """By how many bytes this process has grown, since there was no rank."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def answers(grown: dict[str, int]) -> dict[str, Answer]:
+    """What every path has answered in the end, and the longest time that it took."""
+    before = psutil.Process().memory_info().rss
+    found: dict[str, Answer] = {}
+    with answering(filled()) as port:
+        for path in PATHS * 3:
+            longest = found[path].seconds if path in found else 0.0
+            answer = ask(port, path)
+            found[path] = answer._replace(seconds=max(longest, answer.seconds))
+        grown["bytes"] = psutil.Process().memory_info().rss - before
+    for path, answer in found.items():
+        print(f"{path}: {len(answer.body)} bytes in {answer.seconds:.3f} s")
+    print(f"grown by {grown['bytes'] >> 20} MiB")
+    return found
+
+
+def test_all_ranks_are_told(answers: dict[str, Answer]) -> None:
+    told = json.loads(answers["/status.json"].body)
+    assert told["lanes"][0]["members"] == RANKS
+    assert told["jobs_total"] == len(told["jobs"]) == JOBS
+    assert sum(job["present"] for job in told["jobs"]) == RANKS
+    assert {len(job["costliest_ranks"]) for job in told["jobs"]} == {MAX_RANKS}
+    assert json.loads(answers["/history.json"].body)["samples"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_answers_within_a_second(answers: dict[str, Answer], path: str) -> None:
+    assert answers[path].seconds < ANSWER_S
+    assert len(answers[path].body) < LARGEST_BYTES
+
+
+def test_the_process_hardly_grows(answers: dict[str, Answer], grown: dict[str, int]) -> None:
+    assert grown["bytes"] < GROWTH_BYTES
