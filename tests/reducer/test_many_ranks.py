@@ -50,7 +50,7 @@ def filled() -> Reducer:
             assert kinds(said) == [MessageType.WELCOME]
         for call in range(ROUNDS):
             for place in range(ranks):
-                rank = (place + call) % ranks
+                rank = (place + call % LATE) % ranks  # which one is last changes
                 reducer.contribute(
                     rank,
                     number(call),

@@ -4,9 +4,10 @@
 "use strict";
 
 const POLL_MS = 1000;
-const SILENT_MS = 2500; // a reducer whose thread hangs answers after 2 s
+const SILENT_MS = 2600; // a reducer whose thread hangs answers after 2 s
+const PATIENCE_MS = 1500; // of a question, if a tab in the background has asked none for long
 const TIMEOUT_MS = 4000;
-const HISTORY_MS = 5000;
+const HISTORY_MS = 2000;
 const SPAN_S = 600; // that the chart shows
 const GAP_S = 12; // between two samples: what was between them is not known
 const WINDOW_S = 10; // over which waits are looked at
@@ -39,8 +40,8 @@ class Reducer {
 
   /** Whether it does not answer now. */
   get silent() {
-    const waitedMs = this.asked === null ? 0 : performance.now() - this.asked;
-    return this.failed !== "" || waitedMs > SILENT_MS;
+    const dueMs = Math.max(this.heardMs + SILENT_MS, this.asked + PATIENCE_MS);
+    return this.failed !== "" || (this.asked !== null && performance.now() > dueMs);
   }
 
   /** Ask for its status, and now and then for its history. */
@@ -695,5 +696,5 @@ function show() {
 }
 
 part("more-jobs").addEventListener("toggle", show);
-setInterval(show, 500); // what is not heard is told without an answer
+setInterval(show, 250); // what is not heard is told without an answer
 reducers.forEach((one) => one.follow());

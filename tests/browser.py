@@ -1,0 +1,115 @@
+"""A headless browser, and what a page did in it: requests, and errors in its console.
+
+Playwright drives the Chromium of this machine; without either, who asks for one is skipped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DESK, PHONE = (1200, 900), (375, 800)
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A headless Chromium."""
+    if CHROMIUM is None:
+        pytest.skip("needs chromium: run make test-tools")
+    driver = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    options = ["--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with driver.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=options)
+        try:
+            yield launched
+        finally:
+            launched.close()
+
+
+class Opened:
+    """An open page.
+
+    Args:
+        launched: the browser.
+        address: of the page.
+        window: width and height, pixels.
+        scheme: ``light`` or ``dark``, what its reader prefers.
+
+    Attributes:
+        page: it.
+        asked: ``host:port`` of everything that it has asked.
+        errors: what its console told of, but for requests without an answer.
+        unanswered: ``host:port`` of those.
+    """
+
+    def __init__(
+        self,
+        launched: Browser,
+        address: str,
+        window: tuple[int, int] = DESK,
+        scheme: Any = "light",
+    ) -> None:
+        self.asked: set[str] = set()
+        self.errors: list[str] = []
+        self.unanswered: set[str] = set()
+        self._context = launched.new_context(
+            color_scheme=scheme, viewport={"width": window[0], "height": window[1]}
+        )
+        self.page: Page = self._context.new_page()
+        self.page.on("request", self._note_request)
+        self.page.on("console", self._note_line)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(address)
+
+    def text(self) -> str:
+        """What is to be read on it."""
+        return self.page.locator("body").inner_text()
+
+    def shows(self, selector: str, text: str, seconds: float = 20.0) -> None:
+        """Wait until one of some elements has a text.
+
+        Raises:
+            TimeoutError: of Playwright: none had it in time.
+        """
+        found = self.page.locator(selector, has_text=text).first
+        found.wait_for(timeout=1000 * seconds)
+
+    def spare_width(self) -> int:
+        """Pixels that it does not fill; below 0 it has to be scrolled sideways."""
+        script = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
+        return int(self.page.evaluate(script))
+
+    def close(self) -> None:
+        """Close it."""
+        self._context.close()
+
+    def _note_request(self, request: Request) -> None:
+        self.asked.add(urlsplit(request.url).netloc)
+
+    def _note_line(self, line: ConsoleMessage) -> None:
+        if line.type not in {"error", "warning"}:
+            return
+        if "net::ERR_" in line.text:
+            self.unanswered.add(urlsplit(line.location["url"]).netloc)
+        else:
+            self.errors.append(line.text)
+
+
+@contextmanager
+def opened(launched: Browser, address: str, **options: Any) -> Iterator[Opened]:
+    """An open page, as `Opened` has it, until the end of the block."""
+    page = Opened(launched, address, **options)
+    try:
+        yield page
+    finally:
+        page.close()

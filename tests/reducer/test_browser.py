@@ -1,0 +1,187 @@
+"""The page in a real browser, beside real reducers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+from tests.browser import PHONE, browser, opened
+from tests.commands import serving
+from tests.conftest import joined
+from tests.ranks import environments, ranks
+from tests.waits import eventually
+from worker_client.client.bootstrap import connect
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser
+
+    from tests.commands import Serving
+
+pytestmark = pytest.mark.usefixtures("no_settings")
+
+SHOWN_S = 3.0  # after a reducer knows it, or was heard for the last time
+NAMED_S = 40.0  # until a straggler is, on a busy machine; two of its spans are 10 s
+HOSTILE = "<img src=x onerror=alert(1)>"
+WORLD_SIZE, SLOW = 4, 2
+
+
+@contextmanager
+def pool() -> Iterator[tuple[Serving, Serving]]:
+    """Two reducers with HTTP ports."""
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(serving("--http", 0)) for _ in range(2))
+        yield first, second
+
+
+def of_both(first: Serving, second: Serving) -> str:
+    """The address of the first one's page that follows the second, too."""
+    return f"http://{first.http}/?reducers={second.http}"
+
+
+def told(reducer: Serving, what: str) -> str:
+    """What it says at ``/status.json`` or ``/history.json``."""
+    with urlopen(f"http://{reducer.http}/{what}.json", timeout=10) as answer:  # noqa: S310
+        return str(answer.read().decode())
+
+
+def jobs(reducer: Serving) -> list[dict[str, Any]]:
+    return list(json.loads(told(reducer, "status"))["jobs"])
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[Browser]:
+    with browser() as launched:
+        yield launched
+
+
+def test_it_shows_a_job_and_a_reducer_that_is_lost(launched: Browser) -> None:
+    with pool() as (first, second), opened(launched, of_both(first, second)) as page:
+        page.shows("#jobs", "No job is here")
+        page.shows("#summary", "2 reducers serve, and wait for jobs.")
+        servers = [first.address, second.address]
+        with joined(2, servers=servers, job=HOSTILE) as clients:
+            works = [client.all_reduce(np.ones(100_000, np.float32)) for client in clients]
+            for work in works:
+                work.wait(20)
+            page.shows("article.job h3", HOSTILE)  # as text
+            assert page.page.locator("article.job img").count() == 0
+            page.shows("article.job", "2 of 2 ranks · at 2 of 2 reducers")
+            assert page.page.locator("article.job .cell").all_inner_texts() == ["0", "1"]
+            page.shows("#events li", "all 2 ranks are here")
+            with connect(servers=servers, rank=1, world_size=2, job="lacks one"):
+                page.shows("article.job .finding", "Rank 0 is absent: not here yet, or gone.")
+                page.shows("#summary", "Job lacks one lacks ranks.")
+                assert page.page.locator(".cell.absent[title='rank 0: absent']").count() == 1
+            page.page.set_viewport_size(dict(zip(("width", "height"), PHONE, strict=True)))
+            assert page.spare_width() >= 0
+            assert page.unanswered == set()
+            second.process.kill()
+            page.shows("#reducers article", "It does not answer. Last heard ", SHOWN_S)
+            page.shows("#summary", "1 of 2 reducers does not answer.", SHOWN_S)
+            assert page.spare_width() >= 0
+        assert page.errors == []
+        assert page.asked == {first.http, second.http}
+        assert page.unanswered == {second.http}
+
+
+def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched: Browser) -> None:
+    with pool() as (first, second), opened(launched, of_both(first, second)) as page:
+        page.shows("#summary", "2 reducers serve, and wait for jobs.")
+        second.process.send_signal(signal.SIGSTOP)
+        page.shows("#reducers article", "It does not answer. Last heard ", SHOWN_S)
+        second.process.send_signal(signal.SIGCONT)
+        page.shows("#summary", "2 reducers serve, and wait for jobs.")
+        assert page.errors == []
+
+
+def test_it_says_that_it_was_never_answered(launched: Browser) -> None:
+    with pool() as (first, second):
+        second.process.kill()
+        second.process.wait()
+        with opened(launched, of_both(first, second)) as page:
+            page.shows("#reducers article", "It was not heard since this page was opened", SHOWN_S)
+            page.shows("#summary", "1 of 2 reducers does not answer. One reducer serves")
+
+
+def test_another_reducer_that_is_this_one_is_shown_once(launched: Browser) -> None:
+    with serving("--http", 0) as reducer:
+        other_name = reducer.http.replace("127.0.0.1", "localhost")
+        with opened(launched, f"http://{reducer.http}/?reducers={other_name}") as page:
+            page.shows("#summary", "One reducer serves, and waits for jobs.")
+            eventually(lambda: other_name in page.asked)
+            assert page.page.locator("#reducers article").count() == 1
+            assert page.errors == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(launched: Browser, scheme: str) -> None:
+    with serving("--http", 0) as reducer:
+        with joined(2, servers=reducer.address, job="a job"):
+            with opened(launched, f"http://{reducer.http}/", scheme=scheme) as page:
+                page.shows("#events li", "all 2 ranks are here")
+                worst = page.page.evaluate(CONTRAST)
+    assert worst["ratio"] >= 4.5, worst
+
+
+# Of all elements with text of their own, the least contrast to what is behind them.
+CONTRAST = """() => {
+  const parsed = (text) => text.match(/[0-9.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
+    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (node) => {
+    for (let each = node; each; each = each.parentElement) {
+      const found = parsed(getComputedStyle(each).backgroundColor);
+      if (found.length === 3 || found[3] === 1) {
+        return found;
+      }
+    }
+    return [255, 255, 255];
+  };
+  let worst = { ratio: 21 };
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+    if (own && node.getClientRects().length) {
+      const [a, b] = [light(parsed(getComputedStyle(node).color)), light(behind(node))];
+      const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      worst = ratio < worst.ratio ? { ratio, text: node.textContent } : worst;
+    }
+  }
+  return worst;
+}"""
+
+
+def test_a_slow_rank_is_named_with_the_reason(launched: Browser) -> None:
+    with pool() as (first, second), opened(launched, of_both(first, second)) as page:
+        settings = {f"LATE_{SLOW}": "0.03", "REDUCTION_JOB": "steps"}
+        everyone = environments(WORLD_SIZE, [first.address, second.address], **settings)
+        with ranks(everyone, "-m", "tests.lab.straggling_rank") as job:
+            until = time.monotonic() + NAMED_S
+            while not any(one["straggler"] for one in jobs(first)):
+                assert time.monotonic() < until, job[0].err
+                time.sleep(0.1)
+            found = "Rank 2 keeps the others waiting"
+            page.shows("article.job .finding", found, SHOWN_S)
+            sentence = page.page.locator("article.job .finding", has_text=found).inner_text()
+            assert "of the time: its contributions come late, " in sentence
+            assert "ms in the median." in sentence
+            cell = page.page.locator("article.job .cell.straggler")
+            assert cell.inner_text() == str(SLOW)
+            assert "the straggler" in (cell.get_attribute("title") or "")
+            page.shows("#reducers figcaption", "MB/s")
+            second.process.kill()
+            page.shows("#summary", "1 of 2 reducers does not answer.", SHOWN_S)
+            eventually(lambda: "has lost reducer 1" in told(first, "history"))
+            page.shows("#events li", "has lost reducer 1", SHOWN_S)
+            page.shows("article.job", "4 of 4 ranks · at 1 of 2 reducers")
+        assert page.errors == []
+        assert page.asked == {first.http, second.http}
