@@ -71,7 +71,7 @@ test-containers: .venv/manifests-ready container-tools
 test-clouds: .venv-clouds/ready
 	.venv-clouds/bin/python -m pytest -rs tests/containers/test_manifests.py
 
-# What `make test` needs for links between hosts that lose packets, and for launchers.
+# What `make test` needs for links between hosts that lose packets, for launchers and for the page.
 test-tools:
 	$(call install,$(TEST_TOOLS))
 

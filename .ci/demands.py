@@ -83,7 +83,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),
     ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
     ("docker/grafana/* docker/prometheus/*", ("tests/reducer/test_prometheus.py",)),
-    ("release.lock MANIFEST.in", (f"{JOBS}wheel.py",)),
+    ("release.lock MANIFEST.in reducer/monitoring/page/*", (f"{JOBS}wheel.py",)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
     ("bench/rolling* bench/chaos_run.py", (f"{JOBS}rolling.py",)),

@@ -32,9 +32,7 @@ def main(seconds: float) -> None:
         servers = [one.address for one in pool]
         for job, late in (("resnet-a", {}), ("resnet-b", {"LATE_3": "0.03"})):
             settings = {"REDUCTION_JOB": job, **late}
-            with ranks(
-                environments(8, servers, **settings), "-m", "tests.lab.straggling_rank"
-            ):
+            with ranks(environments(8, servers, **settings), "-m", "tests.lab.straggling_rank"):
                 time.sleep(seconds)
                 address = f"http://{pool[0].http}/?reducers={pool[1].http}"
                 for scheme in ("light", "dark") if late else ():

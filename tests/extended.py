@@ -209,6 +209,16 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for",
         ),
     },
+    # -- the page, and what a reducer tells
+    "tests/reducer/test_browser.py": {
+        "test_it_shows_a_job_and_a_reducer_that_is_lost": (
+            "test_a_reducer_that_hangs_is_shown_in_time",
+            "test_it_says_that_it_was_never_answered",
+            "test_another_reducer_that_is_this_one_is_shown_once",
+            "test_text_can_be_read",
+            "test_a_slow_rank_is_named_with_the_reason",
+        ),
+    },
     # -- the package, links and launchers
     "tests/integration/test_wheel.py": {
         "": (
@@ -280,6 +290,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 ROWS = (
     *PLAIN_ROWS,
     Row("tests/reducer/test_http.py", ("tests/reducer/test_http.py",), {"server": "plain"}),
+    Row("tests/reducer/test_many_ranks.py", ("tests/reducer/test_http.py::test_what_a_job_does",)),
     Row("tests/integration/test_pauses.py", ("tests/integration/test_failures.py", "tests/sim/")),
     Row(
         "tests/integration/test_ddp_failover.py",

@@ -22,7 +22,7 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK
-from reducer.wire.messages import Loss, Stragglers, decode, encode, encode_error
+from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode, encode_error
 from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told, with_ranks
 
 
@@ -293,8 +293,44 @@ def test_the_life_of_a_job_is_in_the_log(
     assert caplog.messages[-1] == "job 'another': all 2 ranks are here"
     reducer.lose(b"new 1")
     assert caplog.messages[-1] == "job 'another': rank 1 died or cannot be reached"
+    reducer.hello(1, peer=b"back", job="another")
+    assert caplog.messages[-2] == "job 'another': rank 1 is back"
+    assert caplog.messages[-1] == "job 'another': all 2 ranks are here"
+    reducer.engine.unreachable(b"back")
+    reducer.hello(1, peer=b"back at once", job="another")
+    assert caplog.messages[-2] == "job 'another': rank 1 is back"
+    reducer.lose(b"back at once")
     reducer.lose(b"new 0")
     assert caplog.messages[-1] == "job 'another': rank 0 died or cannot be reached, the last one"
+    facts = [(record.job, getattr(record, "rank", None)) for record in caplog.records]
+    ranks = [None, 1, 1, None, 1, None, 1, 0]
+    assert [rank for job, rank in facts if job == "another"] == ranks
+
+
+def test_a_later_generation_is_in_the_log(
+    reducer: Reducer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reducer.hello(0, peer=b"later", generation=3)
+    assert caplog.messages == ["job 'job': generation 0 ends, and 3 begins"]
+    assert caplog.records[0].job == "job"
+
+
+def test_the_loss_of_a_reducer_is_in_the_log_once(
+    implementation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    reducer = with_ranks(implementation, 2, reducers=2)
+    caplog.clear()
+    for rank in range(2):
+        reducer.say(rank, M.SHARD_MAP, 0, encode(Loss(1, 0)))
+    text = "job 'job': rank 0 has lost reducer 1 (of 0 to 1), and goes on without it"
+    assert caplog.messages == [text]
+    assert (caplog.records[0].job, caplog.records[0].rank) == ("job", 0)
+    reducer.say(1, M.SHARD_MAP, 0, encode(Loss(1, 0, stage=1)))  # of what rank 0 told as well
+    assert caplog.messages == [text]
+    reducer.say(1, M.SHARD_MAP, 0, encode(Loss(ALL_REDUCERS, 1)))
+    assert caplog.messages[1:] == ["job 'job': rank 1 has lost all reducers, and begins anew"]
 
 
 def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer: Reducer) -> None:

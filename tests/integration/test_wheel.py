@@ -16,6 +16,7 @@ import pytest
 from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent.parent
+PAGE = ("index.html", "page.css", "page.js", "icon.svg")
 # Of processes that are not to find this checkout.
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -126,6 +127,7 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path
     (packages,) = home.glob("lib/python*/site-packages")
     with ZipFile(wheel) as built:
         assert not [name for name in built.namelist() if name.endswith(".so")]
+        assert {f"reducer/monitoring/page/{name}" for name in PAGE} <= set(built.namelist())
         built.extractall(packages)
     # Our dependencies are those of this environment, but not the checkout that is installed there.
     (packages / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")

@@ -49,7 +49,7 @@ def of_both(first: Serving, second: Serving) -> str:
 
 def told(reducer: Serving, what: str) -> str:
     """What it says at ``/status.json`` or ``/history.json``."""
-    with urlopen(f"http://{reducer.http}/{what}.json", timeout=10) as answer:  # noqa: S310
+    with urlopen(f"http://{reducer.http}/{what}.json", timeout=10) as answer:
         return str(answer.read().decode())
 
 
@@ -124,11 +124,13 @@ def test_another_reducer_that_is_this_one_is_shown_once(launched: Browser) -> No
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read(launched: Browser, scheme: str) -> None:
-    with serving("--http", 0) as reducer:
-        with joined(2, servers=reducer.address, job="a job"):
-            with opened(launched, f"http://{reducer.http}/", scheme=scheme) as page:
-                page.shows("#events li", "all 2 ranks are here")
-                worst = page.page.evaluate(CONTRAST)
+    with (
+        serving("--http", 0) as reducer,
+        joined(2, servers=reducer.address, job="a job"),
+        opened(launched, f"http://{reducer.http}/", scheme=scheme) as page,
+    ):
+        page.shows("#events li", "all 2 ranks are here")
+        worst = page.page.evaluate(CONTRAST)
     assert worst["ratio"] >= 4.5, worst
 
 

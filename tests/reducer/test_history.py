@@ -169,7 +169,7 @@ def test_the_log_shows_no_more_than_it_is_to(capfd: pytest.CaptureFixture[str]) 
 
 
 def _history(port: str) -> dict[str, Any]:
-    with urlopen(f"http://{port}/history.json", timeout=10) as answer:  # noqa: S310
+    with urlopen(f"http://{port}/history.json", timeout=10) as answer:
         return dict(json.loads(answer.read()))
 
 

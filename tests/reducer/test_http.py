@@ -160,7 +160,9 @@ def test_it_only_reads(port: str, path: str) -> None:
         assert ask(port, path, method)[0] == 501
 
 
-@pytest.mark.parametrize("path", ["/index.html", "/status", "/../etc/passwd", "/metrics/", "/page", "http://x/"])
+@pytest.mark.parametrize(
+    "path", ["/index.html", "/status", "/../etc/passwd", "/metrics/", "/page", "http://x/"]
+)
 def test_there_is_nothing_else(port: str, path: str) -> None:
     code, body = ask(port, path)
     assert code == 404
