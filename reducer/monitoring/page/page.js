@@ -115,7 +115,8 @@ function checkedStatus(told) {
   const isRight = told && typeof told.state === "string" && typeof told.incarnation === "string" &&
     areNumbers(told, ["uptime_s", "jobs_total"]) && Array.isArray(told.lanes) &&
     areNumbers(told.memory, ["limit", "reserved", "held"]) &&
-    areNumbers(told.counters, ["bytes_in", "bytes_out"]) && Array.isArray(told.jobs) && told.jobs.every(isJob);
+    areNumbers(told.counters, ["bytes_in", "bytes_out"]) &&
+    Array.isArray(told.jobs) && told.jobs.every(isJob);
   if (!isRight) {
     throw new Unreadable(NO_REDUCER);
   }
@@ -195,6 +196,11 @@ function clock(seconds) {
   const at = new Date(1000 * seconds);
   const day = at.toDateString() === new Date().toDateString() ? "" : `${at.toLocaleDateString()} `;
   return day + at.toTimeString().slice(0, 8);
+}
+
+/** Join facts into a line that breaks between them alone. */
+function line(facts) {
+  return facts.filter((fact) => fact).map((fact) => fact.replaceAll(" ", "\u00a0")).join(" · ");
 }
 
 function listed(words) {
@@ -346,7 +352,7 @@ function jobCard(job, following) {
   const name = make("h3", {}, [make("bdi", { text: job.name })]);
   return make("article", { look: "job" }, [
     name,
-    make("p", { look: "facts", text: facts.filter((fact) => fact).join(" · ") }),
+    make("p", { look: "facts", text: line(facts) }),
     job.isPast && make("p", {
       look: "finding bad",
       text: "As last heard: no reducer that has it answers.",
@@ -396,7 +402,7 @@ function rates(reducer) {
 /** Return a round number that is not below this one. */
 function ceiling(number) {
   const ten = 10 ** Math.floor(Math.log10(number));
-  return [1, 2, 5, 10].map((factor) => factor * ten).find((top) => top >= number);
+  return [1, 1.5, 2, 3, 5, 7.5, 10].map((factor) => factor * ten).find((top) => top >= number);
 }
 
 function path(points, name, top) {
@@ -415,16 +421,20 @@ function path(points, name, top) {
   return text;
 }
 
-function chart(reducer) {
+function highest(points) {
+  return Math.max(0, ...points.map((point) => Math.max(point.in, point.out)));
+}
+
+/** Draw the lines of a reducer; `top` is bytes per second, the same for all reducers. */
+function chart(reducer, top) {
   const points = rates(reducer);
-  const most = Math.max(0, ...points.map((point) => Math.max(point.in, point.out)));
+  const most = highest(points);
   if (most <= 0) {
     const text = points.length
       ? "Nothing has moved in the last ten minutes."
       : "Its rates are shown in a few seconds.";
     return make("figure", {}, [make("p", { look: "quiet nothing-moved", text })]);
   }
-  const top = ceiling(most);
   const latest = reducer.looks;
   const seconds = latest.at(-1).uptime_s - latest[0].uptime_s;
   const rate = (name) => seconds > 0
@@ -487,7 +497,7 @@ function troubles(counters) {
     .map(([name, one, many]) => count(counters[name], one, many));
 }
 
-function reducerCard(reducer) {
+function reducerCard(reducer, topRate) {
   const { status, silent } = reducer;
   const state = silent ? "does not answer" : (status ? status.state : "asked");
   const look = silent ? "failing" : state;
@@ -513,13 +523,16 @@ function reducerCard(reducer) {
   ];
   return make("article", {}, [
     top,
-    make("p", { look: "facts", text: facts.filter((fact) => fact).join(" · ") }),
+    make("p", { look: "facts", text: line(facts) }),
     silent && make("p", { look: "finding bad", text: notHeard(reducer) }),
     !silent && hanging.length > 0 && make("p", {
       look: "finding bad",
       text: `A serving thread does not answer: ${listed(hanging)}. The log may say why.`,
     }),
-    make("div", { look: silent ? "past" : "" }, [chart(reducer), memory(status.memory)]),
+    make("div", { look: silent ? "past" : "" }, [
+      chart(reducer, topRate),
+      memory(status.memory),
+    ]),
     bad.length > 0 && make("p", { look: "quiet", text: `Since it started: ${listed(bad)}.` }),
   ]);
 }
@@ -691,7 +704,9 @@ function show() {
   const amiss = those.some((one) => one.silent) || jobs.some((job) => job.amiss);
   document.title = amiss ? "! Reducers" : "Reducers";
   showJobs(those, jobs);
-  put(part("reducers"), those.map(reducerCard));
+  const highestRate = Math.max(1, ...those.map((one) => highest(one.status ? rates(one) : [])));
+  const top = ceiling(highestRate);
+  put(part("reducers"), those.map((one) => reducerCard(one, top)));
   showEvents(those);
 }
 
