@@ -13,8 +13,9 @@ from tests.conftest import local_pool
 from tests.integration.calls import ones, process_of
 from tests.ranks import environments, ranks
 from tests.waits import eventually
-from worker_client.client import summary
+from worker_client.client import lines
 from worker_client.client.bootstrap import connect
+from worker_client.client.summary import Summary
 
 SCRIPT = """
 import logging, sys
@@ -58,7 +59,7 @@ def test_one_line_at_the_start_and_one_at_the_end() -> None:
 def test_logging_decides_where_it_is_set_up(level: str, lines: int) -> None:
     for said in run(level):
         assert "reduction: " not in said
-        assert said.count("INFO:worker_client.client.summary:rank ") == lines
+        assert said.count("INFO:worker_client.client.lines:rank ") == lines
 
 
 def test_that_torchrun_ends_the_others_is_said_once() -> None:
@@ -69,7 +70,7 @@ def test_that_torchrun_ends_the_others_is_said_once() -> None:
 
 
 def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, summary.__name__)
+    caplog.set_level(logging.INFO, lines.__name__)
     with local_pool(3) as servers:
         client = connect(rank=0, world_size=1, servers=servers)
         client.all_reduce(ones(1)).wait(5)
@@ -80,7 +81,7 @@ def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
                 # Both jobs notice.
                 eventually(lambda lost=lost: client.counters.losses == 2 * lost)
             assert client.losses == lost
-            summary.end(client)
+            lines.end(client)
             ended = rf"ends: 2 all-reduces, 8 bytes, .* s, {said}$"
             assert re.search(ended, caplog.messages[-1])
         client.shutdown()
@@ -92,7 +93,7 @@ def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_straggler_is_told_by_one_rank() -> None:
     straggler = Straggler(rank=3, cause="late", share=0.31, median_s=0.042)
-    found = summary.Summary(
+    found = Summary(
         rank=1,
         world_size=4,
         present=(1, 2, 3),

@@ -26,7 +26,7 @@ from reducer.units import is_loopback
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
-from worker_client.client import rendezvous, summary
+from worker_client.client import lines, rendezvous
 from worker_client.client.compose import Composer
 from worker_client.communicators.lobby import Application
 from worker_client.communicators.node_sockets import connect_node
@@ -71,7 +71,7 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
     settings = config.load(**given)
     if settings.join:
         client = _join(settings)
-        summary.begin(client)
+        lines.begin(client)
         return client
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
@@ -96,7 +96,7 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
                 "rendezvous those of all nodes. Start one rank on each node with --node-rank, "
                 "--master-addr and --max-restarts 0, or use a launcher that leaves the others alone"
             )
-        summary.begin(client)
+        lines.begin(client)
     return client
 
 
@@ -187,7 +187,7 @@ def connect_subgroup(ranks: Sequence[int]) -> Client:
         )
     subgroup = group.subgroup(ranks)
     client = enlist(config.load(), subgroup, (subgroup.rank, subgroup.world_size))
-    summary.begin(client)
+    lines.begin(client)
     return client
 
 

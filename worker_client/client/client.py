@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import worst
-from worker_client.client import summary
+from worker_client.client.summary import Summary
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import parse, refuse_extras
@@ -201,9 +201,19 @@ class Client:
         """
         return self._waited_s + self._fusion.waited_s
 
-    def summary(self) -> summary.Summary:
+    def summary(self) -> Summary:
         """Return what this client has gone through so far, the straggler included; prints well."""
-        return summary.of(self)
+        return Summary(
+            rank=self.rank,
+            world_size=self.world_size,
+            present=self.present,
+            calls=self.calls,
+            bytes_reduced=self.bytes_reduced,
+            waited_s=self.waited_s,
+            losses=self.losses,
+            fallbacks=self.counters.fallbacks,
+            straggler=self.straggler,
+        )
 
     @property
     def in_callback(self) -> bool:
