@@ -116,7 +116,9 @@ def test_the_latest_events_are_kept(kept: History) -> None:
     assert found[-1] == f"number {history.MAX_EVENTS + 4}"
 
 
-def test_events_are_short_and_visible(kept: History) -> None:
+def test_events_are_short_and_visible(kept: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest would send what it has captured to another process, which half a character stops.
+    monkeypatch.setattr(logging.getLogger("reducer"), "propagate", False)
     LOG.warning("a\x1b[31m\n\u202eb \ud800 \\n" + "x" * 1000, extra={"job": "\x1b"})
     try:
         raise ValueError("of a secret")
