@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
 
 MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
-TOLD_RANKS = 2048  # of all jobs, that a thread tells: work waits meanwhile, for 20 ms
+TOLD_RANKS = 2048  # of all jobs, that a thread tells: its work waits meanwhile
 FRESH_S = 0.2  # whoever asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
 STALLED_S = 10.0  # one that has not looked up for so long hangs

@@ -89,7 +89,7 @@ def may_read(origin: str) -> bool:
     """Whether a page of this origin may read what this port answers.
 
     One of a private network may: it comes from another reducer, or a port that was forwarded. One
-    of a site of the internet, which somebody has open beside his work, may not.
+    of a site of the internet, which somebody has open beside their work, may not.
 
     Args:
         origin: as a browser gives it, such as ``http://10.0.0.1:9090``.
