@@ -235,12 +235,6 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_rank_whose_cable_is_pulled",
         ),
     },
-    "tests/lab/test_stragglers.py": {
-        "test_it_is_named_with_the_reason[late]": (
-            "test_it_is_named_with_the_reason[slow]",
-            "test_nobody_is_accused_without_a_reason",
-        ),
-    },
     "tests/launch/test_launchers.py": {
         "test_a_rank_is_told_who_it_is": (
             "test_torchrun_on_two_nodes",
@@ -297,6 +291,10 @@ ROWS = (
         ("tests/integration/test_failures.py", "tests/integration/test_ddp.py"),
     ),
     Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
+    Row(
+        "tests/lab/test_stragglers.py",
+        ("tests/engine/test_lateness.py", "tests/reducer/test_http.py::test_what_the_others_lose"),
+    ),
     Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
     Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
