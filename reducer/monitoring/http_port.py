@@ -43,6 +43,7 @@ MAX_CONNECTIONS = 16  # and as many threads
 CONNECTION_S = 5.0  # from accept to the last byte of the answer
 MAX_HEAD_BYTES = 8 << 10  # of the request line and all headers
 POLL_S = 0.1  # how soon the port closes
+CHURN_S = 0.005  # between two connections while there is no place for them
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +241,7 @@ class _Server(ThreadingHTTPServer):
         """Serve a connection on a thread of its own, as soon as there is one for it."""
         assert isinstance(request, socket.socket)
         if not self._free.acquire(blocking=False):
+            time.sleep(CHURN_S)  # who comes again and again gets no more than so much of a core
             with self._lock:
                 _end(next(iter(self._deadlines), None))
             if not self._free.acquire(timeout=1.0):
