@@ -31,6 +31,7 @@ MOST_WAITING = 1 << 16  # events that have yet to be written
 FLUSH_S = 0.5
 LANES = 100  # of a track: what overlaps there
 _END = b"\n]\n"
+_JSON = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -189,19 +190,25 @@ class Timeline:
             lines.append(self._metadata("thread_name", tid, name=called))
             lines.append(self._metadata("thread_sort_index", tid, sort_index=tid))
         where = f'"pid":{self._pid},"tid":{tid}'
-        said = f'"name":{json.dumps(name)},"args":{json.dumps(args, default=str)}'
+        said = f'"name":{_JSON(name)},"args":{_JSON(args)}'
         if end_s is None:
-            lines.append(f'{{"ph":"i","s":"t","ts":{_us(begin_s)},{where},{said}}}')
+            at = f'"ts":{int(begin_s * 1e9) / 1000:.3f}'
+            lines.append(f'{{"ph":"i","s":"t",{at},{where},{said}}}')
             return lines
         lanes[lane] = end_s
-        lines.append(_slice(where, said, begin_s, end_s))
+        # In whole nanoseconds, so that parts lie within what they are of.
+        begin_ns, end_ns = int(begin_s * 1e9), int(end_s * 1e9)
+        times = f'"ts":{begin_ns / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
+        lines.append(f'{{"ph":"X",{times},{where},{said}}}')
         for part, part_begin_s, part_end_s in parts:
-            lines.append(_slice(where, f'"name":"{part}"', part_begin_s, part_end_s))
+            begin_ns, end_ns = int(part_begin_s * 1e9), int(part_end_s * 1e9)
+            times = f'"ts":{begin_ns / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
+            lines.append(f'{{"ph":"X",{times},{where},"name":"{part}"}}')
         return lines
 
     def _metadata(self, what: str, tid: int, **args: object) -> str:
         event = {"ph": "M", "name": what, "pid": self._pid, "tid": tid, "args": args}
-        return json.dumps(event, separators=(",", ":"))
+        return _JSON(event)
 
 
 class LogEvents(logging.Handler):
@@ -215,17 +222,6 @@ class LogEvents(logging.Handler):
         """Add a record as an instant."""
         args = {"level": record.levelname.lower(), "logger": record.name}
         self._timeline.instant("events", record.getMessage(), time.monotonic(), args)
-
-
-def _slice(where: str, said: str, begin_s: float, end_s: float) -> str:
-    """Return an event; ends are cut to nanoseconds, so that parts lie within what they are of."""
-    begin_ns, end_ns = int(begin_s * 1e9), int(end_s * 1e9)
-    duration = f"{max(0, end_ns - begin_ns) / 1000:.3f}"
-    return f'{{"ph":"X","ts":{begin_ns / 1000:.3f},"dur":{duration},{where},{said}}}'
-
-
-def _us(seconds: float) -> str:
-    return f"{int(seconds * 1e9) / 1000:.3f}"
 
 
 def _boot() -> str:
