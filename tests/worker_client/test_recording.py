@@ -84,6 +84,14 @@ def test_who_left_a_call_out_is_named(server: str, dumps: Path) -> None:
     assert "went on with the one after it, mean of Float [5000x2]" in found.message
 
 
+def test_who_left_a_call_out_of_the_first_step_is_named(server: str, dumps: Path) -> None:
+    trained(server, "first", 3, lambda client: train(client, (1, 0, 2)))
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call) == (1, 2)
+    assert "did not make all-reduce 2 (mean of Float [300x2]" in found.message
+    assert "went on with the one after it" in found.message
+
+
 def test_who_left_the_last_call_out_is_named(server: str, dumps: Path) -> None:
     steps = lambda client: train(client, (0, 1, 2), sizes=(7, 7, 7))  # noqa: E731 (as above)
     trained(server, "short", 3, steps)
@@ -97,6 +105,37 @@ def test_who_left_a_named_call_out_is_named(server: str, dumps: Path) -> None:
     (found,) = examine_dumps(dumps)
     assert (found.rank, found.call, found.name) == (1, 2, "layer3.weight")
     assert "rank 1 did not make call 3 of 'layer3.weight' (mean of Float [40x2]" in found.message
+
+
+def test_those_who_wait_in_an_earlier_call_are_not_accused(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        for layer, size in enumerate(SIZES):
+            if (client.rank, layer) != (2, 3):
+                client.all_reduce(np.ones(size, np.float32), name=f"layer{layer}").wait()
+
+    trained(server, "waits", 3, steps)
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call, found.name) == (2, 0, "layer3")
+
+
+def test_calls_by_name_have_the_same_places_in_all_files(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        names = ["a", "b", "c"] if client.rank else ["c", "a", "b"]
+        for _ in range(2):
+            works = [client.all_reduce(np.ones(3, np.float32), name=name) for name in names]
+            for work in works:
+                work.wait()
+
+    assert trained(server, "order", 2, steps) == ["", ""]
+    places = [
+        {
+            (entry["reduction"]["name"], entry["reduction"]["call"]): entry["collective_seq_id"]
+            for entry in document(dumps, "order", rank)["entries"]
+        }
+        for rank in range(2)
+    ]
+    assert places[0] == places[1]
+    assert sorted(places[0].values()) == [*range(6)]
 
 
 def test_who_made_another_call_is_named(server: str, dumps: Path) -> None:
