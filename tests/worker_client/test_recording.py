@@ -84,8 +84,9 @@ def test_who_left_a_call_out_is_named(server: str, dumps: Path) -> None:
     assert "went on with the one after it, mean of Float [5000x2]" in found.message
 
 
-def test_who_left_a_call_out_of_the_first_step_is_named(server: str, dumps: Path) -> None:
-    trained(server, "first", 3, lambda client: train(client, (1, 0, 2)))
+def test_who_left_a_call_out_is_named_by_what_follows(server: str, dumps: Path) -> None:
+    sizes = (300, 40) * 3  # each size comes after the other one
+    trained(server, "first", 3, lambda client: train(client, (1, 0, 2), sizes=sizes))
     (found,) = examine_dumps(dumps)
     assert (found.rank, found.call) == (1, 2)
     assert "did not make all-reduce 2 (mean of Float [300x2]" in found.message
