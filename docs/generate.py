@@ -38,10 +38,11 @@ _SETTINGS = """\
 explains words such as chunk, link and round.
 
 Arguments of `worker_client.init()` and options of `reducer serve` beat the environment, which beats
-the defaults. A setting without an argument or option is set by its variable alone. Sizes take units
-such as `256KiB` or `16MB`, durations such as `5ms`, `300s` or `2min`; a bare number is bytes, or
-seconds. An unknown `REDUCTION_` variable is an error at a worker and at `reducer serve`, and the
-message suggests the name that may have been meant.
+the file of `reducer serve --config`, which beats the defaults. A setting without an argument or
+option is set by its variable, or in that file. Sizes take units such as `256KiB` or `16MB`,
+durations such as `5ms`, `300s` or `2min`; a bare number is bytes, or seconds. An unknown
+`REDUCTION_` variable is an error at a worker and at `reducer serve`, and the message suggests the
+name that may have been meant.
 
 ## Workers
 
@@ -54,6 +55,15 @@ or the launcher's.
 
 The variables also hold for a reducer that a rank hosts. `reducer serve` also takes `--log-level`
 (`info` by default), `--log-format` (`text` by default, or `json`) and `--stop-at-eof`.
+
+**A file.** `reducer serve --config reducer.toml`, or `REDUCTION_CONFIG`, reads settings from TOML:
+their names in small letters, without `REDUCTION_`, are its keys, at the top level. Numbers may be
+numbers, `insecure` is `true` or `false`, and `cpus` may be a list; sizes and durations with a unit
+are text, as in `memory_limit = "16GiB"`. Paths are from the directory in which `reducer` was
+started. A key that is no setting of a reducer and a wrong value are refused, with the name of the
+file. The line of settings that a reducer logs at its start names the file as `config`. Only
+`reducer serve` reads one: workers, and reducers that ranks host, have their environment alone, and
+pass over `REDUCTION_CONFIG`. [An example](deployment.md#settings-in-a-file).
 
 {reducers}
 """

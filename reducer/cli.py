@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from reducer import __version__, config
+from reducer import __version__
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.commands.keygen import keygen as make_keys
+from reducer.config import load_with_file
 from reducer.errors import ReductionError
 from reducer.monitoring.http_port import HttpPort
 from reducer.pool import READY
@@ -80,6 +81,10 @@ app.command()(plan_command.plan)
 
 @app.command()
 def serve(  # noqa: PLR0917 (options have names on the command line)
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="TOML file of these settings, below the environment."),
+    ] = None,
     bind: Annotated[
         str | None, typer.Option(help="Where to listen, tcp://HOST:PORT; port 0 takes a free one.")
     ] = None,
@@ -156,7 +161,8 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     """
     _log_to_stderr(log_level, log_format)
     log: structlog.stdlib.BoundLogger = structlog.get_logger("reducer")
-    settings = config.load(
+    settings = load_with_file(
+        config=config,
         bind=bind,
         memory_limit=memory_limit,
         job_memory_limit=job_memory_limit,

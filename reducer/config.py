@@ -1,12 +1,16 @@
-"""The reducer's settings: arguments beat the environment, which beats the defaults."""
+"""The reducer's settings: arguments beat the environment, which beats a file and the defaults."""
 
 from __future__ import annotations
 
 import os
 import re
 import resource
-from pathlib import Path  # noqa: TC003 (pydantic reads it)
-from typing import Annotated, Literal
+import sys
+from collections.abc import Mapping  # noqa: TC003 (a field's type)
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BeforeValidator,
@@ -34,6 +38,8 @@ WORKER_SETTINGS = (
     *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience"),
     *("wait_for_reducers", "dump"),
 )
+KernelName = Literal["avx512", "avx2", "generic", "numpy"]
+ImplName = Literal["compiled", "plain"]
 Seconds = Annotated[
     float, BeforeValidator(units.duration), Field(gt=0, le=3600, allow_inf_nan=False)
 ]
@@ -108,7 +114,7 @@ class ReducerConfig(BaseSettings):
     """``1``: listen beyond this machine without keys. Any host that reaches the port can then take
     part."""
 
-    kernel: str | None = None
+    kernel: KernelName | None = None
     """Which kernel variant sums: ``avx512``, ``avx2``, ``generic`` or ``numpy``; by default the
     CPU's best. All give the same bits."""
 
@@ -122,7 +128,7 @@ class ReducerConfig(BaseSettings):
     cpus: Annotated[tuple[int, ...] | None, NoDecode] = None
     """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; by default all."""
 
-    impl: Literal["compiled", "plain"] | None = None
+    impl: ImplName | None = None
     """``compiled`` or ``plain``: the loop that serves. By default the compiled one where it can
     run, which takes kernels other than ``numpy``; both give the same results. The plain one listens
     on loopback and private networks alone."""
@@ -135,6 +141,10 @@ class ReducerConfig(BaseSettings):
     timeline: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory for a file of what happened when, ``reducer-HOST-PORT.json``, which Perfetto opens
     (docs/observing.md#a-timeline). Workers write theirs to the same variable's directory."""
+
+    config: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
+    """File of settings in TOML that ``reducer serve`` reads at its start. A reducer that a rank
+    hosts reads none."""
 
     failpoints: str = ""
     """For tests of failures: the places where this process is to die, stop or be slow, such as
@@ -230,6 +240,18 @@ def parse_http(text: str) -> str:
     return f"{host}:{port}"
 
 
+class Written(NamedTuple):
+    """What a file of settings says.
+
+    Attributes:
+        path: of the file; None: there is none.
+        values: by the settings' names, checked for nothing but these.
+    """
+
+    path: Path | None = None
+    values: Mapping[str, object] = MappingProxyType({})
+
+
 def load(**arguments: object) -> ReducerConfig:
     """Build the configuration from arguments (None: not given) and the environment.
 
@@ -237,18 +259,98 @@ def load(**arguments: object) -> ReducerConfig:
         ConfigError: a value is wrong or a ``REDUCTION_`` variable unknown; the message names it,
             and says what to write.
     """
+    return _load(arguments, Written())
+
+
+def load_with_file(**arguments: object) -> ReducerConfig:
+    """Build the configuration as `load` does, with the file that `config` names below both.
+
+    Raises:
+        ConfigError: as of `load`; or the file cannot be read, is no TOML or has an unknown key. The
+            message names the file as well, if the mistake is there.
+    """
+    named = arguments.get("config")
+    if named is None:
+        named = next((text for name, text in os.environ.items() if _setting(name) == "config"), "")
+    path = units.unless_empty(named)
+    return _load(arguments, Written() if path is None else read_file(Path(str(path))))
+
+
+def _load(arguments: Mapping[str, object], written: Written) -> ReducerConfig:
     known = (*ReducerConfig.model_fields, *WORKER_SETTINGS)
     if unknown := units.unknown_setting(os.environ, known):
         raise ConfigError(unknown)
     given = {name: value for name, value in arguments.items() if value is not None}
+    beaten = given.keys() | {_setting(variable) for variable in os.environ}
+    used = {name: value for name, value in written.values.items() if name not in beaten}
     try:
-        return ReducerConfig(**given)  # type: ignore[arg-type]
+        return ReducerConfig(**{**used, **given})  # type: ignore[arg-type]
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(explain(error, Written(written.path, used))) from None
 
 
-def explain(error: ValidationError) -> str:
-    """Say in one line per mistake what is wrong with which setting."""
+def _setting(variable: str) -> str:
+    """Return the setting that a variable of the environment is of; nothing if it is of none."""
+    name = variable.upper()
+    return name.removeprefix(units.PREFIX).lower() if name.startswith(units.PREFIX) else ""
+
+
+def read_file(path: Path) -> Written:
+    """Read a file of settings: TOML, whose keys are the names of the settings.
+
+    Raises:
+        ConfigError: it cannot be read or is no TOML, or a key is no setting of a reducer's file.
+    """
+    if sys.version_info >= (3, 11):
+        import tomllib  # noqa: PLC0415 (few have a file)
+    else:
+        import tomli as tomllib  # noqa: PLC0415 (likewise)
+    try:
+        data = path.read_bytes()
+        values = tomllib.loads(data.decode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}, the file of settings, cannot be read: {error.strerror}"
+        ) from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path} is no TOML: line {line} has bytes that are no UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        last = f"at line {len(data.splitlines())}, the last"
+        said = str(error).replace("at end of document", last)
+        raise ConfigError(f"{path} is no TOML: {said[:1].lower()}{said[1:]}") from None
+    known = sorted(ReducerConfig.model_fields.keys() - {"config"})
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}: {_meant(key, known)}")
+    for key, value in values.items():
+        values[key] = _of_toml(key, value)
+    return Written(path, values)
+
+
+def _meant(key: str, known: list[str]) -> str:
+    name = key.strip().lower().removeprefix(units.PREFIX.lower()).replace("-", "_")
+    if name == "config":
+        return "a file cannot name another one"
+    if name in WORKER_SETTINGS:
+        return "it is a setting of workers, which read their environment alone"
+    meant = get_close_matches(name, known, 1)
+    return f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}"
+
+
+def _of_toml(key: str, value: Any) -> object:
+    """Return a value as an argument has it: TOML tells numbers and true from text."""
+    if key == "http" and type(value) is int:
+        return str(value)  # a port
+    if key == "cpus" and isinstance(value, list):
+        return ",".join(map(str, value))
+    if isinstance(value, bool) and key != "insecure":
+        return str(value).lower()  # pydantic would take true for the number 1
+    return value
+
+
+def explain(error: ValidationError, written: Written) -> str:
+    """Say in one line per mistake what is wrong with which setting, and in which file if in one."""
     lines = []
     for mistake in error.errors():
         name = ".".join(map(str, mistake["loc"]))
@@ -256,5 +358,6 @@ def explain(error: ValidationError) -> str:
         if mistake["type"].startswith("byte_size"):
             message = "write bytes such as 8GiB or 8589934592"
         got = f" (got {mistake['input']!r})" if mistake["type"] != "value_error" else ""
-        lines.append(f"{name}: {message}{got}" if name else message)
+        where = f"{written.path}: " if name and mistake["loc"][0] in written.values else ""
+        lines.append(f"{where}{name}: {message}{got}" if name else message)
     return "\n".join(lines)

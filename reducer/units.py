@@ -20,7 +20,7 @@ _OTHERS = re.compile(
     r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
     r"|BUILD_(REQUIRED|DEBUG)"
 )
-_PREFIX = "REDUCTION_"
+PREFIX = "REDUCTION_"  # of the names of variables that are settings
 
 
 def seconds(text: str) -> float:
@@ -96,10 +96,10 @@ def unknown_setting(environment: Mapping[str, str], known: Iterable[str]) -> str
     """
     names = sorted({name.upper() for name in known})
     for variable in sorted(environment):
-        prefix, name = variable.upper()[: len(_PREFIX)], variable.upper()[len(_PREFIX) :]
-        if prefix == _PREFIX and name not in names and not _OTHERS.fullmatch(name):
+        prefix, name = variable.upper()[: len(PREFIX)], variable.upper()[len(PREFIX) :]
+        if prefix == PREFIX and name not in names and not _OTHERS.fullmatch(name):
             meant = get_close_matches(name, names, 1)
-            known_are = ", ".join(f"{_PREFIX}{name}" for name in names)
-            hint = f"did you mean {_PREFIX}{meant[0]}?" if meant else f"known are {known_are}"
+            known_are = ", ".join(f"{PREFIX}{name}" for name in names)
+            hint = f"did you mean {PREFIX}{meant[0]}?" if meant else f"known are {known_are}"
             return f"unknown setting {variable}: {hint}"
     return None

@@ -63,6 +63,7 @@ REDUCER_SETTINGS = (
     "impl",
     "http",
     "timeline",
+    "config",
     "failpoints",
 )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from reducer import config as reducer_config
-from reducer import failpoints, units
+from reducer import failpoints, kernels, units
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.config import ReducerConfig
@@ -47,6 +48,7 @@ def test_the_reducers_defaults() -> None:
         "impl": None,
         "http": None,
         "timeline": None,
+        "config": None,
         "failpoints": "",
     }
 
@@ -93,6 +95,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "impl": "plain",
         "http": "127.0.0.1:9090",
         "timeline": Path("/var/timelines"),
+        "config": None,
         "failpoints": "reducer.placed=kill@3",
     }
 
@@ -175,6 +178,10 @@ def test_an_unknown_variable_is_an_error_of_both(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("REDUCTION_XYZZY", "")
     with pytest.raises(ConfigError, match=r"known are .*REDUCTION_BIND, "):
         reducer_config.load()
+
+
+def test_kernels_have_the_names_that_the_setting_takes() -> None:
+    assert set(kernels.variants()) <= set(get_args(reducer_config.KernelName))
 
 
 def test_each_knows_the_others_settings() -> None:
