@@ -11,7 +11,7 @@ import threading
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import structlog
 import typer
@@ -20,7 +20,7 @@ from reducer import __version__
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.commands.keygen import keygen as make_keys
-from reducer.config import load_with_file
+from reducer.config import ImplName, KernelName, load_with_file
 from reducer.errors import ReductionError
 from reducer.monitoring.http_port import HttpPort
 from reducer.pool import READY
@@ -50,7 +50,6 @@ class LogFormat(str, Enum):
 app = typer.Typer(
     help="CPU-only reducers for gradient all-reduce.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -125,7 +124,11 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         bool, typer.Option("--insecure", help="Listen beyond this machine without authentication.")
     ] = False,
     kernel: Annotated[
-        str | None, typer.Option(help="avx512, avx2, generic or numpy; the CPU's best by default.")
+        str | None,
+        typer.Option(
+            help="avx512, avx2, generic or numpy; the CPU's best by default.",
+            autocompletion=lambda: get_args(KernelName),
+        ),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads that serve, each at a port of its own from PORT on.")
@@ -135,7 +138,11 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     ] = None,
     cpus: Annotated[str | None, typer.Option(help="CPUs to run on, such as 0-3,8.")] = None,
     impl: Annotated[
-        str | None, typer.Option(help="compiled or plain; compiled if it can run, by default.")
+        str | None,
+        typer.Option(
+            help="compiled or plain; compiled if it can run, by default.",
+            autocompletion=lambda: get_args(ImplName),
+        ),
     ] = None,
     http: Annotated[
         str | None, typer.Option(help="Where probes, metrics and status are, HOST:PORT or PORT.")

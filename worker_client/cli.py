@@ -14,7 +14,6 @@ from reducer.errors import ReductionError
 app = typer.Typer(
     help="Gradient all-reduce through reducers, for PyTorch DDP.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

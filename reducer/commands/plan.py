@@ -10,11 +10,10 @@ from typing import Annotated
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from reducer import units
+from reducer.commands import terminal
+from reducer.commands.terminal import FittedTable
 from reducer.errors import ConfigError
 from reducer.planning import plan as planning
 from reducer.planning.network_model import MTU
@@ -22,6 +21,7 @@ from reducer.planning.vertex import Machines, custom_job_spec
 from reducer.wire.constants import DType
 
 MODEL_BYTES = "1GB"
+PIPE_WIDTH = 160  # characters
 _COUNT = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>[kKMBT]?)")
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DTYPES = {
@@ -42,7 +42,9 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     parameters: Annotated[
         str | None, typer.Option(help="Or their number, such as 350M or 1.5B, and --dtype.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, fp64, fp16 or bf16.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option(help="fp32, fp64, fp16 or bf16.", autocompletion=lambda: [*_DTYPES])
+    ] = "fp32",
     backward: Annotated[str, typer.Option(help="Time of the backward pass, such as 200ms.")] = "0",
     forward: Annotated[str, typer.Option(help="Time of the rest of a step.")] = "0",
     round_trip: Annotated[str, typer.Option(help="From a worker to a reducer and back.")] = "200us",
@@ -101,8 +103,7 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     elif json:
         typer.echo(standard_json.dumps({"job": asdict(job), **asdict(found)}, indent=2))
     else:
-        console = Console()
-        console = console if console.is_terminal else Console(width=160)
+        console = terminal.console(PIPE_WIDTH)
         console.print(summary(job, found), highlight=False)
         console.print(table(job, found))
 
@@ -117,17 +118,15 @@ def summary(job: planning.Job, found: planning.Plan) -> str:
     )
 
 
-def table(job: planning.Job, found: planning.Plan) -> Table:
+def table(job: planning.Job, found: planning.Plan) -> FittedTable:
     """Return one row for each size of the pool."""
-    picture = Table(box=SIMPLE_HEAD)
     names = ["reducers", "topology", "owns: each reducer", "each worker", "all-reduce", "ring / it"]
     steps = bool(job.backward_s or job.forward_s)
     costs = job.reducer_cost is not None
     names += ["step", "ring's / it"] if steps else []
     names += ["per hour", "cost of a step"] if costs and job.worker_cost is not None else []
     names += ["hours gained per unit"] if costs else []
-    for name in names:
-        picture.add_column(name, justify="right", overflow="fold")
+    rows = []
     for row in found.rows:
         cells = [str(row.reducers), row.topology, _percent(row.pool_share)]
         cells += [_percent(row.rank_share), _ms(row.all_reduce_s), f"{row.speedup:.2f}x"]
@@ -139,8 +138,8 @@ def table(job: planning.Job, found: planning.Plan) -> Table:
         if costs:
             gained = row.hours_gained_per_cost
             cells.append("-" if gained is None else f"{gained:.4g}")
-        picture.add_row(*cells)
-    return picture
+        rows.append(cells)
+    return FittedTable("", names, rows, texts=0)
 
 
 def gradient_bytes(model_bytes: str | None, parameters: str | None, dtype: str) -> int:

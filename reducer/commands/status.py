@@ -12,19 +12,19 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from reducer.commands import terminal
+from reducer.commands.terminal import FittedTable
 from reducer.config import parse_http
 from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
 from reducer.monitoring.status import dump, load, printable
 from reducer.wire.messages import Straggler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import RenderableType
 
@@ -67,7 +67,7 @@ def status(
     if json:
         typer.echo(standard_json.dumps([_as_json(each) for each in found], indent=2))
     else:
-        _console().print(render(found))
+        terminal.console(PIPE_WIDTH).print(render(found))
     if not all(each.status and each.status.state == "serving" for each in found):
         raise typer.Exit(1)
 
@@ -81,7 +81,7 @@ def top(
 
     Exit code: 0, or 2 if the command is wrong.
     """
-    console = _console()
+    console = terminal.console(PIPE_WIDTH)
     looks = _looks(addresses(ports), interval, count)
     try:
         if not console.is_terminal:  # then one picture follows the other
@@ -104,12 +104,6 @@ def _looks(where: list[str], interval_s: float, count: int) -> Iterator[Renderab
         after = read_all(where)
         yield render(after, rates_between(before, after))
         before = after
-
-
-def _console() -> Console:
-    """Return standard output; a file or a pipe is wide enough for every table."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def _as_json(each: Found) -> dict[str, object]:
@@ -220,7 +214,7 @@ def render(found: Sequence[Found], rates: dict[str, Rates] | None = None) -> Ren
     return Group(*parts)
 
 
-def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> Table:
+def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> FittedTable:
     """Return one row for each reducer."""
     per = "" if rates is None else "/s"
     columns: dict[str, Callable[[ReducerStatus, Rates], str]] = {
@@ -234,18 +228,18 @@ def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> Table:
         "refused": lambda its, _: str(its.counters.get("refused", 0)),
         "failed": lambda its, _: str(its.counters.get("rounds_failed", 0)),
     }
-    table = _table("Reducers", ("HTTP port", *columns), texts=2)
+    rows = []
     for address, its, _ in found:
         row = ["unreachable", *["-"] * (len(columns) - 1)]
         if its is not None:
             totals = Rates(*(its.counters.get(name, 0) for name in Rates._fields))
             done = totals if rates is None else rates.get(address, Rates(0, 0, 0))
             row = [cell(its, done) for cell in columns.values()]
-        table.add_row(*map(_cell, [address, *row]))
-    return table
+        rows.append([*map(_cell, [address, *row])])
+    return FittedTable("Reducers", ("HTTP port", *columns), rows, texts=2)
 
 
-def jobs(statuses: Sequence[ReducerStatus]) -> Table:
+def jobs(statuses: Sequence[ReducerStatus]) -> FittedTable:
     """Return one row for each generation of each job, over all reducers that have it."""
     groups: dict[tuple[str, int], list[JobStatus]] = {}
     for its in statuses:
@@ -253,12 +247,14 @@ def jobs(statuses: Sequence[ReducerStatus]) -> Table:
             groups.setdefault((job.name, job.generation), []).append(job)
     ordered = sorted(groups.values(), key=lambda group: -sum(job.reserved for job in group))
     rows = [_job(group, len(statuses)) for group in ordered[:MAX_ROWS]]
-    table = _table("Jobs", rows[0], texts=1)
-    for row in rows:
-        table.add_row(*map(_cell, row.values()))
-    if len(ordered) > MAX_ROWS or any(each.jobs_total > len(each.jobs) for each in statuses):
-        table.caption = "and further jobs, with less memory"
-    return table
+    further = len(ordered) > MAX_ROWS or any(its.jobs_total > len(its.jobs) for its in statuses)
+    return FittedTable(
+        "Jobs",
+        [*rows[0]],
+        [[*map(_cell, row.values())] for row in rows],
+        texts=1,
+        caption="and further jobs, with less memory" * further,
+    )
 
 
 def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
@@ -323,17 +319,6 @@ def _job(group: Sequence[JobStatus], reducers: int) -> dict[str, str]:
         "reserved": size(sum(job.reserved for job in group)),
         "rounds": str(max(job.rounds for job in group)),
     }
-
-
-def _table(title: str, columns: Iterable[str], texts: int) -> Table:
-    """Return a table without rows: its first `texts` columns are of text, the others of numbers.
-
-    What does not fit into a cell goes on in the next line.
-    """
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number < texts else "right", overflow="fold")
-    return table
 
 
 def _cell(text: str) -> Text:
