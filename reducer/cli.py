@@ -19,9 +19,10 @@ import typer
 from reducer import __version__
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
+from reducer.commands import terminal
 from reducer.commands.keygen import keygen as make_keys
 from reducer.config import ImplName, KernelName, load_with_file
-from reducer.errors import ReductionError
+from reducer.errors import ConfigError, ReductionError
 from reducer.monitoring.http_port import HttpPort
 from reducer.pool import READY
 from reducer.runtime.keyring import Keyring
@@ -299,9 +300,11 @@ def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:
 
 
 def main() -> None:
-    """Run the command; our own errors become one sentence and exit code 2."""
+    """Run the command; our own errors become sentences, and exit code 2 if a setting is wrong."""
     try:
         app()
     except ReductionError as error:
-        typer.secho(f"reducer: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(2)
+        for line in f"reducer: {error}".splitlines():
+            text = terminal.wrapped(line, 4, terminal.columns(sys.stderr))
+            typer.secho(text, err=True, fg=typer.colors.RED)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -244,6 +244,27 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_mpirun",
         ),
     },
+    "tests/launch/test_exit_codes.py": {
+        "test_a_command_that_ends_by_itself[launch-2]": tuple(
+            f"test_a_command_that_ends_by_itself[{command}"
+            for command in ("demo", "doctor", "launch --", "timeline")
+        ),
+        "test_a_command_that_ends_by_itself[status 127.0.0.1:1-1]": tuple(
+            f"test_a_command_that_ends_by_itself[{command}"
+            for command in ("keygen", "plan", "serve", "status nonsense", "top")
+        ),
+        "test_the_doctor_is_ended": ("test_a_reducer_that_is_told_to_stop", "test_top_is_ended"),
+    },
+    "tests/launch/test_terminal.py": {
+        "test_the_doctor_says_the_same_words_in_colours_and_without[pipe]": (
+            "test_the_doctor_says_the_same_words_in_colours_and_without[no colour]",
+        ),
+    },
+    "tests/launch/test_completion.py": {
+        "test_a_shell_has_it_when_it_was_installed[worker-client": (
+            "test_a_shell_has_it_when_it_was_installed[reducer",
+        ),
+    },
     "tests/launch/test_doctor.py": {
         "test_each_illness_is_named": ("test_each_illness_of_keys_is_named",),
         "test_a_slow_link_is_one": ("test_a_link_at_a_tenth_of_the_others_is_named",),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from reducer import __version__
-from reducer.errors import ReductionError
+from reducer.errors import ConfigError, ReductionError
 
 app = typer.Typer(
     help="Gradient all-reduce through reducers, for PyTorch DDP.",
@@ -101,17 +101,22 @@ def merge(
     output: Annotated[Path, typer.Option(help="What to write.")] = Path("timeline.json"),
 ) -> None:
     """Join timelines of ranks and reducers on one clock; say how exact that is."""
+    from reducer.commands import terminal  # noqa: PLC0415 (loads rich)
     from worker_client.commands import timeline as its  # noqa: PLC0415 (loads NumPy)
 
     for clock in its.merge(files, output):
-        typer.echo(its.described(clock))
-    typer.echo(f"{output}: open it at ui.perfetto.dev or in chrome://tracing")
+        typer.echo(terminal.wrapped(its.described(clock), 4))
+    typer.echo(terminal.wrapped(f"{output}: open it at ui.perfetto.dev or in chrome://tracing", 4))
 
 
 def main() -> None:
-    """Run the command; our own errors become one sentence and exit code 2."""
+    """Run the command; our own errors become sentences, and exit code 2 if a setting is wrong."""
     try:
         app()
     except ReductionError as error:
-        typer.secho(f"worker-client: {error}", err=True, fg=typer.colors.RED)
-        sys.exit(2)
+        from reducer.commands import terminal  # noqa: PLC0415 (loads rich)
+
+        for line in f"worker-client: {error}".splitlines():
+            text = terminal.wrapped(line, 4, terminal.columns(sys.stderr))
+            typer.secho(text, err=True, fg=typer.colors.RED)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from typing import TextIO
 
     from rich.console import ConsoleOptions
     from rich.text import Text
@@ -33,9 +34,14 @@ def console(pipe_width: int) -> Console:
     return found if found.is_terminal else Console(width=pipe_width)
 
 
-def columns() -> int:
-    """Return the characters of a terminal's line, and very many where there is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else ENDLESS
+def columns(stream: TextIO | None = None) -> int:
+    """Return the characters of a terminal's line, and very many where there is none.
+
+    Args:
+        stream: what is written to; by default standard output.
+    """
+    stream = stream or sys.stdout
+    return shutil.get_terminal_size().columns if stream.isatty() else ENDLESS
 
 
 def wrapped(line: str, indent: int, width: int | None = None) -> str:

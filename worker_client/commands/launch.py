@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from reducer.commands import terminal
 from reducer.errors import ConfigError
 from worker_client import config
 from worker_client.launch import Role, decide, resolve
@@ -41,24 +42,30 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
         _find(script[0])
         config.load()  # what every rank would refuse is refused here
     if dry_run:
-        for line in report(resolved, decision):
+        for line in report(found_out(resolved, decision)):
             typer.echo(line)
         return
     typer.echo(f"worker-client launch: {decision.why}", err=True)
     _become(decision, {**environment, **decision.sets})
 
 
-def report(resolved: Resolved, decision: Decision | None = None) -> Iterable[str]:
-    """Say, line by line, what was found out, which variable said so, and what is run."""
+def found_out(resolved: Resolved, decision: Decision | None = None) -> list[tuple[str, str, str]]:
+    """Return what was found out and what is run: name, value, and in brackets what said so."""
     rows = resolved.described()
     if decision is not None:
         rows += [("runs", shlex.join(decision.argv), decision.why)]
         rows += [("sets", f"{name}={value}", "") for name, value in sorted(decision.sets.items())]
-    widths = [max(len(row[at]) for row in rows) for at in (0, 1)]
-    widths[1] = min(widths[1], 48)
+    return [(name, value, because and f"({because})") for name, value, because in rows]
+
+
+def report(rows: Sequence[tuple[str, str, str]]) -> Iterable[str]:
+    """Say, line by line, what was found out, which variable said so, and what is run."""
+    columns = terminal.columns()
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = min(max(len(value) for _, value, _ in rows), 48, columns // 3)
     for name, value, because in rows:
-        reason = f"  ({because})" if because else ""
-        yield f"{name:<{widths[0]}}  {value:<{widths[1]}}{reason}".rstrip()
+        line = f"{name:<{name_width}}  {value:<{value_width}}  {because}"
+        yield terminal.wrapped(line, name_width + 2, columns)
 
 
 def _find(program: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -72,7 +73,8 @@ def demo(*, workers: int, reducers: int, epochs: int, plot_to: Path) -> int:
     _check(workers, reducers, epochs)
     _check_file(plot_to)
     _check_installed()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both end the workers first
+    # Ends the workers first, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console()
     columns = (
         TextColumn("{task.description:<22}"),

@@ -12,14 +12,15 @@ import typer
 from reducer.errors import ConfigError
 from worker_client import config
 from worker_client.client import bootstrap
+from worker_client.commands.doctor import said
 from worker_client.commands.doctor.dumps import examine_dumps
 from worker_client.commands.doctor.examine import examine
-from worker_client.commands.doctor.findings import Health, compare, mbit
-from worker_client.commands.launch import report
+from worker_client.commands.doctor.findings import Health, compare
+from worker_client.commands.launch import found_out
 from worker_client.runtime.credentials import load as load_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from worker_client.launch import Resolved
 
@@ -43,13 +44,7 @@ def doctor_dumps(directory: Path, *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps({"findings": [one._asdict() for one in findings]}, indent=2))
     else:
-        for job in dict.fromkeys(one.job for one in findings):
-            typer.echo(f"job {job}")
-            for one in findings:
-                if one.job == job:
-                    typer.echo(f"  {one.message}")
-        if not findings:
-            typer.echo("no call failed, and all ranks made the same ones")
+        said.findings(findings)
     return 1 if findings else 0
 
 
@@ -70,16 +65,13 @@ def doctor(*, as_json: bool) -> int:
         _print_mistake(str(error), as_json=as_json)
         return 1
     if not as_json:
-        for line in report(resolved):
-            typer.echo(line)
-        typer.echo("")
+        said.detected(found_out(resolved))
     connect = partial(bootstrap.connect_alone, connect_timeout=PATIENCE_S)
     found = compare([examine(address, connect, settings.servers) for address in settings.servers])
     if as_json:
         typer.echo(json.dumps(_facts(resolved, found), indent=2))
     else:
-        for line in _lines(found):
-            typer.echo(line)
+        said.reducers(found)
     return 1 if any(one.problem for one in found) else 0
 
 
@@ -88,7 +80,7 @@ def _print_mistake(message: str, *, as_json: bool) -> None:
         problem = {"address": None, "kind": "settings", "message": message, "advice": "correct it"}
         typer.echo(json.dumps({"detected": None, "reducers": [], "problems": [problem]}, indent=2))
     else:
-        typer.echo(f"settings: {message}")
+        said.mistake(message)
 
 
 def _facts(resolved: Resolved, found: Sequence[Health]) -> dict[str, Any]:
@@ -117,25 +109,3 @@ def _facts(resolved: Resolved, found: Sequence[Health]) -> dict[str, Any]:
         if one.problem
     ]
     return {"detected": detected, "reducers": reducers, "problems": problems}
-
-
-def _lines(found: Sequence[Health]) -> Iterator[str]:
-    if not found:
-        yield "no reducers are named: every rank hosts one (set REDUCTION_SERVERS to use a pool)"
-        return
-    width = max(len(one.address) for one in found)
-    for one in found:
-        figures = ""
-        if one.round_trip_s is not None and one.bytes_per_s is not None:
-            threads = f", {one.lanes} threads" if one.lanes != 1 else ""
-            figures = (
-                f"round trip {one.round_trip_s * 1e3:.2f} ms, "
-                f"{mbit(one.bytes_per_s):.0f} Mbit/s each way{threads}"
-            )
-        if one.problem is None:
-            yield f"reducer {one.address:<{width}}  well: {figures}"
-            continue
-        yield f"reducer {one.address:<{width}}  {one.problem.kind.value}: {one.problem.message}"
-        yield f"{'':{width + 10}}what to do: {one.problem.advice}"
-    ill = sum(one.problem is not None for one in found)
-    yield f"{len(found) - ill} of {len(found)} reducers are well"

@@ -1,0 +1,110 @@
+"""The exit codes of both commands, as docs/deployment.md has them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import REDUCER, run_command, serving
+from tests.launch.conftest import bare_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WORKER = (sys.executable, "-c", "from worker_client.cli import main; main()")
+# One of whose threads has ended by itself.
+BROKEN = (
+    "from reducer import server; begin = server.Server.start\n"
+    "def start(self):\n"
+    "    self._lanes[0].run = lambda: setattr(self._lanes[0], 'failure', OSError('of a test'))\n"
+    "    begin(self)\n"
+    "server.Server.start = start\n"
+    "from reducer.cli import main; main()"
+)
+PLAN = ("plan", "--workers", "8", "--worker-gbps", "1", "--reducer-gbps")
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+NOBODY = "127.0.0.1:1"  # a port that no unprivileged process has
+DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ((*WORKER, "doctor"), 0),  # one that finds something: test_doctor.py
+        ((*WORKER, "doctor", NOBODY), 2),
+        ((*WORKER, "doctor", "--dump", "no/such/directory"), 2),
+        ((*WORKER, "launch"), 2),
+        ((*WORKER, "launch", "--", "no-such-program"), 2),
+        ((*WORKER, "demo", "--workers", "0"), 2),
+        ((*WORKER, "timeline", "merge", "no/such/directory"), 2),
+        ((*REDUCER, "status", NOBODY), 1),
+        ((*REDUCER, "status", "nonsense"), 2),
+        ((*REDUCER, "top", NOBODY, "--count", "1"), 0),
+        ((*REDUCER, "top", "nonsense"), 2),
+        ((*REDUCER, *PLAN, "1"), 0),
+        ((*REDUCER, *PLAN, "0"), 2),
+        ((*REDUCER, *PLAN, "fast"), 2),
+        ((*REDUCER, "keygen", "/dev/null"), 2),
+        ((*REDUCER, "serve", "--threads", "0"), 2),
+        ((*REDUCER, "serve", "--keys", "no/such/directory"), 2),
+        ((sys.executable, "-c", BROKEN, "serve", "--bind", "tcp://127.0.0.1:0"), 1),
+    ],
+    ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else str(value),
+)
+def test_a_command_that_ends_by_itself(command: Sequence[str], code: int) -> None:
+    done = run_command(*command, env=bare_environment(), timeout=60)
+    assert done.returncode == code, done.stderr
+    assert (code == 2) <= ("Traceback" not in done.stderr)
+
+
+def test_a_program_that_was_launched_has_its_own() -> None:
+    command = (*WORKER, "launch", "--", "/bin/sh", "-c", "exit 7")
+    assert run_command(*command, env=bare_environment(**RANK), timeout=60).returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_reducer_that_is_told_to_stop(number: signal.Signals) -> None:
+    with serving() as (process, *_):
+        process.send_signal(number)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_top_is_ended(number: signal.Signals, code: int) -> None:
+    command = [*REDUCER, "top", NOBODY, "--interval", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()  # it looks
+        process.send_signal(number)
+        assert process.wait(30) == code
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_the_doctor_is_ended(number: signal.Signals, code: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # which the doctor waits for
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        environment = bare_environment(REDUCTION_SERVERS=address)
+        with subprocess.Popen([*WORKER, "doctor"], env=environment) as process:
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(number)
+                assert process.wait(30) == code
+
+
+def test_the_page_names_every_code() -> None:
+    section = DEPLOYMENT.read_text().split("\n## Exit codes\n")[1].split("\n## ")[0]
+    codes = re.findall(r"^\| ([^|]+) \|", section, flags=re.M)
+    assert codes == ["code", "0", "1", "2", "130, 143", "any"]
+    for command in ("serve", "top", "status", "doctor", "demo", "launch"):
+        assert re.search(rf"`(reducer|worker-client) {command}`", section), command
