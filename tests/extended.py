@@ -245,15 +245,21 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "tests/launch/test_exit_codes.py": {
-        "test_a_command_that_ends_by_itself[launch-2]": tuple(
-            f"test_a_command_that_ends_by_itself[{command}"
-            for command in ("demo", "doctor", "launch --", "timeline")
+        "test_a_command_that_ends_by_itself[launch-2]": (
+            *(
+                f"test_a_command_that_ends_by_itself[{command}"
+                for command in (
+                    *("demo", "doctor", "launch --", "timeline"),
+                    *("keygen", "plan", "serve", "status", "top"),
+                )
+            ),
+            "test_a_program_that_was_launched_has_its_own",
         ),
-        "test_a_command_that_ends_by_itself[status 127.0.0.1:1-1]": tuple(
-            f"test_a_command_that_ends_by_itself[{command}"
-            for command in ("keygen", "plan", "serve", "status nonsense", "top")
+        "test_the_doctor_is_ended[2-": (
+            "test_the_doctor_is_ended[15-",
+            "test_a_reducer_that_is_told_to_stop",
+            "test_top_is_ended",
         ),
-        "test_the_doctor_is_ended": ("test_a_reducer_that_is_told_to_stop", "test_top_is_ended"),
     },
     "tests/launch/test_terminal.py": {
         "test_the_doctor_says_the_same_words_in_colours_and_without[pipe]": (

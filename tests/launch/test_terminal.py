@@ -32,12 +32,11 @@ COLUMNS = 80
 # All commands in one interpreter, as most of their time goes into starting.
 RUN = """
 import shlex, sys
-from reducer.cli import app as reducer
-from worker_client.cli import app as worker_client
+from importlib import import_module
 for line in sys.argv[1:]:
     command, *arguments = shlex.split(line)
     try:
-        (reducer if command == "reducer" else worker_client)(arguments)
+        import_module(command.replace("-", "_") + ".cli").app(arguments)
     except SystemExit as done:
         print("\\nexit code", done.code, flush=True)
 """
