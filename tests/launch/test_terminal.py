@@ -23,6 +23,7 @@ from reducer.monitoring.http_port import HttpPort
 from tests.commands import run_command
 from tests.conftest import joined, reducer_here
 from tests.launch.conftest import ROOT, bare_environment
+from tests.waits import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -93,6 +94,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_settings: None) -> I
             for work in works:
                 with suppress(MismatchError):
                     work.wait(20)
+        # Who waits hears of the error before the files are written.
+        eventually(lambda: len(list(tmp_path.rglob("calls-*.json"))) == 2)
         yield port.address
 
 
