@@ -4,7 +4,8 @@
  *
  *     acc = in[0][i];  acc = acc (op) in[1][i];  ...  acc = acc (op) in[n-1][i];  out[i] = acc
  *
- * 16-bit floating types accumulate in float, other types in themselves; the result is rounded once.
+ * 16-bit floating types and the values of blocks accumulate in float, other types in themselves; the
+ * result is rounded once. For blocks that is one scale for 252 values (block8.h).
  * The bits are the same in every variant and on every CPU:
  *   - a mean is the sum divided by n in the accumulator's type, before the rounding;
  *   - integers wrap modulo 2^bits;
@@ -34,6 +35,7 @@ enum fold_dtype {
     FOLD_INT32,
     FOLD_INT64,
     FOLD_UINT8,
+    FOLD_BLOCK8,
     FOLD_DTYPES
 };
 enum fold_op { FOLD_SUM = 1, FOLD_MEAN, FOLD_MIN, FOLD_MAX, FOLD_PRODUCT, FOLD_OPS };

@@ -14,7 +14,8 @@
  * 4 MiB (it loses a fifth from 16 MiB on, which no chunk is); the others gain nothing by it. Stores
  * past the cache lose a quarter where the output fits in it, as a chunk does that is sent next.
  */
-#define UNROLL _Pragma("GCC unroll 16")
+#include "block8.h"
+
 enum { FOLD_BLOCK = 8, CACHE_LINE = 64, PREFETCH_AHEAD = 1024 };
 
 typedef double v_f64 VECTOR(ISA_VECTOR_BYTES);
@@ -188,6 +189,52 @@ DEFINE_COMMON_FOLDS(i32, i32)
 DEFINE_COMMON_FOLDS(i64, i64)
 DEFINE_COMMON_FOLDS(u8, u8)
 
+/* The piece's accumulators are in registers, those of the whole block in the first cache: all of
+ * them count for its scale. */
+INLINE void block8_fold_piece(v_f32 *acc, const void *const *in, size_t n, size_t at, size_t from) {
+    const unsigned char *block = (const unsigned char *)in[0] + at;
+    v_f32 sum[FOLD_HALF_BLOCK];
+    v_f32 scale = block8_scale(block) + (v_f32){0};
+    prefetch(block + from * BLOCK8_LANES, FOLD_HALF_BLOCK * BLOCK8_LANES);
+    UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
+        sum[v] = block8_values(block, from + v, scale);
+    }
+    for (size_t rank = 1; rank < n; rank++) {
+        block = (const unsigned char *)in[rank] + at;
+        scale = block8_scale(block) + (v_f32){0};
+        prefetch(block + from * BLOCK8_LANES, FOLD_HALF_BLOCK * BLOCK8_LANES);
+        UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
+            sum[v] += block8_values(block, from + v, scale);
+        }
+    }
+    UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
+        acc[from + v] = sum[v];
+    }
+}
+
+INLINE void block8_fold(void *out, const void *const *in, size_t n, size_t count, int is_mean) {
+    for (size_t at = 0; at < count * BLOCK8_BYTES; at += BLOCK8_BYTES) {
+        v_f32 acc[BLOCK8_VECTORS];
+        for (size_t from = 0; from < BLOCK8_VECTORS; from += FOLD_HALF_BLOCK) {
+            block8_fold_piece(acc, in, n, at, from);
+        }
+        if (is_mean) {
+            UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
+                acc[v] /= (float)n;
+            }
+        }
+        block8_round((unsigned char *)out + at, acc);
+    }
+}
+
+ISA_TARGET static void block8_sum(void *out, const void *const *in, size_t n, size_t count) {
+    block8_fold(out, in, n, count, 0);
+}
+
+ISA_TARGET static void block8_mean(void *out, const void *const *in, size_t n, size_t count) {
+    block8_fold(out, in, n, count, 1);
+}
+
 ISA_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nbytes) {
     v_u64 acc[FOLD_BLOCK] = {{0}};
     const size_t block = sizeof(acc);
@@ -235,5 +282,6 @@ const struct fold_table FOLD_TABLE = {
         [FOLD_INT32] = {COMMON_ENTRIES(i32)},
         [FOLD_INT64] = {COMMON_ENTRIES(i64)},
         [FOLD_UINT8] = {COMMON_ENTRIES(u8)},
+        [FOLD_BLOCK8] = {[FOLD_SUM] = block8_sum, [FOLD_MEAN] = block8_mean},
     },
 };

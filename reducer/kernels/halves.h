@@ -1,10 +1,11 @@
-/* Vectors of float, and of the 16-bit types that are converted to and from it.
+/* Vectors of float, and of the narrower types that are converted to and from it.
  *
  * Included by isa_<variant>.h alone, after it has defined
  *     ISA_NAME            name of the instruction set
  *     ISA_TARGET          attribute that lets the compiler use it
  *     ISA_VECTOR_BYTES    width of its vectors
  *     widen_u16, narrow_u32  16-bit lanes to 32-bit ones and back, in which they fit
+ *     load_bytes, store_bytes  signed 8-bit lanes of memory to 32-bit ones, and their lowest 8 bits back
  *     ISA_HAS_F16C        where the CPU converts float16; then widen_half and narrow_half as well
  *
  * Rounding is to nearest, ties to even. A NaN that is rounded must be 0x7fc00000.
@@ -13,6 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#define UNROLL _Pragma("GCC unroll 16")
 #define INLINE ISA_TARGET static inline __attribute__((always_inline))
 #define VECTOR(bytes) __attribute__((vector_size(bytes)))
 typedef float v_f32 VECTOR(ISA_VECTOR_BYTES);

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from reducer.kernels import refusals
+from reducer.kernels import block8, refusals
 from reducer.wire.constants import DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 BytesLike: TypeAlias = "Buffer | Array"  # to a type checker, an array is a Buffer from Python 3.12
 
-_BLOCK = 1 << 14  # elements folded at a time: the accumulator and one input stay in the L2 cache
+_STEP = 1 << 16  # bytes of each input at a time: they and the accumulator stay in the L2 cache
 
 _MEMORY_TYPES: dict[DType, np.dtype[Any]] = {
     DType.FLOAT32: np.dtype("<f4"),
@@ -28,6 +28,7 @@ _MEMORY_TYPES: dict[DType, np.dtype[Any]] = {
     DType.INT32: np.dtype("<i4"),
     DType.INT64: np.dtype("<i8"),
     DType.UINT8: np.dtype("u1"),
+    DType.BLOCK8: block8.ELEMENT,
 }
 
 
@@ -43,7 +44,7 @@ class PlainKernels:
             dtype, op = DType(dtype), ReduceOp(op)
         except ValueError:
             raise refusals.unknown_code(dtype, op) from None
-        if op is ReduceOp.MEAN and not dtype.is_floating:
+        if not dtype.defines(op):
             raise refusals.undefined(dtype, op)
         if not inputs:
             raise refusals.no_inputs()
@@ -58,11 +59,10 @@ class PlainKernels:
                 raise refusals.overlap(rank)
         if target.nbytes % dtype.itemsize:
             raise refusals.partial_element(target.nbytes, dtype)
-        step = _BLOCK * dtype.itemsize
         with np.errstate(all="ignore"):
-            for start in range(0, target.nbytes, step):
-                block = slice(start, start + step)
-                target[block] = _fold([source[block] for source in sources], dtype, op)
+            for start in range(0, target.nbytes, _STEP):
+                part = slice(start, start + _STEP)
+                target[part] = _fold([source[part] for source in sources], dtype, op)
 
 
 def _bytes_of(which: str, buffer: BytesLike) -> Array:
@@ -79,7 +79,7 @@ def _address(array: Array) -> int:
 
 
 def _fold(sources: list[Array], dtype: DType, op: ReduceOp) -> Array:
-    """Fold blocks of bytes; returns the result's bytes."""
+    """Fold parts of the inputs; returns the result's bytes."""
     memory_type = _MEMORY_TYPES[dtype]
     acc = _widen(sources[0].view(memory_type), dtype)
     for source in sources[1:]:
@@ -94,6 +94,8 @@ def _fold(sources: list[Array], dtype: DType, op: ReduceOp) -> Array:
 
 def _widen(elements: Array, dtype: DType) -> Array:
     """Aligned elements of the accumulator's type, in memory of their own."""
+    if dtype is DType.BLOCK8:
+        return block8.values_of(elements)
     if dtype is DType.BFLOAT16:
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return elements.astype(np.float32 if dtype is DType.FLOAT16 else elements.dtype)
@@ -113,6 +115,8 @@ def _step(acc: Array, x: Array, op: ReduceOp) -> None:
 
 def _narrow(acc: Array, dtype: DType) -> Array:
     """Round to the element's type: to nearest, ties to even."""
+    if dtype is DType.BLOCK8:
+        return block8.rounded(acc)
     if dtype is DType.FLOAT16:
         return acc.astype(np.float16)
     if dtype is DType.BFLOAT16:

@@ -17,10 +17,12 @@ def unknown_code(dtype: object, op: object) -> ConfigError:
 
 def undefined(dtype: DType, op: ReduceOp) -> ConfigError:
     """Refuse an operation that has no meaning for the type."""
-    return ConfigError(
-        f"{op.name} is not defined for {dtype.name}: an integer mean would have to be rounded;"
-        " use SUM and divide, or convert to a floating type"
-    )
+    if dtype.is_floating:
+        why = "only sums and means of blocks are; convert to another type"
+    else:
+        why = "an integer mean would have to be rounded; use SUM and divide, or convert to a"
+        why += " floating type"
+    return ConfigError(f"{op.name} is not defined for {dtype.name}: {why}")
 
 
 def no_inputs() -> LocalProtocolError:

@@ -13,7 +13,8 @@ VERSION_MINOR = 0  # minor versions interoperate: each uses the features both an
 
 HEADER_BYTES = 96
 TYPE_AT = 5  # where a header says what type of message it is
-SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
+SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of the size of smaller elements
+BLOCK_VALUES = 252  # of one BLOCK8, whose size so is a power of two
 MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame must be short
 MAX_BODY_BYTES = 4096  # of a control message's JSON
 MAX_JOB_NAME_BYTES = 128
@@ -58,6 +59,7 @@ class DType(IntEnum):
     INT32 = 6
     INT64 = 7
     UINT8 = 8
+    BLOCK8 = 9
 
     @property
     def itemsize(self) -> int:
@@ -66,8 +68,23 @@ class DType(IntEnum):
 
     @property
     def is_floating(self) -> bool:
-        """Whether the type is a floating-point one."""
-        return self <= DType.BFLOAT16
+        """Whether its values are floating-point numbers."""
+        return self <= DType.BFLOAT16 or self is DType.BLOCK8
+
+    @property
+    def values(self) -> int:
+        """Values per element."""
+        return BLOCK_VALUES if self is DType.BLOCK8 else 1
+
+    def nbytes(self, count: int) -> int:
+        """Return the size of the elements that hold `count` values, in bytes."""
+        return -(-count // self.values) * self.itemsize
+
+    def defines(self, op: ReduceOp) -> bool:
+        """Whether a reduction is defined for the type."""
+        if self is DType.BLOCK8:
+            return op <= ReduceOp.MEAN
+        return op is not ReduceOp.MEAN or self.is_floating
 
 
 _ITEMSIZES = {
@@ -79,11 +96,12 @@ _ITEMSIZES = {
     DType.INT32: 4,
     DType.INT64: 8,
     DType.UINT8: 1,
+    DType.BLOCK8: 4 + BLOCK_VALUES,  # after their common scale
 }
 
 
 class ReduceOp(IntEnum):
-    """How contributions combine: a left fold in rank order. MEAN is for floating types only."""
+    """How contributions combine: a left fold in rank order; `DType.defines` says for which."""
 
     SUM = 1
     MEAN = 2

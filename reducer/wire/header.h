@@ -21,8 +21,9 @@ enum {
     VERSION_MAJOR = 1,
     TYPE_CONTRIBUTION = 3,
     TYPE_RESULT = 4,
-    DTYPE_LAST = 8,
-    DTYPE_LAST_FLOATING = 4,
+    DTYPE_BFLOAT16 = 4, /* those up to it are floating-point numbers */
+    DTYPE_BLOCK8 = 9,
+    DTYPE_LAST = DTYPE_BLOCK8,
     OP_MEAN = 2,
     OP_LAST = 5,
     MIN_CHARGE = 1024,
@@ -61,8 +62,16 @@ _Static_assert(sizeof(struct header) == HEADER_BYTES, "the struct is the frame")
 /* Bytes per element of a dtype's code. */
 static inline uint32_t dtype_itemsize(uint8_t dtype)
 {
-    static const uint8_t sizes[DTYPE_LAST + 1] = {0, 4, 8, 2, 2, 1, 4, 8, 1};
+    static const uint16_t sizes[DTYPE_LAST + 1] = {0, 4, 8, 2, 2, 1, 4, 8, 1, 256};
     return sizes[dtype];
+}
+
+/* Whether a reduction is defined for a dtype (constants.py, `DType.defines`). */
+static inline bool dtype_defines(uint8_t dtype, uint8_t op)
+{
+    if (dtype == DTYPE_BLOCK8)
+        return op <= OP_MEAN;
+    return op != OP_MEAN || dtype <= DTYPE_BFLOAT16;
 }
 
 /* What a contribution of `nbytes` takes of a window (layout.py, `charge`). */
@@ -86,7 +95,7 @@ static inline bool header_chunk_is_sound(const struct header *h, size_t payload,
 {
     if (h->dtype < 1 || h->dtype > DTYPE_LAST || h->op < 1 || h->op > OP_LAST)
         return false;
-    if (h->op == OP_MEAN && h->dtype > DTYPE_LAST_FLOATING)
+    if (!dtype_defines(h->dtype, h->op))
         return false;
     if (h->wire_dtype != h->dtype || h->sequence == NO_SEQUENCE)
         return false;

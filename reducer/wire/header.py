@@ -109,8 +109,8 @@ def check_chunk(header: Header, payload_bytes: int, max_chunk_bytes: int) -> Non
         raise RemoteProtocolError(f"unknown dtype code {header.dtype}")
     if op is None:
         raise RemoteProtocolError(f"unknown op code {header.op}")
-    if op is ReduceOp.MEAN and not dtype.is_floating:
-        raise RemoteProtocolError(f"MEAN is not defined for {dtype.name}")
+    if not dtype.defines(op):
+        raise RemoteProtocolError(f"{op.name} is not defined for {dtype.name}")
     if header.wire_dtype != header.dtype:
         raise RemoteProtocolError("wire compression was not agreed")
     if header.sequence == NO_SEQUENCE:

@@ -31,7 +31,11 @@ class Shard(NamedTuple):
 
 
 def shards(
-    total_bytes: int, weights: Sequence[int], sequence: int, chunk_bytes: int = 0
+    total_bytes: int,
+    weights: Sequence[int],
+    sequence: int,
+    chunk_bytes: int = 0,
+    itemsize: int = 1,
 ) -> list[Shard]:
     """Cut the buffer of an all-reduce into shards.
 
@@ -44,9 +48,11 @@ def shards(
         weights: what each reducer is to own, relative to the others; not all zero.
         sequence: number of the all-reduce.
         chunk_bytes: the forced size of chunks, 0 for the rule.
+        itemsize: bytes of an element.
 
     Returns:
-        Adjoining shards in ascending order, their bounds multiples of 64 bytes but for the end.
+        Adjoining shards in ascending order, their bounds multiples of 64 bytes, and of an element's
+        where that has more, but for the end.
     """
     owners = [reducer for reducer, weight in enumerate(weights) if weight]
     turn = turn_of(sequence) % len(owners)
@@ -56,10 +62,11 @@ def shards(
     most = max(1, -(-total_bytes // smallest))
     if most < len(owners):
         owners, shares = owners[:most], [1] * most
-    units = -(-total_bytes // SHARD_ALIGNMENT)
+    alignment = max(SHARD_ALIGNMENT, itemsize)
+    units = -(-total_bytes // alignment)
     whole = sum(shares)
     bounds = [
-        min(total_bytes, SHARD_ALIGNMENT * -(-units * share // whole))
+        min(total_bytes, alignment * -(-units * share // whole))
         for share in accumulate(shares, initial=0)
     ]
     cut = [Shard(owner, *bound) for owner, bound in zip(owners, pairwise(bounds), strict=True)]

@@ -91,6 +91,22 @@ def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: di
     assert "broke the protocol" in str(errors[b"0"])
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"op": ReduceOp.MIN}, "MIN is not defined for BLOCK8"),
+        ({"offset": 64, "total_bytes": 1024}, "multiples of 256 for BLOCK8"),
+        ({"payload": bytes(192), "total_bytes": 1024}, "multiples of 256 for BLOCK8"),
+    ],
+)
+def test_a_chunk_that_cuts_a_block_is_refused(reducer: Reducer, change: dict, match: str) -> None:
+    blocks = {"dtype": DType.BLOCK8, "wire_dtype": DType.BLOCK8, "payload": bytes(256)}
+    assert len(reducer.contribute_both(**blocks)) == 2, "whole ones are summed"
+    errors = told(reducer.contribute(1, 1, **blocks | change))
+    assert isinstance(errors[b"1"], RemoteProtocolError)
+    assert match in str(errors[b"1"])
+
+
 def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -> None:
     said = {"tag": 7, "since": 2, "history": 9}
     reducer.contribute(0, 5, watermark=4, **said)

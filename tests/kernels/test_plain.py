@@ -12,7 +12,7 @@ from reducer.kernels import plain
 from reducer.kernels.plain import Array, PlainKernels
 from reducer.wire.constants import DType, ReduceOp
 
-BITS = {dtype: np.dtype(f"<u{dtype.itemsize}") for dtype in DType}
+BITS = {dtype: np.dtype(f"<u{dtype.itemsize}") for dtype in DType if dtype.itemsize <= 8}
 SIXTEEN = {
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),

@@ -48,6 +48,7 @@ CHUNK = Header(
     op=ReduceOp.MEAN,
     wire_dtype=DType.FLOAT32,
 )
+BLOCKS = {"dtype": DType.BLOCK8, "wire_dtype": DType.BLOCK8, "total_bytes": 4096}
 
 
 @given(HEADERS)
@@ -95,6 +96,7 @@ def test_flags_of_no_agreed_feature_are_refused() -> None:
 def test_a_chunk_in_order_passes() -> None:
     check_chunk(CHUNK, 512, MAX_CHUNK_BYTES)
     check_chunk(CHUNK._replace(total_bytes=0, offset=0, nbytes=0), 0, MAX_CHUNK_BYTES)
+    check_chunk(CHUNK._replace(**BLOCKS), 512, MAX_CHUNK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,10 @@ def test_a_chunk_in_order_passes() -> None:
         ({"dtype": 99}, 512, "dtype"),
         ({"op": 0}, 512, "op"),
         ({"dtype": DType.INT32}, 512, "MEAN is not defined"),
+        ({**BLOCKS, "op": ReduceOp.MAX}, 512, "MAX is not defined for BLOCK8"),
+        ({**BLOCKS, "offset": 128}, 512, "multiples of 256 for BLOCK8"),
+        ({**BLOCKS, "nbytes": 448}, 448, "multiples of 256 for BLOCK8"),
+        ({**BLOCKS, "total_bytes": 4000}, 512, "multiples of 256 for BLOCK8"),
         ({"wire_dtype": DType.BFLOAT16}, 512, "wire compression"),
         ({"sequence": (1 << 64) - 1}, 512, "sequence"),
         ({}, 511, "announced 512 bytes, got 511"),

@@ -39,6 +39,14 @@ def test_shards_are_aligned_and_cover_the_buffer(
     assert all(weights[shard.reducer] for shard in cut)
 
 
+@given(st.integers(0, 1 << 32), WEIGHTS, SEQUENCES)
+def test_no_shard_cuts_a_block(blocks: int, weights: list[int], sequence: int) -> None:
+    cut = shards(256 * blocks, weights, sequence, itemsize=256)
+    assert all(shard.start % 256 == shard.end % 256 == 0 for shard in cut)
+    assert (cut[0].start, cut[-1].end) == (0, 256 * blocks)
+    assert all(a.end == b.start for a, b in pairwise(cut))
+
+
 @given(TOTALS, WEIGHTS, SEQUENCES)
 def test_shards_are_as_large_as_their_weights_say(
     total: int, weights: list[int], sequence: int

@@ -1,6 +1,6 @@
 """Casts to the wire's types and back: every variant gives the bits of the NumPy twin and of others.
 
-PyTorch's and NumPy's own casts are the independent witnesses.
+PyTorch's and NumPy's own casts are the independent witnesses; of blocks, `block8_oracle`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from reducer.wire.constants import DType
+from tests import block8_oracle
 from worker_client.staging import casts
 
 COMPILED = [name for name in casts.variants() if name != "numpy"]
 ALL = list(casts.variants())
 TYPES = [DType.BFLOAT16, DType.FLOAT16]
-COUNTS = [*range(35), 63, 64, 65, 127, 129, 4099]
+SENT = [*TYPES, DType.BLOCK8]
+COUNTS = [*range(35), 63, 64, 65, 127, 129, 251, 252, 253, 503, 504, 505, 4099]
 NUMPY = {DType.BFLOAT16: ml_dtypes.bfloat16, DType.FLOAT16: np.float16}
 
 
@@ -54,8 +56,12 @@ def floats(count: int, seed: int = 0) -> np.ndarray:
     )
 
 
+def usual(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
+
+
 def narrow(name: str, values: np.ndarray, dtype: DType) -> np.ndarray:
-    out = np.empty(values.size, np.uint16)
+    out = np.empty(dtype.nbytes(values.size) // 2, np.uint16)
     casts.select(name).narrow(view(values), view(out), dtype)
     return out
 
@@ -93,7 +99,7 @@ def test_every_16_bit_value_comes_back_exactly(name: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("name", COMPILED)
 def test_same_bits_as_numpy_at_any_length_and_alignment(
     name: str, dtype: DType, offset: int
@@ -101,17 +107,17 @@ def test_same_bits_as_numpy_at_any_length_and_alignment(
     compiled, plain = casts.select(name), casts.select("numpy")
     for count in COUNTS:
         values, kept = floats(count, seed=count), floats(count, seed=count + 1)
-        halves = values.view(np.uint16)[:count].copy()
+        sent = np.resize(values.view(np.uint8), dtype.nbytes(count))
         results = []
         for which in (compiled, plain):
             given, rest = misaligned(values, offset), misaligned(kept, offset)
-            out = misaligned(np.full(count, 0xA5A5, np.uint16), offset)
+            out = misaligned(np.full(dtype.nbytes(count), 0xA5, np.uint8), offset)
             whole = misaligned(np.full(count, 0.5, np.float32), offset)
             which.narrow(given.data, out.data, dtype)
             ends = [out.tobytes()]
             which.narrow_keeping(given.data, rest.data, out.data, dtype)
             ends += [out.tobytes(), rest.tobytes()]
-            which.widen(misaligned(halves, offset).data, whole.data, dtype)
+            which.widen(misaligned(sent, offset).data, whole.data, dtype)
             ends.append(whole.tobytes())
             which.divide(given.data, 3.0, DType.FLOAT32)
             ends.append(given.tobytes())
@@ -121,17 +127,57 @@ def test_same_bits_as_numpy_at_any_length_and_alignment(
         assert results[0] == results[1], count
 
 
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.BLOCK8])
 @pytest.mark.parametrize("name", ALL)
-def test_nothing_is_written_beyond_the_end(name: str) -> None:
+def test_nothing_is_written_beyond_the_end(name: str, dtype: DType) -> None:
     chosen = casts.select(name)
     for count in COUNTS:
-        out = np.full(count + 40, 0xA5A5, np.uint16)
-        whole = np.full(count + 40, 0.5, np.float32)
-        chosen.narrow(view(floats(count)), view(out[:count]), DType.BFLOAT16)
-        chosen.widen(view(out[:count]), view(whole[:count]), DType.BFLOAT16)
+        nbytes = dtype.nbytes(count)
+        out = np.full(nbytes + 80, 0xA5, np.uint8)
+        whole, kept = (np.full(count + 40, 0.5, np.float32) for _ in range(2))
+        chosen.narrow(view(floats(count)), out[:nbytes].data, dtype)
+        chosen.narrow_keeping(view(floats(count)), view(kept[:count]), out[:nbytes].data, dtype)
+        chosen.widen(out[:nbytes].data, view(whole[:count]), dtype)
         chosen.divide(view(whole[:count]), 2.0, DType.FLOAT32)
-        assert (out[count:] == 0xA5A5).all()
+        assert (out[nbytes:] == 0xA5).all()
         assert (whole[count:] == 0.5).all()
+        assert (kept[count:] == 0.5).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_blocks_are_those_of_the_specification(name: str) -> None:
+    chosen = casts.select(name)
+    for count in COUNTS:
+        for values in (floats(count, seed=count), usual(count)):
+            sent = np.empty(DType.BLOCK8.nbytes(count), np.uint8)
+            chosen.narrow(view(values), sent.data, DType.BLOCK8)
+            expected = block8_oracle.travels(values)
+            assert sent.tobytes() == expected.tobytes(), count
+            back = np.empty(count, np.float32)
+            chosen.widen(sent.data, view(back), DType.BLOCK8)
+            assert back.tobytes() == block8_oracle.arrives(expected, count).tobytes()
+            residual = usual(count, seed=1)
+            with np.errstate(all="ignore"):
+                total = values + residual
+                expected = block8_oracle.travels(total)
+                rest = total - block8_oracle.arrives(expected, count)
+            rest[~np.isfinite(rest)] = 0
+            chosen.narrow_keeping(view(values), view(residual), sent.data, DType.BLOCK8)
+            assert sent.tobytes() == expected.tobytes(), count
+            assert residual.tobytes() == rest.tobytes(), count
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_block_loses_half_a_step_at_most(name: str) -> None:
+    values = usual(252 * 50) * np.repeat(
+        np.float32(10) ** np.arange(-25, 25, dtype=np.float32), 252
+    )
+    sent, back = np.empty(256 * 50, np.uint8), np.empty(values.size, np.float32)
+    casts.select(name).narrow(view(values), sent.data, DType.BLOCK8)
+    casts.select(name).widen(sent.data, view(back), DType.BLOCK8)
+    largest = np.abs(values).reshape(50, 252).max(axis=1, keepdims=True)
+    lost = np.abs(back.astype(np.float64) - values).reshape(50, 252)
+    assert (lost <= largest / 254 * 1.00001).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -163,12 +209,12 @@ def test_an_overflow_leaves_no_residual(name: str) -> None:
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_thread_that_flushes_subnormals_gets_the_same_bits(name: str) -> None:
     values = floats(4096)
-    before = narrow(name, values, DType.FLOAT16).tobytes()
+    before = [narrow(name, values, dtype).tobytes() for dtype in SENT]
     divided = np.full(100, 2e-38, np.float32)
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush")
     try:
-        assert narrow(name, values, DType.FLOAT16).tobytes() == before
+        assert [narrow(name, values, dtype).tobytes() for dtype in SENT] == before
         casts.select(name).divide(view(divided), 1000.0, DType.FLOAT32)
     finally:
         torch.set_flush_denormal(False)

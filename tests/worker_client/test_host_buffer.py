@@ -27,7 +27,11 @@ ARRAY_DTYPES = {
     np.int64: DType.INT64,
     np.uint8: DType.UINT8,
 }
-TENSOR_DTYPES = {getattr(torch, dtype.name.lower()): dtype for dtype in DType}
+TENSOR_DTYPES = {
+    getattr(torch, name.lower()): dtype
+    for name, dtype in DType.__members__.items()
+    if dtype is not DType.BLOCK8  # which travels alone
+}
 
 
 def double(data: Any) -> bool:
@@ -46,7 +50,8 @@ def double(data: Any) -> bool:
 
 
 def test_every_dtype_of_the_protocol_is_covered() -> None:
-    assert set(ARRAY_DTYPES.values()) == set(TENSOR_DTYPES.values()) == set(DType)
+    assert set(ARRAY_DTYPES.values()) == set(TENSOR_DTYPES.values())
+    assert set(ARRAY_DTYPES.values()) == set(DType) - {DType.BLOCK8}
 
 
 @pytest.mark.parametrize(("dtype", "code"), ARRAY_DTYPES.items(), ids=str)

@@ -33,15 +33,18 @@ def made(weights: tuple[int, ...], among: list[Link], chunk_bytes: int = 0) -> P
     weights=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
     sizes=st.lists(st.sampled_from([0, 1, 70 * KIB, MIB, MIB + 1]), min_size=1, max_size=40),
     chunk_bytes=st.sampled_from([0, 64, 64 * KIB]),
+    itemsizes=st.lists(st.sampled_from([1, 8, 256]), min_size=1, max_size=3),
 )
 def test_a_plan_that_was_kept_is_the_one_that_would_be_made(
-    weights: list[int], sizes: list[int], chunk_bytes: int
+    weights: list[int], sizes: list[int], chunk_bytes: int, itemsizes: list[int]
 ) -> None:
     plan = made(tuple(weights), links(*((r, 0) for r in range(len(weights)))), chunk_bytes)
     for call, nbytes in enumerate(sizes):
         for sequence in (number(call), number(call, FIRST_PLACE + 1)):
-            parts = [(part.link, part.start, part.end) for part in plan.cut(nbytes, sequence)]
-            assert parts == shards(nbytes, weights, sequence, chunk_bytes)
+            for itemsize in itemsizes:
+                cut = plan.cut(nbytes, sequence, itemsize)
+                parts = [(part.link, part.start, part.end) for part in cut]
+                assert parts == shards(nbytes, weights, sequence, chunk_bytes, itemsize)
 
 
 def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer() -> None:

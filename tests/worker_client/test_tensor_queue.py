@@ -71,7 +71,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("dtype", ARRAYS)
 def test_what_an_array_is(submissions: Submissions, submit: Submit, dtype: DType) -> None:
     array = ARRAYS[dtype].copy()
     for call in range(2):  # the second time the name is known

@@ -236,7 +236,7 @@ class Session:
         if operation.refusal is not None:
             return self.calls.refuse(operation, operation.refusal)
         nbytes = operation.view.nbytes
-        shards = self._plan.cut(nbytes, operation.sequence)
+        shards = self._plan.cut(nbytes, operation.sequence, operation.dtype.itemsize)
         chunk_bytes = self._agreement.chunk_bytes_of(nbytes, len(shards))
         self.calls.begin(operation, shards, chunk_bytes, self._map.epoch, now)
         self._roll_call.begin(now)

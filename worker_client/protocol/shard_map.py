@@ -202,7 +202,8 @@ class Plan:
         self._chunk_bytes = chunk_bytes
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
-        self._known: dict[tuple[int, int], list[LinkShard]] = {}  # by size and turn: sizes return
+        # By size, turn and an element's size: they return.
+        self._known: dict[tuple[int, int, int], list[LinkShard]] = {}
 
     def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
         """Share buffers out over the links of these reducers, whose lanes divide their parts."""
@@ -222,12 +223,12 @@ class Plan:
         """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
         return self._weights_of_reducers[link.reducer] / max(self._weights_of_reducers)
 
-    def cut(self, nbytes: int, sequence: int) -> list[LinkShard]:
-        """Cut the buffer of an all-reduce."""
-        key = nbytes, turn_of(sequence) % len(self._owners)
+    def cut(self, nbytes: int, sequence: int, itemsize: int = 1) -> list[LinkShard]:
+        """Cut the buffer of an all-reduce, whose elements have `itemsize` bytes."""
+        key = nbytes, turn_of(sequence) % len(self._owners), itemsize
         known = self._known.get(key)
         if known is None:
-            cut = shards(nbytes, self._weights, sequence, self._chunk_bytes)
+            cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, itemsize)
             known = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
             if len(self._known) == _KEPT_PLANS:
                 self._known.clear()

@@ -8,7 +8,7 @@ cdef extern from "<fenv.h>" nogil:
         pass
 
 cdef extern from "worker_client/staging/cast.h" nogil:
-    enum: CAST_FLOAT16, CAST_BFLOAT16, CAST_TABLES
+    enum: CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_TABLES
 
     ctypedef void (*cast_fn)(void *out, const void *values, size_t count) noexcept nogil
     ctypedef void (*keeping_fn)(
@@ -19,9 +19,9 @@ cdef extern from "worker_client/staging/cast.h" nogil:
 
     struct cast_table:
         const char *name
-        cast_fn narrow[2]
-        keeping_fn narrow_keeping[2]
-        cast_fn widen[2]
+        cast_fn narrow[3]
+        keeping_fn narrow_keeping[3]
+        cast_fn widen[3]
         divide_f32_fn divide_f32
         divide_f64_fn divide_f64
 
@@ -29,7 +29,11 @@ cdef extern from "worker_client/staging/cast.h" nogil:
     void cast_begin(fenv_t *callers) noexcept
     void cast_end(const fenv_t *callers) noexcept
 
-_TYPES = {DType.FLOAT16: CAST_FLOAT16, DType.BFLOAT16: CAST_BFLOAT16}
+_TYPES = {
+    DType.FLOAT16: CAST_FLOAT16,
+    DType.BFLOAT16: CAST_BFLOAT16,
+    DType.BLOCK8: CAST_BLOCK8,
+}
 
 
 def usable():
@@ -57,7 +61,7 @@ cdef class CompiledCasts:
         cdef size_t count = values.shape[0] // 4
         cdef int to = _TYPES[dtype]
         cdef fenv_t callers
-        assert values.shape[0] == <Py_ssize_t>count * 4 and out.shape[0] == <Py_ssize_t>count * 2
+        assert values.shape[0] == <Py_ssize_t>count * 4 and out.shape[0] == dtype.nbytes(count)
         if count:
             with nogil:
                 cast_begin(&callers)
@@ -74,7 +78,7 @@ cdef class CompiledCasts:
         cdef size_t count = values.shape[0] // 4
         cdef int to = _TYPES[dtype]
         cdef fenv_t callers
-        assert values.shape[0] == <Py_ssize_t>count * 4 and out.shape[0] == <Py_ssize_t>count * 2
+        assert values.shape[0] == <Py_ssize_t>count * 4 and out.shape[0] == dtype.nbytes(count)
         assert residual.shape[0] == values.shape[0]
         if count:
             with nogil:
@@ -86,7 +90,7 @@ cdef class CompiledCasts:
         cdef size_t count = out.shape[0] // 4
         cdef int of = _TYPES[dtype]
         cdef fenv_t callers
-        assert out.shape[0] == <Py_ssize_t>count * 4 and values.shape[0] == <Py_ssize_t>count * 2
+        assert out.shape[0] == <Py_ssize_t>count * 4 and values.shape[0] == dtype.nbytes(count)
         if count:
             with nogil:
                 cast_begin(&callers)

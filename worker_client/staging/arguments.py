@@ -34,7 +34,7 @@ def parse(
         ConfigError: one of them is not supported, or does not go with the data.
     """
     reduction = parse_op(op)
-    if reduction is ReduceOp.MEAN and not dtype.is_floating:
+    if not dtype.defines(reduction):
         raise ConfigError(
             f"the mean of {dtype.name.lower()} is not defined: "
             "use op='sum' and divide, or a floating type"

@@ -1,8 +1,9 @@
-/* Casts between float32 and the 16-bit types that travel: what every variant provides.
+/* Casts between float32 and the narrower types that travel: what every variant provides.
  *
  * A value is rounded to nearest, ties to even; one beyond the type's range becomes infinite. A NaN
- * becomes the positive quiet NaN without payload, as in a fold (reducer/kernels/fold.h). The bits
- * are the same in every variant and on every CPU.
+ * becomes the positive quiet NaN without payload, as in a fold (reducer/kernels/fold.h). Blocks have
+ * 252 values and one scale (reducer/wire/README.md, section 4); the last one is filled up with
+ * zeros. The bits are the same in every variant and on every CPU.
  */
 #ifndef WORKER_CLIENT_CAST_H
 #define WORKER_CLIENT_CAST_H
@@ -15,7 +16,7 @@
 #error "the casts are for little-endian CPUs, as the wire is; the NumPy twin serves the others"
 #endif
 
-enum cast_type { CAST_FLOAT16, CAST_BFLOAT16, CAST_TYPES };
+enum cast_type { CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_TYPES };
 
 /* The casts with one instruction set. Buffers may lie at any alignment, and do not overlap. */
 struct cast_table {
@@ -25,7 +26,7 @@ struct cast_table {
     /* Rounds in + residual, and leaves in `residual` what rounding took away; 0 where that is not
      * finite, so that one overflow does not spoil all later sums. */
     void (*narrow_keeping[CAST_TYPES])(void *out, const void *in, void *residual, size_t count);
-    /* Back to float, exactly. */
+    /* Back to `count` floats: exactly, but for the multiplication by a block's scale. */
     void (*widen[CAST_TYPES])(void *out, const void *in, size_t count);
     /* Divides `count` floats, or doubles, in place. */
     void (*divide_f32)(void *values, float by, size_t count);

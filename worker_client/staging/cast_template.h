@@ -1,9 +1,11 @@
 /* The casts of one instruction set, as a table; the semantics are in cast.h.
  *
  * Each cast_<variant>.c includes this file once, after reducer/kernels/isa_<variant>.h and after
- * defining CAST_TABLE, the table's symbol. A vector at a time; the last, partial one runs the same
- * arithmetic on a zero-filled vector.
+ * defining CAST_TABLE, the table's symbol. A vector or a block at a time; the last, partial one runs
+ * the same arithmetic on one that is filled up with zeros.
  */
+#include "reducer/kernels/block8.h"
+
 enum { SIZE_f32 = sizeof(float), SIZE_f64 = sizeof(double) };
 enum { LANES_f32 = ISA_VECTOR_BYTES / SIZE_f32, LANES_f64 = ISA_VECTOR_BYTES / SIZE_f64 };
 
@@ -69,6 +71,114 @@ INLINE v_f32 finite_or_zero(v_f32 x) {
 DEFINE_CASTS(f16)
 DEFINE_CASTS(bf16)
 
+/* ---- blocks, whose first lanes have no floats ---- */
+
+enum {
+    FIRST_LANES = BLOCK8_SCALE % BLOCK8_LANES, /* of the first vector with floats: those without */
+    FIRST_VECTOR = BLOCK8_SCALE / BLOCK8_LANES,
+    FIRST_BYTES = (BLOCK8_LANES - FIRST_LANES) * SIZE_f32,
+    FLOATS_BYTES = BLOCK8_VALUES * SIZE_f32
+};
+
+INLINE const unsigned char *floats_at(const void *floats, size_t v) {
+    return (const unsigned char *)floats + (v * BLOCK8_LANES - BLOCK8_SCALE) * SIZE_f32;
+}
+
+INLINE void load_block8(v_f32 x[BLOCK8_VECTORS], const void *floats) {
+    UNROLL for (size_t v = 0; v <= FIRST_VECTOR; v++) {
+        x[v] = (v_f32){0};
+    }
+    memcpy((unsigned char *)&x[FIRST_VECTOR] + FIRST_LANES * SIZE_f32, floats, FIRST_BYTES);
+    UNROLL for (size_t v = FIRST_VECTOR + 1; v < BLOCK8_VECTORS; v++) {
+        x[v] = load_f32(floats_at(floats, v), BLOCK8_LANES);
+    }
+}
+
+INLINE void store_block8(void *floats, const v_f32 x[BLOCK8_VECTORS]) {
+    memcpy(floats, (const unsigned char *)&x[FIRST_VECTOR] + FIRST_LANES * SIZE_f32, FIRST_BYTES);
+    UNROLL for (size_t v = FIRST_VECTOR + 1; v < BLOCK8_VECTORS; v++) {
+        store_f32((unsigned char *)floats_at(floats, v), x[v], BLOCK8_LANES);
+    }
+}
+
+INLINE void narrow_block8_piece(unsigned char *out, const void *in) {
+    v_f32 x[BLOCK8_VECTORS];
+    load_block8(x, in);
+    block8_round(out, x);
+}
+
+INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual) {
+    v_f32 x[BLOCK8_VECTORS], rest[BLOCK8_VECTORS];
+    load_block8(x, in);
+    load_block8(rest, residual);
+    UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
+        x[v] += rest[v];
+    }
+    block8_round(out, x);
+    v_f32 scale = block8_scale(out) + (v_f32){0};
+    UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
+        rest[v] = finite_or_zero(x[v] - block8_values(out, v, scale));
+    }
+    store_block8(residual, rest);
+}
+
+INLINE void widen_block8_piece(void *out, const unsigned char *in) {
+    v_f32 x[BLOCK8_VECTORS];
+    v_f32 scale = block8_scale(in) + (v_f32){0};
+    UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
+        x[v] = one_nan(block8_values(in, v, scale));
+    }
+    store_block8(out, x);
+}
+
+ISA_TARGET static void narrow_block8(void *out, const void *in, size_t count) {
+    unsigned char *to = out;
+    const unsigned char *from = in;
+    for (; count >= BLOCK8_VALUES; count -= BLOCK8_VALUES) {
+        narrow_block8_piece(to, from);
+        to += BLOCK8_BYTES;
+        from += FLOATS_BYTES;
+    }
+    if (count > 0) {
+        unsigned char filled[FLOATS_BYTES] = {0};
+        memcpy(filled, from, count * SIZE_f32);
+        narrow_block8_piece(to, filled);
+    }
+}
+
+ISA_TARGET static void keep_block8(void *out, const void *in, void *residual, size_t count) {
+    unsigned char *to = out, *rest = residual;
+    const unsigned char *from = in;
+    for (; count >= BLOCK8_VALUES; count -= BLOCK8_VALUES) {
+        keep_block8_piece(to, from, rest);
+        to += BLOCK8_BYTES;
+        from += FLOATS_BYTES;
+        rest += FLOATS_BYTES;
+    }
+    if (count > 0) {
+        unsigned char filled[FLOATS_BYTES] = {0}, kept[FLOATS_BYTES] = {0};
+        memcpy(filled, from, count * SIZE_f32);
+        memcpy(kept, rest, count * SIZE_f32);
+        keep_block8_piece(to, filled, kept);
+        memcpy(rest, kept, count * SIZE_f32);
+    }
+}
+
+ISA_TARGET static void widen_block8(void *out, const void *in, size_t count) {
+    unsigned char *to = out;
+    const unsigned char *from = in;
+    for (; count >= BLOCK8_VALUES; count -= BLOCK8_VALUES) {
+        widen_block8_piece(to, from);
+        to += FLOATS_BYTES;
+        from += BLOCK8_BYTES;
+    }
+    if (count > 0) {
+        unsigned char filled[FLOATS_BYTES];
+        widen_block8_piece(filled, from);
+        memcpy(to, filled, count * SIZE_f32);
+    }
+}
+
 #define DEFINE_DIVIDE(T, U, scalar, quiet_nan)                                                  \
     INLINE void divide_##T##_piece(unsigned char *values, scalar by, size_t at, size_t lanes) { \
         v_##T x = load_##T(values + SIZE_##T * at, lanes) / by;                                 \
@@ -85,9 +195,15 @@ DEFINE_DIVIDE(f64, u64, double, 0x7ff8000000000000u)
 
 const struct cast_table CAST_TABLE = {
     .name = ISA_NAME,
-    .narrow = {[CAST_FLOAT16] = narrow_f16, [CAST_BFLOAT16] = narrow_bf16},
-    .narrow_keeping = {[CAST_FLOAT16] = keep_f16, [CAST_BFLOAT16] = keep_bf16},
-    .widen = {[CAST_FLOAT16] = widen_f16, [CAST_BFLOAT16] = widen_bf16},
+    .narrow = {[CAST_FLOAT16] = narrow_f16,
+               [CAST_BFLOAT16] = narrow_bf16,
+               [CAST_BLOCK8] = narrow_block8},
+    .narrow_keeping = {[CAST_FLOAT16] = keep_f16,
+                       [CAST_BFLOAT16] = keep_bf16,
+                       [CAST_BLOCK8] = keep_block8},
+    .widen = {[CAST_FLOAT16] = widen_f16,
+              [CAST_BFLOAT16] = widen_bf16,
+              [CAST_BLOCK8] = widen_block8},
     .divide_f32 = divide_f32,
     .divide_f64 = divide_f64,
 };

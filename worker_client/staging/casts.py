@@ -1,4 +1,4 @@
-"""Casts between float32 and the 16-bit types that travel, compiled or in NumPy.
+"""Casts between float32 and the narrower types that travel, compiled or in NumPy.
 
 Every variant gives the same bits, which `cast.h` describes, so ranks with different CPUs agree.
 """
@@ -9,12 +9,13 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from reducer.wire.constants import DType
+from reducer.kernels import block8
+from reducer.wire.constants import BLOCK_VALUES, DType
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Bytes: TypeAlias = memoryview
 
-_BLOCK = 1 << 15  # elements at a time: all intermediate steps stay in the L2 cache
+_STEP = 128 * BLOCK_VALUES  # values at a time: all intermediate steps stay in the L2 cache
 FLOATS: dict[DType, np.dtype[Any]] = {
     DType.FLOAT32: np.dtype("<f4"),
     DType.FLOAT64: np.dtype("<f8"),
@@ -33,13 +34,16 @@ class Casts(Protocol):
         """One of ``avx512``, ``avx2``, ``generic`` and ``numpy``."""
 
     def narrow(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        """Round float32 `values` to FLOAT16 or BFLOAT16 in `out`: to nearest, ties to even."""
+        """Round float32 `values` to FLOAT16, BFLOAT16 or BLOCK8 in `out`: to nearest even."""
 
     def narrow_keeping(self, values: Bytes, residual: Bytes, out: Bytes, dtype: DType) -> None:
         """Round `values + residual`, and keep in `residual` what rounding takes away, if finite."""
 
     def widen(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        """Cast FLOAT16 or BFLOAT16 `values` to float32 in `out`, exactly."""
+        """Cast FLOAT16, BFLOAT16 or BLOCK8 `values` to float32 in `out`.
+
+        Exactly, but for the multiplication by a block's scale.
+        """
 
     def divide(self, values: Bytes, by: float, dtype: DType) -> None:
         """Divide FLOAT32 or FLOAT64 `values` in place by `by`, rounded to their type."""
@@ -51,30 +55,33 @@ class PlainCasts:
     name = "numpy"
 
     def narrow(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        floats, halves = np.frombuffer(values, "<f4"), np.frombuffer(out, "<u2")
-        for block in _blocks(halves.size):
-            halves[block] = _round(floats[block], dtype)
+        floats, sent = np.frombuffer(values, "<f4"), np.frombuffer(out, np.uint8)
+        with np.errstate(all="ignore"):
+            for part in _parts(floats.size):
+                sent[_travels(part, dtype)] = _round(floats[part], dtype)
 
     def narrow_keeping(self, values: Bytes, residual: Bytes, out: Bytes, dtype: DType) -> None:
-        floats, halves = np.frombuffer(values, "<f4"), np.frombuffer(out, "<u2")
+        floats, sent = np.frombuffer(values, "<f4"), np.frombuffer(out, np.uint8)
         rest = np.frombuffer(residual, "<f4")
         with np.errstate(all="ignore"):
-            for block in _blocks(halves.size):
-                total = floats[block] + rest[block]
-                halves[block] = _round(total, dtype)
-                total -= _float(halves[block], dtype)
-                rest[block] = np.where(np.isfinite(total), total, np.float32(0))
+            for part in _parts(floats.size):
+                total = floats[part] + rest[part]
+                rounded = sent[_travels(part, dtype)] = _round(total, dtype)
+                total -= _float(rounded, dtype)[: total.size]
+                rest[part] = np.where(np.isfinite(total), total, np.float32(0))
 
     def widen(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        halves, floats = np.frombuffer(values, "<u2"), np.frombuffer(out, "<f4")
-        for block in _blocks(halves.size):
-            floats[block] = _one_nan(_float(halves[block], dtype))
+        sent, floats = np.frombuffer(values, np.uint8), np.frombuffer(out, "<f4")
+        with np.errstate(all="ignore"):
+            for part in _parts(floats.size):
+                numbers = _one_nan(_float(sent[_travels(part, dtype)], dtype))
+                floats[part] = numbers[: part.stop - part.start]
 
     def divide(self, values: Bytes, by: float, dtype: DType) -> None:
         numbers = np.frombuffer(values, FLOATS[dtype])
         with np.errstate(all="ignore"):
-            for block in _blocks(numbers.size):
-                numbers[block] = _one_nan(numbers[block] / numbers.dtype.type(by))
+            for part in _parts(numbers.size):
+                numbers[part] = _one_nan(numbers[part] / numbers.dtype.type(by))
 
 
 def select(name: str | None = None) -> Casts:
@@ -100,8 +107,13 @@ def variants() -> dict[str, Casts]:
     return {casts.name: casts for casts in usable}
 
 
-def _blocks(size: int) -> list[slice]:
-    return [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
+def _parts(size: int) -> list[slice]:
+    return [slice(start, min(start + _STEP, size)) for start in range(0, size, _STEP)]
+
+
+def _travels(part: slice, dtype: DType) -> slice:
+    """Return where a part of the values is among the bytes that travel."""
+    return slice(dtype.nbytes(part.start), dtype.nbytes(part.stop))
 
 
 def _one_nan(numbers: Array) -> Array:
@@ -111,21 +123,27 @@ def _one_nan(numbers: Array) -> Array:
 
 
 def _round(floats: Array, dtype: DType) -> Array:
-    halves: Array
+    """Return the bytes that travel."""
+    if dtype is DType.BLOCK8:
+        filled = np.zeros(dtype.nbytes(floats.size) // dtype.itemsize * BLOCK_VALUES, np.float32)
+        filled[: floats.size] = floats
+        return block8.rounded(filled.reshape(-1, BLOCK_VALUES)).view(np.uint8)
     floats = _one_nan(floats.copy())
     if dtype is DType.FLOAT16:
-        with np.errstate(all="ignore"):
-            halves = floats.astype("<f2").view("<u2")
-        return halves
+        return floats.astype("<f2").view(np.uint8)
     bits = floats.view("<u4")
     last = (bits >> np.uint32(16)) & np.uint32(1)
-    halves = ((bits + (np.uint32(0x7FFF) + last)) >> np.uint32(16)).astype("<u2")
-    return halves
+    halves: Array = ((bits + (np.uint32(0x7FFF) + last)) >> np.uint32(16)).astype("<u2")
+    return halves.view(np.uint8)
 
 
-def _float(halves: Array, dtype: DType) -> Array:
+def _float(sent: Array, dtype: DType) -> Array:
+    """Return what bytes that travel stand for; of blocks with what fills the last one up."""
+    if dtype is DType.BLOCK8:
+        return block8.values_of(sent.view(block8.ELEMENT)).reshape(-1)
+    floats: Array
     if dtype is DType.FLOAT16:
-        floats: Array = halves.view("<f2").astype("<f4")
+        floats = sent.view("<f2").astype("<f4")
     else:
-        floats = (halves.astype("<u4") << np.uint32(16)).view("<f4")
+        floats = (sent.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     return floats

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 STAGED = ("cuda",)  # torch's types of devices whose tensors are copied to host memory first
 DEVICES = ("cpu", *STAGED)
-# By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here.
-DTYPES = {dtype.name.lower(): dtype for dtype in DType}
+# By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here. No array has blocks.
+DTYPES: dict[str, DType] = {
+    dtype.name.lower(): dtype for dtype in DType if dtype is not DType.BLOCK8
+}
 _NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 

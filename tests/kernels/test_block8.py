@@ -1,0 +1,184 @@
+"""Blocks of 252 values with one scale: every variant gives the bits that the specification says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from reducer import kernels
+from reducer.errors import ConfigError, LocalProtocolError
+from reducer.wire.constants import DType, ReduceOp
+from tests import block8_oracle as oracle
+
+if TYPE_CHECKING:
+    from reducer.kernels import Kernels
+
+CASES = (
+    "usual", "wide range", "outlier", "zeros", "subnormal", "tiny", "at 2^-100", "huge", "overflow",
+    "nan", "inf", "ties", "any scale",
+)  # fmt: skip
+# As bits: what no worker sends.
+SCALES = (
+    0x7F800000, 0xFF800000, 0x7F800001, 0xFFC12345, 0x80000000, 0xBF800000, 0x00000001, 0x7F7FFFFF,
+)  # fmt: skip
+
+
+@pytest.fixture(params=kernels.variants())
+def variant(request: pytest.FixtureRequest) -> Kernels:
+    return kernels.select(request.param)
+
+
+def block(case: str, rng: np.random.Generator) -> np.ndarray:
+    """Return the bytes of one block."""
+    x = rng.standard_normal(oracle.VALUES).astype(np.float32)
+    at = rng.integers(oracle.VALUES)
+    match case:
+        case "wide range":
+            x *= np.float32(2) ** rng.integers(-30, 30, x.size).astype(np.float32)
+        case "outlier":
+            x[at] = 1e6
+        case "zeros":
+            x[:] = rng.choice([0.0, -0.0], x.size)
+        case "subnormal":
+            x *= np.float32(1e-39)
+        case "tiny":
+            x *= np.float32(2.0**-104)
+        case "at 2^-100":
+            x[:] = np.float32(2.0**-100)
+            x[at] = np.nextafter(np.float32(2.0**-100), np.float32(rng.choice([0, 1])))
+        case "huge" | "overflow":
+            x[:] = np.finfo(np.float32).max * np.float32(0.3 if case == "huge" else 1)
+        case "nan":
+            x[at] = np.nan
+        case "inf":
+            x[at] = rng.choice([np.inf, -np.inf])
+        case "ties":
+            x = rng.integers(-254, 255, x.size).astype(np.float32) / np.float32(2)
+            x[at] = 127
+    sent = oracle.travels(x)[0]
+    if case == "any scale":
+        sent[:4] = np.array([rng.choice(SCALES)], "<u4").view(np.uint8)
+        sent[4:] = rng.integers(0, 256, oracle.VALUES, np.uint8)
+    return sent
+
+
+def contributions(n: int, count: int, seed: int = 0) -> list[np.ndarray]:
+    """Rows of blocks for n ranks: mostly usual ones, and each special case beside those."""
+    rng = np.random.default_rng([seed, n, count])
+    rows = np.empty((n, count, oracle.BYTES), np.uint8)
+    for at in range(count):
+        for rank in range(n):
+            special = rng.random() < 0.3
+            rows[rank, at] = block(CASES[rng.integers(len(CASES))] if special else "usual", rng)
+    return list(rows)
+
+
+def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
+    """The same bytes, `offset` bytes into a 64-byte line."""
+    room = np.empty(data.nbytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + offset
+    room[start : start + data.nbytes] = data.reshape(-1)
+    return room[start : start + data.nbytes]
+
+
+def fold(variant: Kernels, inputs: list[np.ndarray], op: ReduceOp, offset: int = 0) -> np.ndarray:
+    """Fold, and see that nothing is written beside the output."""
+    sources = [misaligned(data, offset * rank % 7) for rank, data in enumerate(inputs)]
+    room = np.full(inputs[0].nbytes + 128 + offset, 0xA5, np.uint8)
+    out = room[64 + offset : 64 + offset + inputs[0].nbytes]
+    variant.reduce(sources, out, DType.BLOCK8, op)
+    assert (room[: 64 + offset] == 0xA5).all()
+    assert (room[64 + offset + out.size :] == 0xA5).all()
+    return out.reshape(-1, oracle.BYTES)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+def test_the_bits_are_those_of_the_specification(variant: Kernels, op: ReduceOp) -> None:
+    for n in (*range(1, 10), 17):
+        for count in range(6):
+            inputs = contributions(n, count)
+            expected = oracle.folded(inputs, mean=op is ReduceOp.MEAN)
+            for offset in (0, 1, 3):
+                got = fold(variant, inputs, op, offset)
+                assert got.tobytes() == expected.tobytes(), f"{n=} {count=} {offset=}"
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+@pytest.mark.parametrize("case", CASES)
+def test_each_special_case_at_every_rank_and_at_one(
+    variant: Kernels, case: str, op: ReduceOp
+) -> None:
+    rng = np.random.default_rng(len(case))
+    for n in (1, 2, 5):
+        for ranks in ({0}, {n - 1}, set(range(n))):
+            inputs = [
+                np.stack([block(case if rank in ranks else "usual", rng) for _ in range(9)])
+                for rank in range(n)
+            ]
+            expected = oracle.folded(inputs, mean=op is ReduceOp.MEAN)
+            assert fold(variant, inputs, op).tobytes() == expected.tobytes()
+
+
+def test_a_long_buffer_is_folded_in_steps_that_do_not_show(variant: Kernels) -> None:
+    inputs = [np.tile(rows, (100, 1)) for rows in contributions(3, 7)]
+    expected = np.tile(oracle.folded(contributions(3, 7)), (100, 1))
+    assert fold(variant, inputs, ReduceOp.SUM).tobytes() == expected.tobytes()
+
+
+def test_by_hand(variant: Kernels) -> None:
+    def sent(scale: float, *q: int) -> np.ndarray:
+        data = np.zeros(oracle.BYTES, np.uint8)
+        data[:4] = np.array([scale], "<f4").view(np.uint8)
+        data[4 : 4 + len(q)] = np.array(q, np.int8).view(np.uint8)
+        return data
+
+    # 127 + 127 = 254, whose scale is 2; -63 and 63 are ties of it: to the even -32 and 32.
+    one, other = sent(1.0, 127, -64, 64, 3), sent(1.0, 127, 1, -1, -3)
+    out = fold(variant, [one, other], ReduceOp.SUM)[0]
+    assert out.tobytes() == sent(2.0, 127, -32, 32).tobytes()
+    assert fold(variant, [one, other], ReduceOp.MEAN)[0].tobytes() == (
+        sent(1.0, 127, -32, 32).tobytes()
+    )
+    # One that is not finite spoils the whole block, and no other.
+    blocks = np.stack([sent(np.inf, 0, 1), sent(1.0, 127, 5)])
+    out = fold(variant, [blocks, blocks], ReduceOp.SUM)
+    assert out[0].tobytes() == bytes.fromhex("0000c07f") + bytes(252)
+    assert out[1].tobytes() == sent(2.0, 127, 5).tobytes()
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
+def test_in_place(variant: Kernels, op: ReduceOp) -> None:
+    inputs = contributions(4, 5)
+    expected = oracle.folded(inputs, mean=op is ReduceOp.MEAN).tobytes()
+    for target in range(4):
+        buffers = [data.copy() for data in inputs]
+        variant.reduce(buffers, buffers[target], DType.BLOCK8, op)
+        assert buffers[target].tobytes() == expected
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_other_reductions_are_refused(variant: Kernels, op: ReduceOp) -> None:
+    with pytest.raises(ConfigError, match=f"{op.name} is not defined for BLOCK8: only sums and"):
+        variant.reduce([bytes(256)], bytearray(256), DType.BLOCK8, op)
+
+
+def test_a_part_of_a_block_is_refused(variant: Kernels) -> None:
+    with pytest.raises(LocalProtocolError, match="252 bytes are not a whole number of BLOCK8"):
+        variant.reduce([bytes(252)], bytearray(252), DType.BLOCK8, ReduceOp.SUM)
+
+
+def test_a_thread_that_flushes_subnormals_gets_the_same_bits(variant: Kernels) -> None:
+    torch = pytest.importorskip("torch")
+    if variant.name == "numpy":
+        pytest.skip("NumPy has its thread's environment")
+    inputs = contributions(3, 5, seed=1)
+    expected = oracle.folded(inputs).tobytes()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormal numbers")
+    try:
+        out = fold(variant, inputs, ReduceOp.SUM)
+    finally:
+        torch.set_flush_denormal(False)
+    assert out.tobytes() == expected
