@@ -39,8 +39,11 @@ class ReductionState:
     Args:
         client: the one to use; `worker_client.init()`'s by default.
         weight: of this rank's gradients in their mean; see the property.
-        error_feedback: keep, for each bucket, what the cast to the wire's 16 bits takes away, and
-            add it to the next step's gradients: a further float32 buffer for each.
+        error_feedback: keep, for each bucket, what the cast to the wire's type takes away, and add
+            it to the next step's gradients: a further float32 buffer for each. By default that is
+            done for buckets in host memory that travel in 8 bits. What reducers take away when they
+            round the mean, half a step of a block at most (1/254 of its largest value), is not
+            kept.
 
     Raises:
         ConfigError: `error_feedback` without a wire dtype, or `weight` is none.
@@ -53,13 +56,13 @@ class ReductionState:
         client: Optional["Client"] = None,
         *,
         weight: float | None = None,
-        error_feedback: bool = False,
+        error_feedback: bool | None = None,
     ) -> None:
         self._client: Client | None = worker_client.init() if client is None else client
         if error_feedback and self.client.wire_dtype == "float32":
             raise ConfigError(
-                "error_feedback=True keeps what the cast to 16 bits takes away, and nothing is "
-                "cast: set REDUCTION_WIRE_DTYPE=bf16, or leave it out"
+                "error_feedback=True keeps what the cast takes away, and nothing is cast: set "
+                "REDUCTION_WIRE_DTYPE=bf16, or leave it out"
             )
         self.error_feedback = error_feedback
         self.weight = weight
@@ -86,10 +89,10 @@ class ReductionState:
         del memo
         return self.__copy__()
 
-    def __getstate__(self) -> tuple[float | None, bool]:
+    def __getstate__(self) -> tuple[float | None, bool | None]:
         return self._weight, self.error_feedback
 
-    def __setstate__(self, state: tuple[float | None, bool]) -> None:
+    def __setstate__(self, state: tuple[float | None, bool | None]) -> None:
         self._client = None
         self._weight, self.error_feedback = state
         self._begin()
@@ -119,7 +122,11 @@ class ReductionState:
     def residual(self, bucket: GradBucket) -> torch.Tensor | None:
         """Return what casts have taken away from a bucket's gradients, to be updated in place."""
         buffer = bucket.buffer()
-        if not self.error_feedback or buffer.dtype != torch.float32:
+        feedback = self.error_feedback
+        if feedback is None:
+            # A residual goes with data in host memory.
+            feedback = self.client.wire_dtype == "block8" and buffer.device.type == "cpu"
+        if not feedback or buffer.dtype != torch.float32:
             return None
         parameters = [id(parameter) for parameter in bucket.parameters()]
         known, residual = self._residuals.get(bucket.index(), (None, None))

@@ -1,4 +1,4 @@
-"""float32 buffers that travel in 16 bits, and weighted means: bits, bounds, errors."""
+"""float32 buffers that travel in 16 or 8 bits, and weighted means: bits, bounds, errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
+from tests import block8_oracle
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of, reduced
 from worker_client._packing import all_reduce_arrays
@@ -35,7 +36,7 @@ pytestmark = [
 
 SMALL = wire_rule.SMALLEST_BYTES // 4
 LARGE = casting.LARGE_BYTES // 4
-COUNTS = (SMALL, SMALL + 1, LARGE - 1, LARGE, LARGE + 13)  # elements
+COUNTS = (SMALL, SMALL + 1, 20 * 252, LARGE - 1, LARGE, LARGE + 13)  # elements
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one value, relative
 
 
@@ -61,6 +62,10 @@ def received(halves: np.ndarray, wire: str) -> np.ndarray:
 
 
 def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
+    if wire == "int8":
+        if op in {ReduceOp.MIN, ReduceOp.MAX}:  # which travel as they are
+            return (np.min if op is ReduceOp.MIN else np.max)(given, axis=0)
+        return block8_oracle.reduced(given, mean=op is ReduceOp.MEAN)
     inputs = [sent(array, wire) for array in given]
     out = np.empty_like(inputs[0])
     plain = kernels.select("numpy")
@@ -78,7 +83,7 @@ def check(clients: list[Client], count: int, wire: str = "bf16", op: str = "mean
 # -- bits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
 def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
     clients = job(3, wire_dtype=wire)
     for count in COUNTS:
@@ -103,12 +108,13 @@ def test_the_error_is_that_of_one_rounding(job: Job, wire: str) -> None:
     assert (np.abs(got - original) <= bound).all()
 
 
-def test_what_tensors_are_packed_with_does_not_change_them(job: Job) -> None:
-    clients = job(2, wire_dtype="bf16", cycle_time=0.05)  # which packs all of a step
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_tensors_are_packed_with_does_not_change_them(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for first in (True, False):
         counts = [np.array([100_257.0], np.float32) for _ in clients]
         large = [values(rank, SMALL) for rank in range(2)]
-        expected = oracle(large, "bf16", ReduceOp.SUM).tobytes()
+        expected = oracle(large, wire, ReduceOp.SUM).tobytes()
         named = {
             **({"count": counts} if first else {}),
             **{f"small {at}": [np.ones(SMALL - 1, np.float32) for _ in clients] for at in range(4)},
@@ -127,10 +133,11 @@ def test_what_tensors_are_packed_with_does_not_change_them(job: Job) -> None:
             assert [array.tobytes() for array in named[f"large {at}"]] == [expected] * 2
 
 
-def test_what_adapters_pack_travels_as_it_would_alone(job: Job) -> None:
-    clients = job(2, wire_dtype="bf16")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_adapters_pack_travels_as_it_would_alone(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire)
     large = [values(rank, SMALL) for rank in range(2)]
-    expected = oracle(large, "bf16", ReduceOp.SUM).tobytes()
+    expected = oracle(large, wire, ReduceOp.SUM).tobytes()
     count = np.array([100_257.0], np.float32)
     almost = np.full(SMALL - 1, 1 + 2.0**-12, np.float32)
 
@@ -146,8 +153,9 @@ def test_what_adapters_pack_travels_as_it_would_alone(job: Job) -> None:
             assert got[3].tolist() == [2.0] * 3
 
 
-def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job) -> None:
-    plain, cast = job(2, job="plain"), job(2, wire_dtype="bf16")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job, wire: str) -> None:
+    plain, cast = job(2, job="plain"), job(2, wire_dtype=wire)
     for count, dtype, op in (
         (SMALL - 1, np.float32, "mean"),
         (SMALL, np.float64, "mean"),
@@ -162,10 +170,11 @@ def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job) -> 
         assert [a.tobytes() for a in ends[0]] == [a.tobytes() for a in ends[1]]
 
 
-def test_tensors_and_strided_memory(job: Job) -> None:
-    clients = job(2, wire_dtype="bf16")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_tensors_and_strided_memory(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire)
     given = [values(rank, 2 * SMALL).reshape(2, SMALL) for rank in range(2)]
-    expected = oracle([a.T.ravel() for a in given], "bf16", ReduceOp.MEAN).reshape(SMALL, 2)
+    expected = oracle([a.T.ravel() for a in given], wire, ReduceOp.MEAN).reshape(SMALL, 2)
     tensors = [torch.from_numpy(a.copy()).t() for a in given]
     for tensor in reduced(clients, tensors):
         np.testing.assert_array_equal(tensor.numpy(), expected)
@@ -179,6 +188,16 @@ def test_special_values_arrive(job: Job) -> None:
     given[1] = np.zeros(SMALL, np.float32)
     for array in reduced(clients, given, "sum"):
         np.testing.assert_array_equal(array[:6], [np.nan, np.inf, -np.inf, np.inf, 0.0, 1.0])
+
+
+def test_a_value_that_is_not_finite_spoils_its_block_alone(job: Job) -> None:
+    clients = job(2, wire_dtype="int8")
+    given = [values(rank, SMALL) for rank in range(2)]
+    given[0][300], given[1][1000] = np.nan, np.inf
+    expected = oracle(given, "int8", ReduceOp.MEAN)
+    for array in reduced(clients, given):
+        assert array.tobytes() == expected.tobytes()
+        assert np.flatnonzero(np.isnan(array)).tolist() == [*range(252, 504), *range(756, 1008)]
 
 
 def test_threads_may_call_at_once(job: Job) -> None:
@@ -197,10 +216,11 @@ def test_threads_may_call_at_once(job: Job) -> None:
     assert ends == [expected] * 12
 
 
-def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job) -> None:
-    clients = job(2, wire_dtype="bf16", on_rank_lost="continue")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire, on_rank_lost="continue")
     given = [values(rank, LARGE) for rank in range(2)]
-    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
+    expected = oracle(given, wire, ReduceOp.MEAN).tobytes()
     works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
     assert all(not operation.more for operation in open_at(clients[0]))
     assert len(open_at(clients[0])) == 1
@@ -209,13 +229,14 @@ def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job) -> None:
         clients[0].all_reduce(given[0], weight=2.0)
 
 
-def test_a_reducer_may_die_between_the_pieces(impl: str) -> None:
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
     del impl
     given = [values(rank, 4 * LARGE) for rank in range(2)]
-    expected = oracle(given, "bf16", ReduceOp.MEAN).tobytes()
+    expected = oracle(given, wire, ReduceOp.MEAN).tobytes()
     with (
         local_pool(2) as servers,
-        joined(2, servers=servers, job="dies", wire_dtype="bf16") as clients,
+        joined(2, servers=servers, job="dies", wire_dtype=wire) as clients,
     ):
         mortal = process_of(servers[1])  # looking for it takes longer than the all-reduce
         works = [c.all_reduce(a) for c, a in zip(clients, given, strict=True)]
@@ -244,6 +265,19 @@ def test_other_sizes_are_named_and_the_next_calls_work(job: Job, counts: tuple[i
         assert error.name is None, "the caller gave none"
     for count in (SMALL, LARGE, *[SMALL] * 11):
         check(clients, count)
+
+
+@pytest.mark.parametrize("counts", [(SMALL, SMALL + 1), (LARGE, LARGE + 1)])
+def test_other_sizes_that_fill_as_many_blocks_are_noticed(
+    job: Job, counts: tuple[int, int]
+) -> None:
+    clients = job(2, wire_dtype="int8", timeout=3)
+    assert len({-(-count // 252) for count in counts}) == 1
+    works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
+    for error in errors_of(works, within_s=2):
+        assert isinstance(error, MismatchError)
+        assert any(f"of {4 * count} bytes in all" in str(error) for count in counts)
+    check(clients, SMALL, "int8")
 
 
 def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
@@ -291,7 +325,7 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
 # -- weights ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["none", "bf16"])
+@pytest.mark.parametrize("wire", ["none", "bf16", "int8"])
 def test_a_weighted_mean(job: Job, wire: str) -> None:
     clients = job(3, wire_dtype=wire)
     weights = [32.0, 7, np.float32(0.5)]
@@ -299,10 +333,15 @@ def test_a_weighted_mean(job: Job, wire: str) -> None:
         given = [values(rank, count) for rank in range(3)]
         exact = np.average(np.float64(given), axis=0, weights=np.float64(weights))
         size = np.average(np.abs(np.float64(given)), axis=0, weights=np.float64(weights))
+        bound = 2.0**-21 * size
+        if count >= SMALL and wire == "bf16":
+            bound = 2.0**-7 * size
+        elif count >= SMALL and wire == "int8":  # half a step of contributions, and of their mean
+            largest = np.average(np.abs(given).max(axis=1), weights=np.float64(weights))
+            bound = 2.01 / 254 * largest
         ends = reduced(clients, given, weight=weights)
         assert len({end.tobytes() for end in ends}) == 1
-        rounding = 2.0**-21 if wire == "none" or count < SMALL else 2.0**-7
-        assert (np.abs(ends[0] - exact) <= rounding * size).all()
+        assert (np.abs(ends[0] - exact) <= bound).all()
 
 
 def test_equal_weights_are_no_weights(job: Job) -> None:
@@ -370,8 +409,9 @@ def test_weights_go_with_means_of_floats(job: Job) -> None:
 # -- residuals ----------------------------------------------------------------------------------
 
 
-def test_error_feedback_makes_up_for_rounding(job: Job) -> None:
-    clients = job(2, wire_dtype="bf16")
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_error_feedback_makes_up_for_rounding(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire)
     residuals = [np.zeros(SMALL, np.float32) for _ in clients]
     exact = np.mean(np.float64([values(rank, SMALL) for rank in range(2)]), axis=0)
     with_it, without = np.zeros(SMALL), np.zeros(SMALL)
@@ -395,8 +435,21 @@ def test_residuals_that_do_not_fit(job: Job) -> None:
         plain.all_reduce(data, residual=np.zeros(SMALL, np.float32))
 
 
-def test_int8_is_refused() -> None:
+# -- settings -----------------------------------------------------------------------------------
+
+
+def test_another_type_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="REDUCTION_WIRE_DTYPE: Input should be 'none', 'bf16' or"
+        ConfigError, match="REDUCTION_WIRE_DTYPE: Input should be 'none', 'bf16', 'fp16' or 'int8'"
     ):
-        connect(rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int8")
+        connect(rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int4")
+
+
+def test_chunks_of_a_forced_size_cut_no_block(job: Job) -> None:
+    with pytest.raises(ConfigError, match="write a multiple of that for REDUCTION_CHUNK_BYTES"):
+        connect(
+            rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int8", chunk_bytes=64 * 1023
+        )
+    clients = job(2, wire_dtype="int8", chunk_bytes=256 * 37)
+    for count in (SMALL, 100_001):
+        check(clients, count, "int8")

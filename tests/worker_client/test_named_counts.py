@@ -19,6 +19,7 @@ from worker_client.fusion import fusion, negotiation
 from worker_client.fusion.fusion import Fusion
 from worker_client.fusion.negotiation import GivenUp
 from worker_client.fusion.tensor_queue import twin
+from worker_client.staging.wire_rule import WireRule
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -140,7 +141,7 @@ class Rank:
             cycle_s=0.0,
             timeout_s=LONG_S,
             submissions=twin(impl),
-            rounds=lambda *_: False,
+            wire=WireRule(None),
         )
 
     def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> list[str]:

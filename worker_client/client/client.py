@@ -143,7 +143,10 @@ class Client:
 
     @property
     def wire_dtype(self) -> str:
-        """What large float32 buffers travel as: ``float16``, ``bfloat16`` or ``float32``."""
+        """What large float32 buffers travel as: ``float32``, ``bfloat16``, ``float16``, ``block8``.
+
+        The last one is what ``REDUCTION_WIRE_DTYPE=int8`` stands for.
+        """
         dtype = self._wire.wire_dtype
         return "float32" if dtype is None else dtype.name.lower()
 

@@ -1,4 +1,4 @@
-"""What is to be rounded travels in 16 bits, a large buffer as several all-reduces.
+"""What is to be rounded travels in fewer bits, a large buffer as several all-reduces.
 
 A float32 buffer is rounded to the wire's type, reducers sum in float32 and round once more, and the
 result is cast back. A large buffer is cut into pieces, each an all-reduce of its own, so that the
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.protocol.spec import JobSpec
 
+FLOAT_BYTES = 4
 LARGE_BYTES = 8 << 20  # to be cut: casting it takes as long as a small all-reduce
 PIECES = 8  # the network waits for the cast of the first, and the caller for that of the last
 _KEPT = 4  # memory of calls that have ended, for those to come ...
@@ -39,7 +40,7 @@ class CastingCommunicator(Communicator):
 
     Args:
         inner: what the casts go through.
-        wire_dtype: FLOAT16 or BFLOAT16.
+        wire_dtype: FLOAT16, BFLOAT16 or BLOCK8.
         whole: do not cut buffers: each all-reduce must be all or nothing, whoever is lost.
     """
 
@@ -115,7 +116,7 @@ class CastingCommunicator(Communicator):
             self._memory.skip()
             self._inner.submit(operation)
             return
-        wire = self._memory.take(operation.view.nbytes // 2)
+        wire = self._memory.take(self._wire_dtype.nbytes(operation.view.nbytes // FLOAT_BYTES))
         pieces = self._pieces(operation, wire)
         first = pieces[0].operation
 
@@ -135,19 +136,24 @@ class CastingCommunicator(Communicator):
             raise
 
     def _pieces(self, operation: Operation, wire: memoryview) -> list[Piece]:
-        size = len(wire) // 2
+        itemsize = self._wire_dtype.itemsize
+        float_bytes = FLOAT_BYTES * self._wire_dtype.values  # of those of an element
+        size = len(wire) // itemsize
         large = operation.view.nbytes >= LARGE_BYTES and not self._whole
         count = PIECES if large else 1
         bounds = [size * at // count for at in range(count + 1)]
         pieces = []
         for at, (start, end) in enumerate(pairwise(bounds), 1):
-            values, part = operation.view[4 * start : 4 * end], wire[2 * start : 2 * end]
-            kept = None if operation.residual is None else operation.residual[4 * start : 4 * end]
+            floats = slice(float_bytes * start, float_bytes * end)  # the last ones may be fewer
+            values, part = operation.view[floats], wire[itemsize * start : itemsize * end]
+            kept = None if operation.residual is None else operation.residual[floats]
             piece = Operation(
                 part,
                 self._wire_dtype,
                 operation.op,
-                f"{operation.name or 'all-reduce'}, piece {at} of {count}",
+                # Other numbers of values may fill as many blocks.
+                f"{operation.name or 'all-reduce'}, piece {at} of {count}, of "
+                f"{operation.view.nbytes} bytes in all",
                 operation.timeout_s,
                 call=operation.call or operation,
             )

@@ -285,7 +285,7 @@ class HierarchicalCommunicator(Communicator):
     def _steps(self, asked: Operation) -> tuple[ReduceOp, ReduceOp, int, int]:
         """Return what is done within a node and between nodes, and what is divided by after each.
 
-        What travels in 16 bits is a mean: the sum of all ranks may be too large for fp16.
+        What is rounded to travel is a mean: the sum of all ranks may be too large for fp16.
         """
         if asked.op is not ReduceOp.MEAN:
             return asked.op, asked.op, 1, 1

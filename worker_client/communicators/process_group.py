@@ -7,23 +7,23 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from reducer.errors import LocalProtocolError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.runtime.service_thread import STOP_S
+from worker_client.staging import casts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from worker_client.protocol.operation import Operation
 
-_TYPES = {
+_TYPES = {  # those that Gloo adds up as they are
     DType.FLOAT32: torch.float32,
     DType.FLOAT64: torch.float64,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
     DType.INT8: torch.int8,
     DType.INT32: torch.int32,
     DType.INT64: torch.int64,
@@ -57,6 +57,7 @@ class ProcessGroup:
         self.size = group.size()
         self.stopped = False
         self._group = group
+        self._casts = casts.select()
         self._writing = threading.Lock()
         self._idle = threading.Event()  # set once it has stopped, but for what Gloo still does
 
@@ -116,13 +117,18 @@ class ProcessGroup:
             self._write(operation, chunks, pieces)
 
     def reduce(self, operation: Operation, ranges: Sequence[Sequence[int]]) -> None:
-        """All-reduce these parts of a buffer, 16-bit types in fp32 and rounded once."""
+        """All-reduce these parts of a buffer; narrow types as fp32, to be rounded once."""
         if not ranges:
             return
+        dtype = operation.dtype
+        is_narrow = dtype not in _TYPES
         whole = torch.frombuffer(operation.view, dtype=torch.uint8)
         pieces = torch.cat([whole[low:high] for low, high in ranges])
-        narrow = pieces.view(_TYPES[operation.dtype])
-        wide = narrow.float() if narrow.dtype.is_floating_point and narrow.itemsize == 2 else narrow
+        if is_narrow:
+            wide = torch.empty(len(pieces) // dtype.itemsize * dtype.values)
+            self._casts.widen(pieces.numpy().data, _bytes_of(wide), dtype)
+        else:
+            wide = pieces.view(_TYPES[dtype])
         lost = torch.isnan(wide).to(torch.uint8)
         self._finish(self._group.allreduce([wide], _OPS[operation.op]))
         if operation.op in {ReduceOp.MIN, ReduceOp.MAX} and wide.is_floating_point():
@@ -131,7 +137,9 @@ class ProcessGroup:
             wide[lost.bool()] = torch.nan
         if operation.op is ReduceOp.MEAN:
             wide /= self.size
-        self._write(operation, ranges, wide.to(narrow.dtype).view(torch.uint8))
+        if is_narrow:
+            self._casts.narrow(_bytes_of(wide), pieces.numpy().data, dtype)
+        self._write(operation, ranges, pieces)
 
     def _write(
         self, operation: Operation, ranges: Sequence[Sequence[int]], pieces: torch.Tensor
@@ -163,3 +171,7 @@ class ProcessGroup:
             time.sleep(KEPT_S)  # Gloo's thread has yet to drop its own reference
             raise LocalProtocolError("this client was shut down")
         work.wait()  # raises what went wrong
+
+
+def _bytes_of(floats: torch.Tensor) -> memoryview:
+    return floats.numpy().view(np.uint8).data

@@ -40,10 +40,10 @@ from worker_client.work import PlainWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from reducer.wire.constants import DType
     from worker_client.communicators.communicator import Communicator
     from worker_client.fusion.negotiation import Decision, Tensor
     from worker_client.fusion.tensor_queue import MakeSubmissions, Request
+    from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
 
     StandIn = Callable[[Tensor], Any]
@@ -74,7 +74,7 @@ class Fusion:
         cycle_s: how long a tensor waits for the next one, seconds.
         timeout_s: of tensors whose caller names none.
         submissions: the implementation's.
-        rounds: whether a tensor of a dtype, a reduction and so many bytes travels in 16 bits.
+        wire: which tensors are rounded to travel, and whether each of them travels alone.
         trace: shows what becomes of tensors, while there is a timeline.
 
     Attributes:
@@ -93,12 +93,12 @@ class Fusion:
         cycle_s: float,
         timeout_s: float,
         submissions: MakeSubmissions,
-        rounds: Callable[[DType, ReduceOp, int], bool],
+        wire: WireRule,
         trace: Trace | None = None,
     ) -> None:
         self._make = make
         self._communicator: Communicator | None = None
-        self._rounds = rounds
+        self._wire = wire
         self._trace = trace or Trace()
         self._threshold = threshold
         self._cycle_s = cycle_s
@@ -378,7 +378,9 @@ class Fusion:
                 self._fail(self._waiting.withdraw([key.tensor.name]), mismatch)
         groups = [
             self._waiting.withdraw([name for name, *_ in tensors])
-            for tensors in group(decision.ready, self._threshold, self._is_rounded)
+            for tensors in group(
+                decision.ready, self._threshold, self._is_rounded, apart=self._wire.apart
+            )
         ]
         self._flying.update(*groups)
         self.calls += sum(map(len, groups))
@@ -565,7 +567,7 @@ class Fusion:
             finish(error)
 
     def _is_rounded(self, tensor: Tensor) -> bool:
-        return self._rounds(tensor.dtype, tensor.op, tensor.nbytes)
+        return self._wire.rounds(tensor.dtype, tensor.op, tensor.nbytes)
 
     def _finish(self, request: Request, error: BaseException | None) -> None:
         request.end(error)

@@ -374,14 +374,19 @@ def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchEr
 
 
 def group(
-    tensors: Iterable[Tensor], threshold: int, rounded: Callable[[Tensor], bool]
+    tensors: Iterable[Tensor],
+    threshold: int,
+    rounded: Callable[[Tensor], bool],
+    *,
+    apart: bool = False,
 ) -> list[list[Tensor]]:
     """Say which tensors travel together; alike wherever order and threshold are.
 
     Args:
         tensors: what is to be reduced, in order.
         threshold: most bytes of a fusion buffer; what is larger travels alone.
-        rounded: whether a tensor travels in 16 bits, which does not depend on its neighbours.
+        rounded: whether a tensor is rounded to travel, which does not depend on its neighbours.
+        apart: whether one that is travels alone.
 
     Returns:
         Groups of one dtype and reduction each, rounded or not, in the order in which they are
@@ -391,10 +396,11 @@ def group(
     filling: dict[tuple[int, int, bool], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
         _, dtype, op, nbytes = tensor
-        if nbytes >= threshold:
+        is_rounded = rounded(tensor)
+        if nbytes >= threshold or (is_rounded and apart):
             done.append([tensor])
             continue
-        key = dtype, op, rounded(tensor)
+        key = dtype, op, is_rounded
         members, filled = filling.get(key, ([], 0))
         if filled + nbytes > threshold:
             done.append(members)

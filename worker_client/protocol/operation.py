@@ -37,7 +37,7 @@ class Operation:
             a call that is this operation alone.
         refusal: why it cannot be done at this rank: it uses its number up, and the others hear why.
         more: whether another one of its call follows.
-        rounded: whether it is to travel in 16 bits.
+        rounded: whether it is to be rounded to travel.
         residual: memory like `view`, where what that takes away is kept and added the next time;
             None for none.
         ended: called with its error or None, when nothing reads or writes `view` any more; once

@@ -1,4 +1,4 @@
-"""Which tensors travel in 16 bits, by a rule that is the same at every rank."""
+"""Which tensors travel in fewer bits than they have, by a rule that is the same at every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from worker_client.staging.host_buffer import HostBuffer
 
 SMALLEST_BYTES = 16 << 10  # smaller ones gain nothing, and often are losses, norms or counts
-WIRE_DTYPES = {"none": None, "bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
+WIRE_DTYPES = {
+    "none": None,
+    "bf16": DType.BFLOAT16,
+    "fp16": DType.FLOAT16,
+    "int8": DType.BLOCK8,
+}
 _CAST_OPS = {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX}  # factors' errors would grow
 
 
@@ -22,11 +27,17 @@ class WireRule:
     """What float32 tensors travel as.
 
     Args:
-        wire_dtype: FLOAT16 or BFLOAT16; None for themselves.
+        wire_dtype: FLOAT16, BFLOAT16 or BLOCK8; None for themselves.
+
+    Attributes:
+        wire_dtype: that.
+        apart: whether what is rounded is packed with nothing else. A block has one scale: its
+            values would depend on what is packed beside them, which is a matter of time.
     """
 
     def __init__(self, wire_dtype: DType | None) -> None:
         self.wire_dtype = wire_dtype
+        self.apart = wire_dtype is DType.BLOCK8
 
     def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
         """Return which tensors may be packed into one buffer; `Client.packs` says the rest."""
@@ -35,18 +46,20 @@ class WireRule:
         for at, (dtype, nbytes) in enumerate(tensors):
             members = groups.setdefault((dtype, rounded[at]), [[]])
             filled = sum(tensors[member][1] for member in members[-1])
-            if not rounded[at] and self.rounds(dtype, op, filled + nbytes) and members[-1]:
+            begins = self.apart if rounded[at] else self.rounds(dtype, op, filled + nbytes)
+            if begins and members[-1]:
                 members.append([])
             members[-1].append(at)
         return [group for members in groups.values() for group in members]
 
     def rounds(self, dtype: DType, op: ReduceOp, nbytes: int) -> bool:
-        """Whether a tensor of so many bytes travels in 16 bits; nothing else decides that."""
+        """Whether a tensor of so many bytes is rounded; nothing else decides that."""
         return (
             self.wire_dtype is not None
             and dtype is DType.FLOAT32
             and nbytes >= SMALLEST_BYTES
             and op in _CAST_OPS
+            and self.wire_dtype.defines(op)
         )
 
     def residual(self, residual: Any, buffer: HostBuffer) -> memoryview:
@@ -57,7 +70,7 @@ class WireRule:
         """
         if self.wire_dtype is None:
             raise ConfigError(
-                "residual= keeps what the cast to 16 bits takes away, and nothing is cast: set "
+                "residual= keeps what the cast takes away, and nothing is cast: set "
                 "REDUCTION_WIRE_DTYPE=bf16 (or wire_dtype='bf16'), or leave it out"
             )
         kept = host_buffer(residual)
