@@ -21,6 +21,7 @@ import torch.distributed as dist
 from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import Straggler
+from tests import block8_oracle
 from tests.conftest import local_pool
 from tests.integration.calls import process_of
 from tests.interrupts import BoomError, boom_at
@@ -53,6 +54,12 @@ KINDS = {
     "all but elastic": HierarchicalCommunicator,
     "elastic, casting": CastingCommunicator,
     "elastic, fallback": ElasticCommunicator,
+}
+# The same, with blocks on the wire: what is rounded, and what it becomes without reducers.
+BLOCKS = {
+    "fallback, blocks": CastingCommunicator,
+    "elastic, blocks": CastingCommunicator,
+    "hierarchical, blocks": HierarchicalCommunicator,
 }
 RANKS = 4
 numbers = itertools.count()
@@ -92,11 +99,14 @@ def composed(kind: str, rank: int, servers: list[str], board: Board, number: int
 
         return connect_node(place.peers, place.local_rank, share, read)
 
+    wire_dtype = DType.BLOCK8 if "blocks" in kind else None
+    if "casting" in kind or kind.startswith("all"):
+        wire_dtype = DType.BFLOAT16
     composer = Composer(
         implementation.select(None),
         20.0,
         10.0,
-        wire_dtype=DType.BFLOAT16 if "casting" in kind or kind.startswith("all") else None,
+        wire_dtype=wire_dtype,
         place=place,
         meet=None if place is None else meet,
     )
@@ -124,7 +134,7 @@ def four_of(kind: str, servers: list[str]) -> Iterator[list[Communicator]]:
         made = list(pool.map(lambda at: composed(kind, at, servers, board, number), range(RANKS)))
         for one in made:
             stack.callback(one.stop)
-        assert {type(one) for one in made} == {KINDS[kind]}
+        assert {type(one) for one in made} == {(KINDS | BLOCKS)[kind]}
         assert [one.rank for one in made] == list(range(RANKS))
         assert {one.world_size for one in made} == {RANKS}
         yield made
@@ -177,6 +187,41 @@ def test_what_is_rounded_comes_back_whole(four: list[Communicator]) -> None:
     await_ends(asked)
     assert all((one.values == 1.5).all() for one in asked)  # exact in 16 bits
     assert all(one.ends == [None] for one in asked)
+
+
+def in_blocks(four: list[Communicator], count: int) -> None:
+    """Sum whole numbers, exact in any order; every rank must have the oracle's bits."""
+    rng = np.random.default_rng(count)
+    given = [rng.integers(-127, 128, count).astype(np.float32) for _ in four]
+    for values in given:
+        values[::101] = 127
+    expected = block8_oracle.reduced(given, mean=False)
+    if isinstance(four[0], HierarchicalCommunicator):  # each local rank has a half of its node's
+        nodes = [given[0] + given[1], given[2] + given[3]]
+        halves = zip(*(np.array_split(node, [count // 2]) for node in nodes), strict=True)
+        expected = np.concatenate([block8_oracle.reduced([*both], mean=False) for both in halves])
+    asked = [Asked(values, rounded=True) for values in given]
+    for one, communicator in zip(asked, four, strict=True):
+        communicator.submit(one.operation)
+    await_ends(asked)
+    assert all(one.ends == [None] for one in asked)
+    assert all(one.values.tobytes() == expected.tobytes() for one in asked)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_have_the_bits_of_the_specification(kind: str, servers: list[str]) -> None:
+    with four_of(kind, servers) as made:
+        for count in (4096, 70_001, 3_000_001):
+            in_blocks(made, count)
+
+
+def test_the_process_group_sums_blocks_as_reducers_do() -> None:
+    with local_pool(1) as servers, four_of("fallback, blocks", servers) as made:
+        in_blocks(made, 4096)
+        process_of(servers[0]).kill()
+        for count in (4096, 70_001, 3_000_001):
+            in_blocks(made, count)
+        assert all(one.counters.fallbacks >= 3 for one in made)
 
 
 def test_who_waits_leads_until_it_is_done(four: list[Communicator]) -> None:

@@ -260,8 +260,12 @@ def test_many_in_flight_of_any_size_and_strided(six: list[Client]) -> None:
             assert all((array == 15).all() for array in arrays)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, DType.BFLOAT16])
-def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None) -> None:
+@pytest.mark.parametrize(
+    ("wire_dtype", "bound"),
+    [(None, 1e-6), (DType.BFLOAT16, 2**-7), (DType.BLOCK8, 2.1 / 254)],
+    ids=["float32", "bfloat16", "block8"],
+)
+def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None, bound: float) -> None:
     with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:
         weights = [1.0, 0.0, 2.5, 4.0]
         given = contributions("float32", 5000, 4)
@@ -270,7 +274,6 @@ def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None) -> None:
         want = scaled.sum(axis=0) / sum(weights)
         results = reduced(clients, given, weight=weights)
         assert len({result.tobytes() for result in results}) == 1
-        bound = 1e-6 if wire_dtype is None else 2**-7
         assert np.abs(results[0] - want).max() <= bound * np.abs(scaled).max()
         some = [client.all_reduce(np.ones(9), weight=client.rank or None) for client in clients]
         assert all(isinstance(error, MismatchError) for error in errors_of(some))

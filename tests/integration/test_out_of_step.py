@@ -219,6 +219,7 @@ def test_an_earlier_run_that_ends_soon_is_waited_for() -> None:
     [
         ("wire_dtype", ("none", "bf16"), ("none", "bf16")),
         ("wire_dtype", ("bf16", "fp16"), ("bf16", "fp16")),
+        ("wire_dtype", ("int8", "bf16"), ("int8", "bf16")),
         ("chunk_bytes", ("256KiB", "64KiB"), ("262144", "65536")),
         ("fusion_threshold", ("2MiB", "1MiB"), ("2097152", "1048576")),
         ("servers", (slice(2), slice(1)), ("2", "1")),

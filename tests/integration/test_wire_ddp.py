@@ -1,4 +1,4 @@
-"""Real DDP, real processes: 16 bits on the wire, error feedback, weights of unequal batches."""
+"""Real DDP, real processes: 16 or 8 bits on the wire, error feedback, unequal batches."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ pytest.importorskip("torch", reason="needs torch")
 RANK = ("-m", "tests.integration.wire_ddp")
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp16"])
+@pytest.fixture(scope="module", params=["bf16", "fp16", "int8"])
 def compressed(request: pytest.FixtureRequest, pool: list[str]) -> list[dict]:
     given = environments(2, pool, REDUCTION_WIRE_DTYPE=request.param)
-    return run(given, *RANK, "stock,plain,feedback,weighted,wrapper")
+    return run(given, *RANK, "stock,plain,feedback,default,weighted,wrapper")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def weighted(pool: list[str]) -> list[dict]:
     return run(environments(3, pool), *RANK, cases)
 
 
-@pytest.mark.parametrize("case", ["plain", "feedback", "weighted", "wrapper"])
+@pytest.mark.parametrize("case", ["plain", "feedback", "default", "weighted", "wrapper"])
 def test_ranks_agree_to_the_bit(compressed: list[dict], case: str) -> None:
     assert len({rank[case]["digest"] for rank in compressed}) == 1
 
@@ -33,6 +33,12 @@ def test_it_trains_nearly_like_gloo_in_float32(compressed: list[dict], case: str
     rank = compressed[0]
     assert rank[case]["loss"] == pytest.approx(rank["stock"]["loss"], rel=1e-3)
     assert rank[case]["loss"] != rank["stock"]["loss"]  # it was rounded indeed
+
+
+def test_feedback_is_the_default_in_8_bits_alone(compressed: list[dict]) -> None:
+    for rank in compressed:
+        same = "feedback" if rank["wire_dtype"] == "block8" else "plain"
+        assert rank["default"] == rank[same]
 
 
 def test_residuals_are_kept_for_each_bucket(compressed: list[dict]) -> None:

@@ -229,6 +229,15 @@ def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job, wire: str) -> No
         clients[0].all_reduce(given[0], weight=2.0)
 
 
+def test_the_others_go_on_in_blocks_without_a_rank(job: Job) -> None:
+    clients = job(3, wire_dtype="int8", on_rank_lost="continue")
+    check(clients, SMALL + 1, "int8")
+    clients[2].shutdown()
+    for count in (SMALL + 1, LARGE):
+        check(clients[:2], count, "int8")
+    assert clients[0].present == (0, 1)
+
+
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
     del impl

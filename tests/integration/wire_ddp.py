@@ -1,4 +1,4 @@
-"""One rank of test_wire_ddp: DDP trainings with 16 bits on the wire and with unequal batches.
+"""One rank of test_wire_ddp: DDP trainings with 16 or 8 bits on the wire, and unequal batches.
 
 Started as `python -m tests.integration.wire_ddp CASES` with torchrun's environment.
 """
@@ -20,6 +20,7 @@ from worker_client.ddp import ReductionState, reduction_hook
 
 STEPS = 40
 BATCHES = (5, 24, 11)  # samples of each rank in a step
+FEEDBACK = {"feedback": True, "default": None}
 EARLY = 8  # steps that rank 0 leaves out in the case "join"
 
 
@@ -44,7 +45,7 @@ def train(case: str) -> dict[str, object]:
     ddp = make()
     state = None
     if case != "stock":
-        state = ReductionState(error_feedback=case == "feedback")
+        state = ReductionState(error_feedback=FEEDBACK.get(case, False))
         hook = reduction_hook
         if case == "wrapper":
             hook = default_hooks.fp16_compress_wrapper(reduction_hook)

@@ -43,6 +43,12 @@ def test_what_travels_in_16_bits_is_apart() -> None:
     assert group([a, b, c, d], 100, lambda tensor: tensor.nbytes >= 40) == [[a, c], [b, d]]
 
 
+def test_what_travels_in_blocks_is_alone() -> None:
+    a, b, c, d = tensors(10, 40, 11, 50)
+    groups = group([a, b, c, d], 100, lambda tensor: tensor.nbytes >= 40, apart=True)
+    assert groups == [[b], [d], [a, c]]
+
+
 def test_memory_is_used_again_but_not_twice() -> None:
     buffers = fusion_buffers()
     one, other = buffers.take(100_000), buffers.take(100_000)
