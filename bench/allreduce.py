@@ -31,7 +31,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         int, typer.Option(min=0, help="Ours with this many reducers and one in every rank.")
     ] = 0,
     wire: Annotated[
-        str, typer.Option(help="Each pool also with these on the wire, of bf16 and fp16.")
+        str, typer.Option(help="Each pool also with these on the wire, of bf16, fp16 and int8.")
     ] = "",
     keys: Annotated[
         bool, typer.Option("--keys", help="Each pool also with keys: encrypted.")

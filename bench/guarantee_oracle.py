@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from bench import block8_oracle
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -20,7 +22,7 @@ Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Fold: TypeAlias = "Callable[[Array, Array], Array]"
 
 PERIOD = 65_521  # elements, a prime number: no chunk, shard or segment is like another one
-_ROUNDED_BYTES = 16 << 10  # float32 tensors of so many travel in 16 bits, if any do
+_ROUNDED_BYTES = 16 << 10  # float32 tensors of so many are rounded to travel, if any are
 # NumPy has no bfloat16: these are its bits.
 TYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
@@ -33,7 +35,12 @@ TYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
 }
 FLOATS = ("float32", "float64", "float16", "bfloat16")
-_ROUNDED_OPS = {"sum", "mean", "min", "max"}
+_ROUNDED_OPS = {
+    "": set(),
+    "bf16": {"sum", "mean", "min", "max"},
+    "fp16": {"sum", "mean", "min", "max"},
+    "int8": {"sum", "mean"},
+}
 _ODD = (np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38, 6e4, 1e-40, -1e-40, 6e-8)
 
 
@@ -43,7 +50,7 @@ class Shape(NamedTuple):
     Attributes:
         groups: ranks whose contributions are folded first, in the order of the groups; one group
             of all of them but with a hierarchy.
-        wire_dtype: what float32 travels as, ``bf16`` or ``fp16``; "" for itself.
+        wire_dtype: what float32 travels as, ``bf16``, ``fp16`` or ``int8``; "" for itself.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -164,17 +171,18 @@ def tells(call: Call) -> bool:
 
 
 def is_rounded(call: Call, wire_dtype: str) -> bool:
-    """Whether the tensor travels in 16 bits."""
+    """Whether the tensor is rounded to travel."""
     return (
-        bool(wire_dtype)
-        and call.dtype == "float32"
-        and call.op in _ROUNDED_OPS
+        call.dtype == "float32"
+        and call.op in _ROUNDED_OPS[wire_dtype]
         and call.elements * 4 >= _ROUNDED_BYTES
     )
 
 
 def _through(values: Array, wire_dtype: str) -> Array:
-    """Round float32 values to a 16-bit type, and return these as float32."""
+    """Round float32 values to what travels, and return that as float32."""
+    if wire_dtype == "int8":
+        return block8_oracle.arrives(block8_oracle.travels(values), values.size)
     dtype = "bfloat16" if wire_dtype == "bf16" else "float16"
     return widen(narrow(values, dtype), dtype)
 

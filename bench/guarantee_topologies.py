@@ -143,6 +143,14 @@ def arrange(
     nodes = None
     if topology.local:
         nodes = tuple(rank // topology.local for rank in range(ranks))
+    wire_dtypes = ["", "", "bf16", "fp16"]
+    if not (topology.local or topology.exact):
+        # Where a block begins in a rank's part of a node's sum is no promise, and what is rounded
+        # to blocks has no sums that are the same in any order.
+        wire_dtypes.append("int8")
+    wire_dtype = rng.choice(wire_dtypes)
+    if wire_dtype == "int8" and "chunk_bytes" in settings:
+        settings["chunk_bytes"] = max(settings["chunk_bytes"], 256)
     part = Part(
         life=0,
         rank=0,
@@ -154,7 +162,7 @@ def arrange(
             seed=seed,
             ranks=ranks,
             extras=not (topology.elastic or topology.local),
-            wire_dtype=rng.choice(("", "", "bf16", "fp16")),
+            wire_dtype=wire_dtype,
             troubles=TROUBLES,
             uniform=rng.random() < 0.3,
         ),

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from bench import block8_oracle
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -34,7 +36,8 @@ def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") 
         exact: whether every bit counts: the sum is then the left fold in rank order, in fp32.
             Otherwise an element may be off by ``world_size * eps * sum(|contributions|)`` (eps =
             2^-23), which covers every order of additions.
-        wire_dtype: ``bf16`` or ``fp16`` if contributions and the exact sum are rounded to that.
+        wire_dtype: ``bf16``, ``fp16`` or ``int8`` if contributions and the exact sum are rounded to
+            that.
     """
     if exact:
         return wrong_bits(result, world_size, wire_dtype)
@@ -43,10 +46,12 @@ def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") 
 
 def wrong_bits(result: Array, world_size: int, wire_dtype: str = "") -> int:
     """Count the elements that differ in any bit from the left fold in rank order."""
-    expected = _left_fold(world_size, wire_dtype).view(np.uint32)
+    # What values are rounded to in blocks depends on where these lie, and so has no period.
+    period = result.size if wire_dtype == "int8" else PERIOD
+    expected = _left_fold(world_size, wire_dtype, period).view(np.uint32)
     return sum(
         int(np.count_nonzero(part.view(np.uint32) != expected[: part.size]))
-        for part in _parts(result)
+        for part in _parts(result, period)
     )
 
 
@@ -56,12 +61,12 @@ def wrong_values(result: Array, world_size: int) -> int:
     # A NaN compares false, and so counts.
     return sum(
         part.size - int(np.count_nonzero(abs(part - total[: part.size]) <= bound[: part.size]))
-        for part in _parts(result)
+        for part in _parts(result, PERIOD)
     )
 
 
-def _parts(result: Array) -> Iterator[Array]:
-    return (result[start : start + PERIOD] for start in range(0, result.size, PERIOD))
+def _parts(result: Array, period: int) -> Iterator[Array]:
+    return (result[start : start + period] for start in range(0, result.size, period or 1))
 
 
 def _tile(rank: int) -> Array:
@@ -69,10 +74,10 @@ def _tile(rank: int) -> Array:
 
 
 @lru_cache(maxsize=1)
-def _left_fold(world_size: int, wire_dtype: str) -> Array:
-    total = _rounded(_tile(0), wire_dtype)
+def _left_fold(world_size: int, wire_dtype: str, count: int) -> Array:
+    total = _rounded(contribution(0, count), wire_dtype)
     for rank in range(1, world_size):
-        total += _rounded(_tile(rank), wire_dtype)
+        total += _rounded(contribution(rank, count), wire_dtype)
     return _rounded(total, wire_dtype)
 
 
@@ -80,6 +85,8 @@ def _rounded(finite: Array, wire_dtype: str) -> Array:
     """Round to the nearest value of the type on the wire, of two the one with an even last bit."""
     if not wire_dtype:
         return finite
+    if wire_dtype == "int8":
+        return block8_oracle.arrives(block8_oracle.travels(finite), finite.size)
     if wire_dtype == "fp16":
         return finite.astype(np.float16).astype(np.float32)
     bits = finite.view(np.uint32)

@@ -9,6 +9,8 @@ from reducer.planning import network_model
 if TYPE_CHECKING:
     from bench.contenders import Contender
 
+# By wire dtype: how many times as many bytes fp32 has.
+_SMALLER = {"": 1.0, "bf16": 2.0, "fp16": 2.0, "int8": 4 * 252 / 256}
 bus_factor = network_model.ring_factor  # busbw / algbw: nccl-tests' definition
 
 
@@ -18,10 +20,11 @@ def limit(contender: Contender, workers: int, rate: float) -> float:
     A pool of k reducers takes ``max(S/B, n S/(k B))``. A ring, an MPI of unknown algorithm (which
     no algorithm without further machines can beat) and embedded reducers take ``2(n-1)/n S/B``. k
     reducers beside the workers' own take ``2n(n-1)/(n^2+kn-2k) S/B`` with the best split of the
-    bytes (BytePS, OSDI 2020); with k >= n that is a pool. With 16 bits on the wire S is half.
+    bytes (BytePS, OSDI 2020); with k >= n that is a pool. S is what travels: of int8 256 bytes for
+    252 values.
     """
     k = contender.reducers
-    rate *= 2 if contender.wire_dtype else 1
+    rate *= _SMALLER[contender.wire_dtype]
     if workers == 1 and contender.kind != "pool":
         return rate
     if contender.kind in {"pool", "mixed"}:

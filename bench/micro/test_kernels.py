@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from bench import block8_oracle
 from reducer import kernels
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, ReduceOp
 
@@ -32,7 +33,9 @@ FROM_MEMORY = MAX_CHUNK_BYTES
 COLD = 128 << 20  # bytes of all inputs, of which a call has some: no cache has this much left
 INPUTS = (2, 4, 8)
 PERIOD = 4096  # elements after which an input repeats, so that its fold is quickly checked
+PERIOD_BLOCKS = PERIOD // block8_oracle.BYTES
 
+# Of an input's elements in memory; of blocks, whose values NumPy has no type for, the bytes.
 ELEMENTS: dict[DType, np.dtype[Any]] = {
     DType.FLOAT32: np.dtype(np.float32),
     DType.FLOAT64: np.dtype(np.float64),
@@ -42,6 +45,7 @@ ELEMENTS: dict[DType, np.dtype[Any]] = {
     DType.INT32: np.dtype(np.int32),
     DType.INT64: np.dtype(np.int64),
     DType.UINT8: np.dtype(np.uint8),
+    DType.BLOCK8: np.dtype(np.uint8),
 }
 STEPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
@@ -69,7 +73,7 @@ OPS = [
     for inputs in INPUTS
     for dtype in DType
     for op in ReduceOp
-    if dtype.is_floating or op is not ReduceOp.MEAN
+    if dtype.defines(op)
 ]
 SHAPES = [
     pytest.param(inputs, nbytes, id=shape(inputs, nbytes))
@@ -77,7 +81,7 @@ SHAPES = [
     for inputs in INPUTS
 ]
 GRADIENTS = pytest.mark.parametrize(
-    "dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16], ids=named
+    "dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.BLOCK8], ids=named
 )
 
 
@@ -94,9 +98,14 @@ class Memory:
     """
 
     def __init__(self, dtype: DType, inputs: int, nbytes: int) -> None:
+        self._dtype = dtype
         elements = ELEMENTS[dtype]
         rng = np.random.default_rng(0)
-        if dtype.is_floating:
+        if dtype is DType.BLOCK8:
+            values = rng.standard_normal((inputs, PERIOD_BLOCKS * block8_oracle.VALUES))
+            blocks = [block8_oracle.travels(row) for row in values.astype(np.float32)]
+            self._rows = np.stack(blocks).reshape(inputs, PERIOD)
+        elif dtype.is_floating:
             self._rows = rng.standard_normal((inputs, PERIOD)).astype(elements)
         else:
             self._rows = rng.integers(0, 256, (inputs, PERIOD * elements.itemsize), np.uint8).view(
@@ -119,12 +128,23 @@ class Memory:
         Args:
             out: the output.
             op: the reduction.
-            in_steps: whether 16-bit elements are rounded after each input, and not once at the end.
+            in_steps: whether narrow elements are rounded after each input, and not once at the end.
         """
+        if self._dtype is DType.BLOCK8:
+            rows = [row.reshape(-1, block8_oracle.BYTES) for row in self._rows]
+            total, rest = (rows[:2], rows[2:]) if in_steps else (rows, [])
+            mean = op is ReduceOp.MEAN
+            expected = reduce(
+                lambda one, other: block8_oracle.folded([one, other]),
+                rest,
+                block8_oracle.folded(total, mean=mean),
+            )
+            assert (out.reshape(-1, PERIOD) == expected.reshape(-1)).all()
+            return
         elements = self._rows.dtype
         is_half = elements in {ELEMENTS[DType.FLOAT16], ELEMENTS[DType.BFLOAT16]}
-        rows = self._rows.astype(np.float32) if is_half and not in_steps else self._rows
-        fold: Array = reduce(STEPS[op], rows)
+        halves = self._rows.astype(np.float32) if is_half and not in_steps else self._rows
+        fold: Array = reduce(STEPS[op], halves)
         if op is ReduceOp.MEAN:
             fold = fold / fold.dtype.type(len(self._rows))
         expected = fold.astype(elements).view(np.uint8)

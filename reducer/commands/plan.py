@@ -29,6 +29,7 @@ _DTYPES = {
     "fp64": DType.FLOAT64,
     "fp16": DType.FLOAT16,
     "bf16": DType.BFLOAT16,
+    "int8": DType.BLOCK8,
 }
 
 
@@ -43,7 +44,8 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
         str | None, typer.Option(help="Or their number, such as 350M or 1.5B, and --dtype.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="fp32, fp64, fp16 or bf16.", autocompletion=lambda: [*_DTYPES])
+        str,
+        typer.Option(help="fp32, fp64, fp16, bf16 or int8.", autocompletion=lambda: [*_DTYPES]),
     ] = "fp32",
     backward: Annotated[str, typer.Option(help="Time of the backward pass, such as 200ms.")] = "0",
     forward: Annotated[str, typer.Option(help="Time of the rest of a step.")] = "0",
@@ -161,7 +163,7 @@ def gradient_bytes(model_bytes: str | None, parameters: str | None, dtype: str) 
         raise ConfigError(f"parameters: write a number such as 350M or 1.5B, got {parameters!r}")
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
-    return round(float(match["value"]) * _COUNTS[match["unit"]]) * _DTYPES[dtype].itemsize
+    return _DTYPES[dtype].nbytes(round(float(match["value"]) * _COUNTS[match["unit"]]))
 
 
 def seconds(name: str, text: str) -> float:

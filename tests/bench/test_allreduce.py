@@ -82,14 +82,14 @@ def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
     ("given", "sizes", "cards"),
     [
         (
-            ("--reducers", "1", "--wire", "bf16,fp16"),
+            ("--reducers", "1", "--wire", "bf16,fp16,int8"),
             ("4KiB", "64KiB", "8MiB"),
-            {"pool-1": 3, "pool-1-bf16": 3, "pool-1-fp16": 3},
+            {"pool-1": 3, "pool-1-bf16": 3, "pool-1-fp16": 3, "pool-1-int8": 3},
         ),
         (("--reducers", "1", "--keys"), ("64KiB",), {"pool-1": 3, "pool-1-keys": 3}),
         (("--embedded", "--mixed", "1"), ("64KiB",), {"embedded": 2, "mixed-1": 3}),
     ],
-    ids=["16 bits", "keys", "embedded"],
+    ids=["fewer bits", "keys", "embedded"],
 )
 def test_other_contenders(
     given: tuple[str, ...], sizes: tuple[str, ...], cards: dict[str, int], tmp_path: Path
@@ -198,6 +198,7 @@ def test_limits_are_those_of_the_formulas() -> None:
     assert theory.limit(Contender("pool", 8), 8, 100.0) == 100
     assert theory.limit(Contender("pool", 2), 8, 100.0) == 25
     assert theory.limit(Contender("pool", 8, "bf16"), 8, 100.0) == 200
+    assert theory.limit(Contender("pool", 8, "int8"), 8, 64.0) == 252
     assert theory.limit(Contender("mixed", 8), 8, 100.0) == 100
     between = theory.limit(Contender("mixed", 4), 8, 100.0)
     assert theory.limit(ring, 8, 100.0) < between < 100

@@ -18,10 +18,10 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 import torch.distributed as dist
 
+from bench import block8_oracle
 from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import Straggler
-from tests import block8_oracle
 from tests.conftest import local_pool
 from tests.integration.calls import process_of
 from tests.interrupts import BoomError, boom_at

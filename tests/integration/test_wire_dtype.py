@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench import block8_oracle
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
-from tests import block8_oracle
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of, reduced
 from worker_client._packing import all_reduce_arrays

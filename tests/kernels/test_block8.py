@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from bench import block8_oracle as oracle
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError
 from reducer.wire.constants import DType, ReduceOp
-from tests import block8_oracle as oracle
 
 if TYPE_CHECKING:
     from reducer.kernels import Kernels

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from bench import block8_oracle
 from reducer.wire.constants import DType
-from tests import block8_oracle
 from worker_client.staging import casts
 
 COMPILED = [name for name in casts.variants() if name != "numpy"]

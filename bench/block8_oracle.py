@@ -1,4 +1,4 @@
-"""BLOCK8 by its specification (`reducer/wire/README.md`, section 4); calls no product code.
+"""BLOCK8 by its specification (`reducer/wire/README.md`, section 4), without the product's code.
 
 A block has 256 bytes: a little-endian float32 scale, and 252 int8.
 """
