@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from bench import block8_oracle
 from reducer import kernels
 from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
 from reducer.runtime import implementation
@@ -83,14 +84,18 @@ def free_ports(count: int) -> int:
 
 
 @contextmanager
-def beside(servers: list[Server], impl: str) -> Iterator[list[Client]]:
+def beside(
+    servers: list[Server], impl: str, wire_dtype: DType | None = None
+) -> Iterator[list[Client]]:
     """One client in the process of each server, as embedded ranks are."""
     addresses = tuple(server.address for server in servers)
 
     def join(rank: int) -> Client:
         hosted = servers[rank]
         spec = JobSpec("beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc)
-        composer = Composer(workers.select(impl), 30.0, 10.0, context=hosted.context)
+        composer = Composer(
+            workers.select(impl), 30.0, 10.0, context=hosted.context, wire_dtype=wire_dtype
+        )
         return composer.client(spec, stop_host=hosted.stop)
 
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
@@ -105,6 +110,19 @@ def test_a_reducer_in_the_same_process(impl: str, threads: int) -> None:
         with beside(servers, impl) as clients:
             for count in SIZES:
                 check_bits(clients, count)
+
+
+@pytest.mark.parametrize("impl", implementation.NAMES)
+def test_blocks_for_a_reducer_in_the_same_process(impl: str) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(reducer_here(impl=impl)) for _ in range(3)]
+        with beside(servers, impl, DType.BLOCK8) as clients:
+            for count in (100_003, 3_000_001):
+                given = [np.random.default_rng(rank).standard_normal(count) for rank in range(3)]
+                given = [values.astype(np.float32) for values in given]
+                expected = block8_oracle.reduced(given, mean=True)
+                for result in reduced(clients, given):
+                    assert result.tobytes() == expected.tobytes()
 
 
 def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() -> None:

@@ -141,6 +141,10 @@ def test_by_hand(variant: Kernels) -> None:
     assert fold(variant, [one, other], ReduceOp.MEAN)[0].tobytes() == (
         sent(1.0, 127, -32, 32).tobytes()
     )
+    # The mean of 1.5 * 2^-100 and 0 is less than 2^-100, and that of 2^-99 and 0 is as much.
+    for scale, kept in ((1.5 * 2.0**-100 / 127, 0), (2.0**-99, 127)):
+        out = fold(variant, [sent(scale, 127), sent(0.0)], ReduceOp.MEAN)[0]
+        assert out[4] == kept
     # One that is not finite spoils the whole block, and no other.
     blocks = np.stack([sent(np.inf, 0, 1), sent(1.0, 127, 5)])
     out = fold(variant, [blocks, blocks], ReduceOp.SUM)
