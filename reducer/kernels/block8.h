@@ -1,8 +1,9 @@
-/* Blocks of 252 values with one scale (BLOCK8; reducer/wire/README.md, section 4): to and from float.
+/* Blocks of 252 values with one scale (BLOCK8: reducer/wire/README.md, section 4), to and from
+ * float.
  *
- * Included by the templates, after isa_<variant>.h. A block is handled as 256 lanes in memory order,
- * whose first four, where the scale is, have no meaning: so each vector of q is a whole one, within
- * the block, and aligned if that is.
+ * Included by the templates, after isa_<variant>.h. A block is handled as 256 lanes in the order of
+ * memory, whose first four, where the scale is, have no meaning: so each vector of q is a whole
+ * one, within the block, and aligned if that is.
  */
 enum {
     BLOCK8_VALUES = 252,

@@ -2,7 +2,7 @@
  *
  * Each fold_<variant>.c includes this file once, after isa_<variant>.h and after defining
  *     FOLD_TABLE          the table's symbol
- *     FOLD_HALF_BLOCK     accumulators at a time of 16-bit types (FOLD_BLOCK of the others)
+ *     FOLD_HALF_BLOCK     accumulators at a time of 16-bit types and blocks (FOLD_BLOCK of others)
  *
  * A fold advances through all inputs together, FOLD_BLOCK vectors at a time, with the accumulators
  * in registers: every input is read once and the output is written once. Vectors are GCC's, so the

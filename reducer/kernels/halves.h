@@ -5,7 +5,8 @@
  *     ISA_TARGET          attribute that lets the compiler use it
  *     ISA_VECTOR_BYTES    width of its vectors
  *     widen_u16, narrow_u32  16-bit lanes to 32-bit ones and back, in which they fit
- *     load_bytes, store_bytes  signed 8-bit lanes of memory to 32-bit ones, and their lowest 8 bits back
+ *     load_bytes, store_bytes  signed 8-bit lanes of memory to 32-bit ones, and the lowest 8 bits
+ *                         of these back; functions may follow this file
  *     ISA_HAS_F16C        where the CPU converts float16; then widen_half and narrow_half as well
  *
  * Rounding is to nearest, ties to even. A NaN that is rounded must be 0x7fc00000.

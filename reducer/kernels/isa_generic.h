@@ -16,7 +16,8 @@ INLINE v_i32 load_bytes(const int8_t *from) {
     int32_t four;
     memcpy(&four, from, sizeof four);
     bytes x = (bytes)(v_i32){four};
-    words twice = (words)__builtin_shuffle(x, (bytes){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7});
+    x = __builtin_shuffle(x, (bytes){0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7});
+    words twice = (words)x;
     return (v_i32)__builtin_shuffle(twice, (words){0, 0, 1, 1, 2, 2, 3, 3}) >> 24;
 }
 

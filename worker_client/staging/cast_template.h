@@ -1,8 +1,8 @@
 /* The casts of one instruction set, as a table; the semantics are in cast.h.
  *
  * Each cast_<variant>.c includes this file once, after reducer/kernels/isa_<variant>.h and after
- * defining CAST_TABLE, the table's symbol. A vector or a block at a time; the last, partial one runs
- * the same arithmetic on one that is filled up with zeros.
+ * defining CAST_TABLE, the table's symbol. A vector or a block at a time; the last, partial one
+ * runs the same arithmetic on one that is filled up with zeros.
  */
 #include "reducer/kernels/block8.h"
 

@@ -41,7 +41,7 @@ def weigh(
     if buffer.dtype not in casts.FLOATS:
         raise ConfigError(
             f"weight= goes with float32 and float64, got {buffer.dtype.name.lower()}: convert the "
-            "data to float32 (and set REDUCTION_WIRE_DTYPE to send 16 bits)"
+            "data to float32 (and set REDUCTION_WIRE_DTYPE to send fewer bits)"
         )
     name = operation.name or "a weighted mean"
     total = np.array([weight], np.float64)
