@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reducer.config import ReducerConfig
+    from reducer.engine.jobs import EndedRound
     from reducer.engine.limits import Patience
-    from reducer.engine.slots import RoundTimes
     from reducer.runtime.implementation import MakeLoop
     from reducer.runtime.keyring import Keyring
     from reducer.runtime.loop import Loop
@@ -306,15 +306,18 @@ class _Lane(threading.Thread):
 
 
 def _open_timeline(directory: Path, address: str) -> Timeline:
+    """Begin a timeline, and keep that of the process that was at this address before."""
     path = directory / f"reducer-{address.replace(':', '-')}.json"
+    if path.is_file():
+        path.replace(path.with_suffix(".earlier.json"))
     return Timeline(path, f"reducer {address}", {"kind": "reducer", "address": address})
 
 
-def _show_rounds(timeline: Timeline, ended: Iterable[tuple[str, RoundTimes]]) -> None:
+def _show_rounds(timeline: Timeline, ended: Iterable[EndedRound]) -> None:
     """Put rounds on a timeline, on a track for each job."""
-    for job, times in ended:
+    for job, generation, times in ended:
         begun_s, done_s = times.begun_us / 1e6, times.done_us / 1e6
-        args = {"job": job, **times._asdict()}
+        args = {"job": job, "generation": generation, **times._asdict()}
         name = f"all-reduce {times.sequence // PLACES}"
         if not times.done_us:
             timeline.instant(job, f"{name} failed", begun_s, args)

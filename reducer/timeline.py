@@ -8,6 +8,7 @@ complete whenever somebody looks: each time, the array's end is written anew beh
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import logging
 import os
@@ -72,7 +73,8 @@ class Timeline:
         self._path = path
         self._most_bytes = most_bytes
         self._pid = os.getpid()
-        self._tracks: dict[str, list[float]] = {}  # when each lane was last in use
+        # By track: the number of its first lane, and when each lane was last in use.
+        self._tracks: dict[str, tuple[int, list[float]]] = {}
         self._waiting: deque[_Event] = deque()
         self._dropped = 0
         try:
@@ -85,6 +87,7 @@ class Timeline:
             ) from None
         self._size = 0  # up to the array's end
         self._full = False
+        self._closed = False
         self._ended = threading.Event()
         self._writing = threading.Lock()
         self._write([self._metadata("process_name", 0, name=process)])
@@ -120,15 +123,18 @@ class Timeline:
 
     def close(self) -> None:
         """Write the rest. May be called again, or by a child that has none of it."""
-        if self._pid != os.getpid() or self._ended.is_set():
+        if self._pid != os.getpid() or self._closed:
             return
         self._ended.set()
-        self._thread.join()
+        self._thread.join()  # an interrupt here leaves the rest to the next call
         self._flush()
+        self._closed = True
         os.close(self._file)
         atexit.unregister(self.close)
 
     def _add(self, event: _Event) -> None:
+        if self._full:
+            return
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(event)
         else:
@@ -163,18 +169,22 @@ class Timeline:
             log.warning("the timeline %s is full: what follows is left out", self._path)
         data = (b",\n" if self._size else b"[\n") + data
         try:
-            os.pwrite(self._file, data + _END, self._size)
-        except OSError as error:  # the disk is full, say
+            if os.pwrite(self._file, data + _END, self._size) < len(data + _END):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
             self._full = True
             log.warning("the timeline %s ends here: %s", self._path, error.strerror)
+            with suppress(OSError):  # there was room for this before
+                os.ftruncate(self._file, self._size)
+                os.pwrite(self._file, _END, self._size)
+            return
         self._size += len(data)
 
     def _lines(self, event: _Event) -> list[str]:
         track, name, begin_s, end_s, args, parts = event
-        lanes = self._tracks.get(track)
-        if lanes is None:
-            lanes = self._tracks[track] = []
-        first = LANES * (1 + list(self._tracks).index(track))
+        if track not in self._tracks:
+            self._tracks[track] = LANES * (1 + len(self._tracks)), []
+        first, lanes = self._tracks[track]
         begin = 0.0 if end_s is None else begin_s
         lane = next((at for at, until in enumerate(lanes) if until <= begin), len(lanes))
         if end_s is None:
@@ -221,7 +231,12 @@ class LogEvents(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Add a record as an instant."""
         args = {"level": record.levelname.lower(), "logger": record.name}
-        self._timeline.instant("events", record.getMessage(), time.monotonic(), args)
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001 (as logging's own handlers do: it costs its author nothing)
+            self.handleError(record)
+        else:
+            self._timeline.instant("events", text, time.monotonic(), args)
 
 
 def _boot() -> str:

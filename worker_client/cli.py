@@ -102,10 +102,12 @@ def merge(
 ) -> None:
     """Join timelines of ranks and reducers on one clock; say how exact that is."""
     from reducer.commands import terminal  # noqa: PLC0415 (loads rich)
+    from reducer.monitoring.status import printable  # noqa: PLC0415 (loads pydantic)
     from worker_client.commands import timeline as its  # noqa: PLC0415 (loads NumPy)
 
-    for clock in its.merge(files, output):
-        typer.echo(terminal.wrapped(its.described(clock), 4))
+    clocks, left_out = its.merge(files, output)
+    for line in (*left_out, *map(its.described, clocks)):
+        typer.echo(terminal.wrapped(printable(line), 4))
     typer.echo(terminal.wrapped(f"{output}: open it at ui.perfetto.dev or in chrome://tracing", 4))
 
 

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.engine.allow_list import AllowList
-    from reducer.engine.slots import Member, RoundTimes, SlotsModule
+    from reducer.engine.jobs import EndedRound
+    from reducer.engine.slots import Member, SlotsModule
     from reducer.kernels import Kernels
 
 PING_INTERVAL_S = 0.5
@@ -233,8 +234,8 @@ class Engine:
         """Keep the times of rounds of jobs that begin from now on, for `take_times`."""
         self._members.keep_times()
 
-    def take_times(self) -> list[tuple[str, RoundTimes]]:
-        """Return the times of the rounds that have ended since the last call, and their jobs."""
+    def take_times(self) -> list[EndedRound]:
+        """Return the rounds that have ended since the last call."""
         return self._members.take_times()
 
     def newly_dropped(self) -> list[bytes]:

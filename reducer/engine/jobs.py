@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.engine.allow_list import LOCAL
 from reducer.engine.lateness import Watch
@@ -38,6 +38,14 @@ SETTINGS = {  # equal at every rank: what people know them as
     "chunk_bytes": "REDUCTION_CHUNK_BYTES",
     "patience_ms": "REDUCTION_PATIENCE (in milliseconds)",
 }
+
+
+class EndedRound(NamedTuple):
+    """A round that has ended, and the job and generation that it was of."""
+
+    job: str
+    generation: int
+    times: RoundTimes
 
 
 class Job:
@@ -193,7 +201,7 @@ class Membership:
         self.changes = 0
         self._slots = slots
         self._keeps_times = False
-        self._times: list[tuple[str, RoundTimes]] = []  # of jobs that have ended
+        self._times: list[EndedRound] = []  # of jobs that have ended
         self.jobs: dict[int, Job] = {}
         self._by_peer: dict[bytes, tuple[Job, Member]] = {}
         self._of_key: Counter[str] = Counter()  # members that have come with each
@@ -286,11 +294,11 @@ class Membership:
         """Keep the times of rounds of jobs that begin from now on, for `take_times`."""
         self._keeps_times = True
 
-    def take_times(self) -> list[tuple[str, RoundTimes]]:
-        """Return the times of the rounds that have ended since the last call, and their jobs."""
+    def take_times(self) -> list[EndedRound]:
+        """Return the rounds that have ended since the last call."""
         taken, self._times = self._times, []
         for job in self.jobs.values():
-            taken += [(job.name, times) for times in job.rounds.take_times()]
+            taken += _ended_rounds(job)
         return taken
 
     def _drop(self, job: Job) -> None:
@@ -304,7 +312,7 @@ class Membership:
         if self._keeps_times:
             while job.rounds.oldest is not None:
                 job.rounds.discard_oldest()
-            self._times += [(job.name, times) for times in job.rounds.take_times()]
+            self._times += _ended_rounds(job)
 
     def _uncount(self, job: Job, member: Member) -> None:
         key = job.keys[member.rank]
@@ -484,3 +492,7 @@ def _other_run(job: Job) -> StaleGenerationError:
         generation=job.generation,
         current=job.generation,
     )
+
+
+def _ended_rounds(job: Job) -> list[EndedRound]:
+    return [EndedRound(job.name, job.generation, times) for times in job.rounds.take_times()]

@@ -67,6 +67,9 @@ class RoundTimes(NamedTuple):
     last_rank: int
 
 
+_NOTHING = RoundTimes(-1, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
 class Member:
     """One rank of a job, as the peer that speaks for it.
 
@@ -151,7 +154,7 @@ class Round:
         self.first = first
         self.error: ReductionError | None = None
         self.touched = 0
-        self.times = RoundTimes(sequence, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.times = _NOTHING
         self._sequence = sequence
         self._of = of
         self._tally = of.tally
@@ -223,7 +226,8 @@ class Round:
     def finish(self, offset: int) -> None:
         """Forget a slot whose result is on its way."""
         self._close(self._slots.pop(offset))
-        self.times = self.times._replace(done_us=self._of.now_us)
+        if self._of.keeps_times:
+            self.times = self.times._replace(done_us=self._of.now_us)
         self._done.add(offset)
         self._tally.done += 1
 
@@ -413,7 +417,7 @@ class Rounds:
         self.settle(sequence)
         round_ = self._rounds.pop(sequence)
         if len(self._ended) < MOST_TIMES and round_.times.begun_us:
-            self._ended.append(round_.times)
+            self._ended.append(round_.times._replace(sequence=sequence))
         round_.forget()
 
 

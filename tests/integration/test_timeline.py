@@ -62,7 +62,7 @@ def test_perfetto_opens_the_timelines_of_a_job(tmp_path: Path) -> None:
             first.process.send_signal(signal.SIGINT)
             first.process.wait()
     output = tmp_path / "timeline.json"
-    (clock,) = merge([tmp_path], output)
+    (clock,), _ = merge([tmp_path], output)
     assert clock.error_us <= 1000
     with perfetto.trace_processor(output) as trace:
         assert trace.query("select * from stats where severity != 'info' and value > 0") == []

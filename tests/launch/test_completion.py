@@ -37,7 +37,7 @@ def completed(line: str) -> list[str]:
         ("reducer serve --impl ", get_args(ImplName)),
         ("reducer serve --log-", ["--log-level", "--log-format"]),
         ("reducer serve --log-format ", ["text", "json"]),
-        ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16"]),
+        ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8"]),
         ("worker-client ", ["demo", "launch", "doctor", "timeline"]),
         ("worker-client doctor --", ["--json", "--dump", "--help"]),
         ("worker-client timeline ", ["merge"]),
@@ -57,8 +57,11 @@ def test_a_shell_has_it_when_it_was_installed(
 ) -> None:
     environment = bare_environment(HOME=str(tmp_path), PATH=f"{BIN}:/usr/bin:/bin")
     run = {"env": environment, "timeout": 60}
-    shown = run_command(BIN / command, "--show-completion", "bash", **run)
-    installed = run_command(BIN / command, "--install-completion", "bash", **run)
+    # Out of a shell: typer looks among the parents of a command for what they are.
+    shown, installed = (
+        run_command("bash", "-c", f"{BIN / command} --{what}-completion bash; exit $?", **run)
+        for what in ("show", "install")
+    )
     assert (shown.returncode, installed.returncode) == (0, 0)
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert script.read_text().strip() == shown.stdout.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reducer.errors import ConfigError, ReductionError
+from reducer.errors import ConfigError, MismatchError, ReductionError
 from reducer.wire.messages import Straggler
 from tests.commands import run_command
 from tests.conftest import joined, reducer_here
@@ -160,6 +161,92 @@ def test_calls_that_fit_together_are_no_finding(server: str, dumps: Path) -> Non
     )
 
 
+def test_of_two_ranks_nobody_is_accused_without_a_reason(server: str, dumps: Path) -> None:
+    trained(server, "pair", 2, lambda client: train(client, (0, 2, 3)))
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call) == (None, 15)
+    assert "it shows of none which one is wrong" in found.message
+
+
+def test_a_refused_call_by_name_is_no_call_of_the_others(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        for _ in range(2):
+            client.all_reduce(np.ones(2, np.float32), name="x").wait()
+        if client.rank == 0:
+            with pytest.raises(ConfigError):
+                client.all_reduce(np.ones(2, np.complex64), name="x")
+        else:
+            client.all_reduce(np.ones(2, np.float32), name="x").wait()
+
+    trained(server, "refused-name", 2, steps)
+    (found,) = examine_dumps(dumps)
+    assert (found.rank, found.call, found.name) == (0, 2, "x")
+    assert "rank 0 did not make call 3 of 'x'" in found.message
+
+
+@pytest.mark.parametrize("name", [b"abc", ("a", 1), 7, ["x"]])
+def test_a_name_that_is_none_costs_the_file_nothing(server: str, dumps: Path, name: object) -> None:
+    def steps(client: Client) -> None:
+        with pytest.raises(ConfigError):
+            client.all_reduce(np.ones(2, np.float32), name=name)  # type: ignore[arg-type]
+        client.all_reduce(np.ones(2, np.float32)).wait()
+
+    assert trained(server, "odd-name", 1, steps) == [""]
+    refused, made = document(dumps, "odd-name", 0)["entries"]
+    assert {refused["reduction"]["name"], made["reduction"]["name"]} == {None, repr(name)}
+    assert examine_dumps(dumps) == []
+
+
+def test_a_child_leaves_its_parents_file_alone(server: str, dumps: Path) -> None:
+    def steps(client: Client) -> None:
+        client.all_reduce(np.ones(2, np.float32)).wait()
+        child = os.fork()
+        if child == 0:
+            client._log.finish()
+            client.shutdown()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not dumps.exists()
+        client.all_reduce(np.ones(2, np.float32)).wait()
+
+    with joined(1, servers=server, job="forked") as (client,):  # here is the only thread
+        steps(client)
+    assert len(document(dumps, "forked", 0)["entries"]) == 2
+
+
+def test_a_run_is_not_compared_with_an_earlier_one(server: str, dumps: Path) -> None:
+    assert trained(server, "again", 3, train) == [""] * 3
+    trained(server, "again", 2, lambda client: train(client, sizes=(5, 6)))
+    assert examine_dumps(dumps) == []
+
+
+def test_a_generation_has_files_of_its_own(server: str, dumps: Path) -> None:
+    for generation in range(2):
+        with joined(1, servers=server, job="restarted", generation=generation) as (client,):
+            client.all_reduce(np.ones(2, np.float32)).wait()
+    assert {path.parent.name for path in dumps.rglob("calls-0.json")} == {
+        "restarted",
+        "restarted-generation-1",
+    }
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting(server: str, dumps: Path) -> None:
+    (dumps / "hangs").mkdir(parents=True)
+    os.mkfifo(dumps / "hangs" / "calls-0.tmp")  # who opens it waits for a reader
+
+    def steps(client: Client) -> None:
+        with pytest.raises(MismatchError):
+            client.all_reduce(np.ones(1 + client.rank, np.float32)).wait(10)
+
+    with joined(2, servers=server, job="hangs") as clients, ThreadPoolExecutor() as pool:
+        list(pool.map(steps, clients))
+        descriptor = os.open(dumps / "hangs" / "calls-0.tmp", os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(descriptor, True)
+        while os.read(descriptor, 1 << 16):
+            pass
+        os.close(descriptor)
+
+
 def test_a_rank_without_a_file_is_missed(server: str, dumps: Path) -> None:
     trained(server, "lost", 3, lambda client: train(client, (2, 2, 3)))
     (dumps / "lost" / "calls-2.json").unlink()
@@ -176,6 +263,8 @@ def test_a_rank_without_a_file_is_missed(server: str, dumps: Path) -> None:
         (None, "set REDUCTION_DUMP to a directory at every rank"),
         ("{}", "calls-0.json is no file of a rank's calls"),
         ("{", "calls-0.json is no file of a rank's calls"),
+        ("[" * 100_000, "calls-0.json is no file of a rank's calls"),
+        ('{"entries": [], "reduction": {"job": 1, "ranks": "x"}}', "is no file of a rank's calls"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from reducer import timeline
-from reducer.errors import ConfigError, MismatchError
+from reducer.errors import ConfigError, LocalProtocolError, MismatchError
 from reducer.timeline import LogEvents, Timeline
 from tests.conftest import joined, reducer_here
 from tests.waits import eventually
@@ -255,17 +256,54 @@ def test_a_tensor_on_a_device_shows_its_copies(
     ]
 
 
-def test_a_client_without_a_timeline_writes_none(tmp_path: Path) -> None:
+def test_what_came_before_a_timeline_is_not_on_it(tmp_path: Path) -> None:
     with reducer_here() as server, joined(1, servers=server.address) as (client,):
-        client.all_reduce(np.ones(1, np.float32)).wait()
+        client.all_reduce(np.ones(77, np.float32)).wait()
         client.start_timeline(tmp_path / "later.json")
         client.all_reduce(np.ones(1, np.float32), name="later").wait()
-    assert {
-        one["args"]["bytes"]
-        for one in events(tmp_path / "later.json")
-        if "bytes" in one.get("args", {})
-    }
-    assert not list(tmp_path.glob("*rank*"))
+        child = os.fork()
+        if child == 0:
+            try:
+                client.start_timeline(tmp_path / "later.json")
+            except LocalProtocolError:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    shown = [event["args"] for event in events(tmp_path / "later.json") if "args" in event]
+    assert any(its.get("tensors") == ["later"] for its in shown)
+    assert 4 * 77 not in {its.get("bytes") for its in shown}
+
+
+def test_what_the_disk_has_no_room_for_is_left_out(
+    lines: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder" / "file.json"
+    lines.slice("track", "before", (0.0, 1.0), {})
+    eventually(lambda: len(events(path)) == 1)
+    real = os.pwrite
+
+    def short(file: int, data: bytes, offset: int) -> int:
+        return real(file, data[: len(data) // 2] if len(data) > 50 else data, offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    lines.slice("track", "after", (1.0, 2.0), {"text": "x" * 100})
+    lines.close()
+    assert [event["name"] for event in events(path)] == ["before"]
+
+
+def test_a_line_that_cannot_be_formatted_is_shown_by_logging(
+    lines: Timeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "%d", ("no number",), None)
+    LogEvents(lines, logging.WARNING).emit(record)
+    assert "no number" in capsys.readouterr().err
+
+
+def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path: Path) -> None:
+    with reducer_here(timeline=tmp_path) as server:
+        address = server.address
+    with reducer_here(timeline=tmp_path, bind=f"tcp://{address}"):
+        assert len(list(tmp_path.glob("reducer-*.json"))) == 2
 
 
 # -- one clock ----------------------------------------------------------------------------------
@@ -312,7 +350,7 @@ def test_clocks_are_found_from_the_messages(files: list[Path], tmp_path: Path) -
         shifted(path, tmp_path / "moved", host, ahead_us)
         for path, (host, ahead_us) in zip(files, AHEAD_US.items(), strict=True)
     ]
-    clocks = merge(moved, tmp_path / "merged.json")
+    clocks, _ = merge(moved, tmp_path / "merged.json")
     assert [clock.host for clock in clocks] == ["rank0", "rank1", "reducer"]
     for clock in clocks:
         assert clock.error_us < 5000  # beside other tests
@@ -325,7 +363,8 @@ def test_clocks_are_found_from_the_messages(files: list[Path], tmp_path: Path) -
 
 def test_one_host_has_one_clock(files: list[Path], tmp_path: Path) -> None:
     output = files[0].parent / "timeline.json"
-    (clock,) = merge([files[0].parent], output)
+    (clock,), left_out = merge([files[0].parent], output)
+    assert left_out == []
     assert (clock.offset_us, clock.error_us) == (0.0, 0.0)
     assert described(clock).endswith("its clock is the one that all times are on")
     first = events(output)
@@ -339,11 +378,11 @@ def a_process(host: str, kind: str, begun_us: float = 0.0, **about: Any) -> Proc
 
 
 def test_bounds_add_up_along_a_path() -> None:
-    key = ("job", 1)
+    key = ("job", 0, 1)
     first, second = (a_process(f"rank{rank}", "rank", rank=rank) for rank in range(2))
     reducer = a_process("reducer", "reducer")
-    first.spans[key] = Span(100.0, 200.0)
-    second.spans[key] = Span(1110.0, 1180.0)  # its clock is 1000 ahead
+    first.spans[key] = Span(0, 100.0, 200.0)
+    second.spans[key] = Span(1, 1110.0, 1180.0)  # its clock is 1000 ahead
     reducer.rounds[key] = Round(begun_us=5110.0, complete_us=5150.0, done_us=5160.0, first_rank=0)
     clocks = align([first, second, reducer])
     assert clocks["reducer"] == Clock("reducer", -4985.0, 25.0)  # ahead by 4960 to 5010
@@ -355,7 +394,37 @@ def test_who_shares_no_all_reduce_is_placed_by_the_wall_clock() -> None:
     first, other = a_process("a", "rank", 500.0, rank=0), a_process("b", "rank", 700.0, rank=1)
     clock = align([first, other])["b"]
     assert clock.offset_us == -200.0
-    assert "taken from the wall clocks" in described(clock)
+    assert "was taken from the wall clocks" in described(clock)
+
+
+def test_clocks_that_contradict_each_other_are_not_believed() -> None:
+    rank, reducer = a_process("rank0", "rank", rank=0), a_process("reducer", "reducer")
+    for number, ahead_us in enumerate((0.0, 5000.0)):
+        rank.spans["job", 0, number] = Span(0, 100.0, 200.0)
+        times = (110.0 + ahead_us, 150.0 + ahead_us, 160.0 + ahead_us)
+        reducer.rounds["job", 0, number] = Round(*times, first_rank=0)
+    assert "contradict each other" in described(align([rank, reducer])["reducer"])
+
+
+def test_ranks_are_known_by_the_numbers_of_their_membership() -> None:
+    key = ("job~2", 0, 1)  # rank 0 was lost, and rank 2 is the second one of those that are left
+    rank, reducer = a_process("rank2", "rank", rank=2), a_process("reducer", "reducer")
+    rank.spans[key] = Span(1, 100.0, 1200.0)
+    reducer.rounds[key] = Round(begun_us=110.0, complete_us=1150.0, done_us=1160.0, first_rank=1)
+    # Ahead by 10 at most, as its contribution was the first one, and behind by 40 at most.
+    assert align([rank, reducer])["reducer"] == Clock("reducer", 15.0, 25.0)
+
+
+def test_what_is_merged_already_is_left_out(files: list[Path], tmp_path: Path) -> None:
+    folder = files[0].parent
+    (folder / "empty.json").write_text("")
+    merge([folder], folder / "one.json")
+    _, left_out = merge([folder], folder / "two.json")
+    assert [said.partition(" is no timeline")[0] for said in left_out] == [
+        str(folder / "empty.json"),
+        str(folder / "one.json"),
+    ]
+    assert len(events(folder / "one.json")) == len(events(folder / "two.json"))
 
 
 def test_a_clock_is_described() -> None:

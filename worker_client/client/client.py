@@ -374,7 +374,9 @@ class Client:
 
         Raises:
             ConfigError: it cannot be written.
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
+        self._check_usable()
         self._trace.start(Path(path), self._ordered.flat.spec)
 
     def stop_timeline(self) -> None:

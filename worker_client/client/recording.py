@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from pickle import dumps
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 KEPT = 1000  # calls
 SHOWN_FRAMES = 8  # of the program, from the one that made a call outwards
 AGAIN_S = 1.0  # between two writings, unless it is the last one: calls fail in numbers
+MOST_S = 5.0  # that the end of a client waits for the disk
 TELLING = (MismatchError, RankLostError, ReducerLostError, ReductionTimeout)
 ORDERED, NAMED = 0, 1  # the groups of calls in the file, as if they were process groups
 _FORM = "2.10"
@@ -58,7 +60,8 @@ class Entry:
 
     Args:
         group: `ORDERED` or `NAMED`.
-        number: of the call, from 0: among those without a name, or those of its name.
+        number: of the call, from 0: among those without a name, or those of its name; None: it is
+            not known yet, or the call was refused.
         name: the caller's.
         data: what is to be reduced.
         op: reduction.
@@ -74,11 +77,11 @@ class Entry:
         *("op", "shape", "work"),
     )
 
-    def __init__(self, group: int, number: int, name: str | None, data: Any, op: object) -> None:
+    def __init__(self, group: int, number: int | None, name: object, data: Any, op: object) -> None:
         self.id = 0
         self.group = group
         self.number = number
-        self.name = name
+        self.name = name if name is None or isinstance(name, str) else repr(name)
         self.shape = [int(length) for length in getattr(data, "shape", ())]
         self.dtype = str(getattr(data, "dtype", type(data).__name__)).removeprefix("torch.")
         self.op = op.name.lower() if isinstance(op, ReduceOp) else str(op)
@@ -131,12 +134,12 @@ class Entry:
 
 
 class CallLog:
-    """The latest calls of one client; threads may share it.
+    """The latest calls of one client; threads may share it, but not the children of the process.
 
     Args:
         directory: where files go; made when there is something to write.
         describe: returns what the file tells besides, and as ``waiting`` the names of the calls
-            that not all ranks have made yet. It takes no locks: a call may end within some.
+            that not all ranks have made yet.
     """
 
     def __init__(self, directory: Path, describe: Callable[[], dict[str, Any]]) -> None:
@@ -144,7 +147,10 @@ class CallLog:
         self._describe = describe
         self._entries: deque[Entry] = deque(maxlen=KEPT)
         self._made = 0
+        self._began_ns = time.time_ns()
         self._written_at = -AGAIN_S
+        self._finished = False
+        self._pid = os.getpid()
         self._counting = threading.RLock()  # a signal handler may make a call
         self._writing = threading.RLock()
 
@@ -166,44 +172,62 @@ class CallLog:
         entry.ended_ns = time.time_ns()
         if not isinstance(error, TELLING):
             return
-        if time.monotonic() - self._written_at >= AGAIN_S:
-            self.write()
+        now = time.monotonic()
+        if now - self._written_at >= AGAIN_S and self._pid == os.getpid():
+            self._written_at = now
+            # Not here: whoever waits for this call would wait for the disk, too.
+            with suppress(RuntimeError):  # the interpreter ends, and `finish` writes
+                self._write_apart()
 
     def finish(self) -> None:
         """Write all at the end of the client or program: another rank may miss a call."""
+        if self._finished or self._pid != os.getpid():
+            return
         for entry in tuple(self._entries):  # whoever waited may have left before it was noted
             if entry.work is not None and entry.work.done() and not entry.ended_ns:
                 entry.error, entry.ended_ns = entry.work.future().exception(), time.time_ns()
-        self.write()
+        self._finished = True
+        try:
+            writer = self._write_apart()
+        except RuntimeError:  # the interpreter starts no threads any more
+            self.write()
+            return
+        writer.join(MOST_S)
+        if writer.is_alive():
+            log.warning("the latest calls are not written after %g s (REDUCTION_DUMP)", MOST_S)
+
+    def _write_apart(self) -> threading.Thread:
+        writer = threading.Thread(target=self.write, name="dump", daemon=True)
+        writer.start()
+        return writer
 
     def write(self) -> None:
         """Write the calls that are kept; a file system that refuses is no reason to fail."""
-        self._written_at = time.monotonic()
-        about = self._describe()
-        waiting = about.pop("waiting")
-        kept = tuple(self._entries)
-        # Of calls with names there is no order in which every rank makes them.
-        ordered = [(entry.number, entry) for entry in kept if entry.group == ORDERED]
-        named = sorted(
-            (entry for entry in kept if entry.group == NAMED),
-            key=lambda entry: (entry.number, str(entry.name)),
-        )
-        entries = [
-            entry.described(place, scheduled=not entry.ended_ns and entry.name in waiting)
-            for place, entry in (*ordered, *enumerate(named))
-        ]
-        document = {"version": _FORM, **about, "entries": entries}
-        rank = about["reduction"]["rank"]
-        try:
-            with self._writing:
+        with self._writing:
+            about = self._describe()
+            about["reduction"] |= {"began_ns": self._began_ns, "written_ns": time.time_ns()}
+            waiting = about.pop("waiting")
+            kept = tuple(self._entries)
+            # Of calls with names there is no order in which every rank makes them.
+            ordered = [(entry.number or 0, entry) for entry in kept if entry.group == ORDERED]
+            named = sorted(
+                (entry for entry in kept if entry.group == NAMED),
+                key=lambda entry: (entry.number or 0, str(entry.name)),
+            )
+            entries = [
+                entry.described(place, scheduled=not entry.ended_ns and entry.name in waiting)
+                for place, entry in (*ordered, *enumerate(named))
+            ]
+            document = {"version": _FORM, **about, "entries": entries}
+            rank = about["reduction"]["rank"]
+            try:
                 self._directory.mkdir(parents=True, exist_ok=True)
-                text = json.dumps(document, indent=1).encode()
-                _replace(self._directory / f"calls-{rank}.json", text)
+                _replace(self._directory / f"calls-{rank}.json", json.dumps(document).encode())
                 _replace(self._directory / f"rank_{rank}", dumps(document, protocol=4))
-        except OSError as error:
-            log.warning("the latest calls could not be written (REDUCTION_DUMP): %s", error)
-        else:
-            log.info("the latest %d calls are in %s", len(entries), self._directory)
+            except OSError as error:
+                log.warning("the latest calls could not be written (REDUCTION_DUMP): %s", error)
+            else:
+                log.info("the latest %d calls are in %s", len(entries), self._directory)
 
 
 class RecordingClient(Client):
@@ -219,7 +243,10 @@ class RecordingClient(Client):
     ) -> None:
         super().__init__(*arguments, **settings)
         self._made = 0
-        self._log = CallLog(dump / file_name(self.spec.job), self._describe)
+        directory = file_name(self.spec.job)
+        if self.spec.generation:
+            directory += f"-generation-{self.spec.generation}"
+        self._log = CallLog(dump / directory, self._describe)
         self._across = across
         self._joined_late = self.newcomer
         atexit.register(self._log.finish)
@@ -235,10 +262,8 @@ class RecordingClient(Client):
     ) -> Work:
         """As of `Client`."""
         if name is not None:
-            entry = Entry(NAMED, 0, name, data, op)
-            work = self._record(entry, data, op, timeout=timeout, **how)
-            entry.number = getattr(work, "call", 0)
-            return work
+            entry = Entry(NAMED, None, name, data, op)
+            return self._record(entry, data, op, name=name, timeout=timeout, **how)
         with self._order:
             entry = Entry(ORDERED, self._number(), None, data, op)
             return self._record(entry, data, op, timeout=timeout, **how)
@@ -246,7 +271,7 @@ class RecordingClient(Client):
     def decline(self, why: BaseException, *, name: str | None = None) -> None:
         """As of `Client`."""
         with self._order:
-            group, number = (ORDERED, self._number()) if name is None else (NAMED, 0)
+            group, number = (ORDERED, self._number()) if name is None else (NAMED, None)
             entry = Entry(group, number, name, None, "declined")
             self._log.note(entry)
             self._log.end(entry, why)
@@ -265,10 +290,12 @@ class RecordingClient(Client):
     def _record(self, entry: Entry, data: Any, op: str | ReduceOp, **how: Any) -> Work:
         self._log.note(entry)
         try:
-            work = super().all_reduce(data, op, name=entry.name, **how)
+            work = super().all_reduce(data, op, **how)
         except BaseException as error:
             self._log.end(entry, error)
             raise
+        if entry.group == NAMED:
+            entry.number = getattr(work, "call", None)
         self._log.follow(entry, work)
         return work
 
@@ -293,7 +320,6 @@ class RecordingClient(Client):
                 "joined_late": self._joined_late,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "written_ns": time.time_ns(),
                 "calls": self._made,
                 "links": [
                     {"reducer": link.address, "state": link.state.name, "connected": link.up}
@@ -325,5 +351,9 @@ def _told(error: BaseException) -> dict[str, Any]:
 def _replace(path: Path, data: bytes) -> None:
     """Write a file so that whoever reads it meanwhile finds all of it, or what was there before."""
     beside = path.with_suffix(".tmp")
-    beside.write_bytes(data)
-    beside.replace(path)
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -24,12 +24,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     Events = list[dict[str, Any]]
-    Key = tuple[str, int]  # a job and the number of an all-reduce
+    Key = tuple[str, int, int]  # a job, its generation, and the number of an all-reduce
 
 
 class Span(NamedTuple):
-    """An all-reduce as a rank has it: when it began to be sent, and when it ended, us."""
+    """An all-reduce as a rank has it: when it began to be sent, and when it ended, us.
 
+    Attributes:
+        rank: as the reducers call it, which changes when ranks are lost.
+    """
+
+    rank: int
     begun_us: float
     ended_us: float
 
@@ -85,28 +90,50 @@ class Clock(NamedTuple):
         host: the name of a machine that has it.
         offset_us: what is to be added to its times; those of the first host stay as they are.
         error_us: how far off that may be; infinite where only the wall clocks tell.
+        why: that is so, then.
     """
 
     host: str
     offset_us: float
     error_us: float
+    why: str = ""
 
 
-def merge(paths: Sequence[Path], output: Path) -> list[Clock]:
+class Merged(NamedTuple):
+    """What has become of files.
+
+    Attributes:
+        clocks: of all hosts.
+        left_out: why files of a directory were left out, a sentence for each.
+    """
+
+    clocks: list[Clock]
+    left_out: list[str]
+
+
+def merge(paths: Sequence[Path], output: Path) -> Merged:
     """Write the events of several files to one.
 
     Args:
         paths: files, and directories of them.
         output: file that is written.
 
-    Returns:
-        The clocks of all hosts.
-
     Raises:
-        ConfigError: there are no timelines, or one cannot be read, or the output not written.
+        ConfigError: there are no timelines, or one that was named cannot be read, or the output
+            not written.
     """
-    files = [file for path in paths for file in _files(path, output)]
-    processes = sorted(map(_read, files), key=lambda one: one.order)
+    processes: list[Process] = []
+    left_out: list[str] = []
+    for file, was_named in _files(paths):
+        if file.resolve() == output.resolve():
+            continue
+        try:
+            processes.append(_read(file))
+        except ConfigError as error:
+            if was_named:
+                raise
+            left_out.append(str(error))
+    processes.sort(key=lambda one: one.order)
     if not processes:
         raise ConfigError(
             f"there are no timelines in {', '.join(map(str, paths))}: set REDUCTION_TIMELINE to a "
@@ -130,20 +157,16 @@ def merge(paths: Sequence[Path], output: Path) -> list[Clock]:
                 event["ts"] = (round(1000 * event["ts"]) + shift_ns) / 1000
         merged += one.events
     try:
-        with output.open("w", encoding="utf-8") as file:
-            file.write("[\n" + ",\n".join(map(_json, merged)) + "\n]\n")
+        output.write_text("[\n" + ",\n".join(map(_json, merged)) + "\n]\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
-    return list(clocks.values())
+    return Merged(list(clocks.values()), left_out)
 
 
 def described(clock: Clock) -> str:
     """Return a sentence about a clock."""
     if math.isinf(clock.error_us):
-        return (
-            f"host {clock.host}: no all-reduce tells how its clock differs from the first host's: "
-            "taken from the wall clocks"
-        )
+        return f"host {clock.host}: {clock.why}: its clock was taken from the wall clocks"
     if not clock.error_us:
         return f"host {clock.host}: its clock is the one that all times are on"
     ahead_ms, error_ms = -clock.offset_us / 1000, clock.error_us / 1000
@@ -167,28 +190,32 @@ def align(processes: Sequence[Process]) -> dict[str, Clock]:
                 most[there, here] = min(most[there, here], behind_us)
     for via in range(len(hosts)):  # Floyd and Warshall
         most = np.minimum(most, most[:, via, None] + most[None, via, :])
+    contradictory = bool((np.diag(most) < 0).any())
     clocks = {}
     for at, host in enumerate(hosts):
         one = next(process for process in processes if process.host == host)
         ahead_us, behind_us = most[0, at], most[at, 0]
+        why = "all-reduces contradict each other" if contradictory else ""
         if math.isinf(ahead_us) or math.isinf(behind_us):
+            why = "no all-reduce tells how its clock differs from the first host's"
+        if at == 0:
+            clocks[host] = Clock(one.about["host"], 0.0, 0.0)
+        elif why:
             wall_us = _wall_us(one) - _wall_us(processes[0])
-            clocks[host] = Clock(one.about["host"], wall_us, math.inf)
+            clocks[host] = Clock(one.about["host"], wall_us, math.inf, why)
         else:
-            # Clocks that drift apart can contradict each other: then by as much as that.
-            error_us = abs(ahead_us + behind_us) / 2
+            error_us = (ahead_us + behind_us) / 2
             clocks[host] = Clock(one.about["host"], (behind_us - ahead_us) / 2, error_us)
     return clocks
 
 
 def _bounds(rank: Process, reducer: Process) -> Iterator[tuple[float, float]]:
     """Yield how far the reducer's clock is ahead of the rank's at most, and behind it at most."""
-    number = rank.about["rank"]
     for key, span in rank.spans.items():
         its = reducer.rounds.get(key)
         if its is None or not its.done_us:
             continue
-        arrived_us = its.begun_us if its.first_rank == number else its.complete_us
+        arrived_us = its.begun_us if its.first_rank == span.rank else its.complete_us
         yield arrived_us - span.begun_us, span.ended_us - its.done_us
 
 
@@ -198,20 +225,25 @@ def _wall_us(process: Process) -> float:
     return float(process.about["wall_ns"] / 1000 - begun_us)
 
 
-def _files(path: Path, output: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return [file for file in sorted(path.glob("*.json")) if file.resolve() != output.resolve()]
+def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Yield all files, and whether each was named, and not found in a directory."""
+    for path in paths:
+        if path.is_dir():
+            yield from ((file, False) for file in sorted(path.glob("*.json")))
+        else:
+            yield path, True
 
 
 def _read(path: Path) -> Process:
     try:
         events = json.loads(path.read_bytes())
-        about = next(event["args"] for event in events if event["name"] == "begins")
+        (about,) = (event["args"] for event in events if event["name"] == "begins")
         process = Process(path, about, events)
-        _ = process.host, process.order, about["wall_ns"]
+        _ = process.order, about["host"], process.host, float(about["wall_ns"])
+        if not all(math.isfinite(event["ts"]) for event in events if event["ph"] != "M"):
+            raise ValueError("a time that is no number")
         _understand(process)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+    except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is no timeline of a rank or reducer: {error!r}") from None
     return process
 
@@ -224,11 +256,11 @@ def _understand(process: Process) -> None:
             continue
         its = event.get("args", {})
         if "sequence" in its:
-            key = its["job"], its["sequence"]
+            key = its["job"], its["generation"], its["sequence"]
             if not process.is_rank:
                 process.rounds[key] = Round(**{name: its[name] for name in Round._fields})
             elif "error" not in its:
-                process.spans[key] = Span(event["ts"], event["ts"] + event["dur"])
+                process.spans[key] = Span(its["rank"], event["ts"], event["ts"] + event["dur"])
         elif event["name"] == "queued" and key in process.spans:
             span = process.spans[key]
             process.spans[key] = span._replace(begun_us=event["ts"] + event["dur"])

@@ -243,7 +243,7 @@ class FlatCommunicator(Communicator):
 
     def submit(self, operation: Operation) -> None:
         if self._trace.timeline is not None:
-            self._trace.follow(operation, self.session.spec.job)
+            self._trace.follow(operation, self.session.spec)
         self.driver.submit(operation)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:

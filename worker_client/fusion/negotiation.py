@@ -335,7 +335,8 @@ class Negotiation:
         self._note(f"not {key.tensor.name} {key.call}")
 
     def _note(self, what: str) -> None:
-        self.state = zlib.crc32(what.encode(), self.state & 0xFFFFFFFF)
+        # A name that is refused may be no text: half a character, say.
+        self.state = zlib.crc32(what.encode(errors="surrogatepass"), self.state & 0xFFFFFFFF)
 
     def _mismatches(
         self, has: np.ndarray[Any, np.dtype[np.bool_]], complete: np.ndarray[Any, Any]

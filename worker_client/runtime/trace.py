@@ -77,12 +77,12 @@ class Trace:
             self.timeline = None
             self._opened.close()
 
-    def follow(self, operation: Operation, job: str) -> None:
+    def follow(self, operation: Operation, spec: JobSpec) -> None:
         """Show an all-reduce that is submitted now, once it ends.
 
         Args:
             operation: what is asked for; its `ended` is set already.
-            job: of the membership that it is submitted to.
+            spec: of the membership that it is submitted to, which may have other numbers for ranks.
         """
         submitted_s = time.monotonic()
         told = operation.ended
@@ -96,7 +96,9 @@ class Trace:
                     "bytes": operation.view.nbytes,
                     "dtype": operation.dtype.name.lower(),
                     "op": operation.op.name.lower(),
-                    "job": job,
+                    "job": spec.job,
+                    "generation": spec.generation,
+                    "rank": spec.rank,
                     "sequence": number,
                     **_failure(error),
                 }

@@ -11,6 +11,7 @@ const HISTORY_MS = 2000;
 const SPAN_S = 600; // that the chart shows
 const GAP_S = 12; // between two samples: what was between them is not known
 const WINDOW_S = 10; // over which waits are looked at
+const MOST_LOOKS = 30; // in that time, whatever a reducer says of it
 const LEVELS = [0.02, 0.1, 0.25]; // of the time, from which on a rank has another colour
 const MOST_CELLS = 128; // of a job; each stands for several ranks if there are more
 const SHOWN_JOBS = 12;
@@ -55,6 +56,7 @@ class Reducer {
       }
       this.status = status;
       this.looks.push(status);
+      this.looks = this.looks.slice(-MOST_LOOKS);
       while (this.looks.length > 2 && status.uptime_s - this.looks[1].uptime_s >= WINDOW_S) {
         this.looks.shift();
       }

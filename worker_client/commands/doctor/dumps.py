@@ -14,7 +14,7 @@ from pathlib import Path  # noqa: TC003 (an argument's type)
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError
-from worker_client.client.recording import NAMED, ORDERED
+from worker_client.client.recording import ORDERED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,10 +63,11 @@ class Dump:
     """The latest calls of one rank.
 
     Attributes:
-        job, generation, run: of which run of which job it is.
+        job, generation: whose.
         rank: whose.
         ranks: of the job.
-        joined_late: the rank has joined a job that ran, and counts calls from there.
+        began_ns, written_ns: when the client began, and when this was written, by its wall clock.
+        changes: ranks have joined the job or left it: calls have had other numbers since.
         ordered: calls without a name, by number.
         named: calls with one, by name and number.
         whole: no earlier call was dropped from the file.
@@ -74,10 +75,11 @@ class Dump:
 
     job: str
     generation: int
-    run: str
     rank: int
     ranks: tuple[int, ...]
-    joined_late: bool
+    began_ns: int
+    written_ns: int
+    changes: bool
     ordered: Mapping[int, Call]
     named: Mapping[tuple[str, int], Call]
     whole: bool
@@ -107,16 +109,16 @@ def examine_dumps(directory: Path) -> list[Finding]:
     Raises:
         ConfigError: there are none, or one of them cannot be read.
     """
-    runs: dict[tuple[str, int, str], list[Dump]] = {}
+    by_place: dict[tuple[Path, str, int], list[Dump]] = {}
     for path in sorted(directory.rglob("calls-*.json")):
         dump = _read(path)
-        runs.setdefault((dump.job, dump.generation, dump.run), []).append(dump)
-    if not runs:
+        by_place.setdefault((path.parent, dump.job, dump.generation), []).append(dump)
+    if not by_place:
         raise ConfigError(
             f"there are no files calls-RANK.json in {directory}: set REDUCTION_DUMP to a directory "
             "at every rank, and copy what they have written to one place if they share none"
         )
-    return [finding for dumps in runs.values() for finding in _findings(dumps)]
+    return [finding for dumps in by_place.values() for finding in _findings(dumps)]
 
 
 def _read(path: Path) -> Dump:
@@ -124,23 +126,28 @@ def _read(path: Path) -> Dump:
         found = json.loads(path.read_bytes())
         about = found["reduction"]
         entries = found["entries"]
-        groups = {ORDERED: {}, NAMED: {}}  # type: dict[int, dict[Any, Call]]
+        ordered: dict[int, Call] = {}
+        named: dict[tuple[str, int], Call] = {}
         for entry in entries:
             name, number = entry["reduction"]["name"], entry["reduction"]["call"]
-            key = number if entry["pg_id"] == ORDERED else (name, number)
-            groups[entry["pg_id"]][key] = _call(entry)
+            if entry["pg_id"] == ORDERED:
+                ordered[int(number)] = _call(entry)
+            elif number is not None:  # else it was refused at this rank
+                named[str(name), int(number)] = _call(entry)
+        ranks = tuple(map(int, about["ranks"]))
         return Dump(
-            about["job"],
-            about["generation"],
-            about["run"],
-            about["rank"],
-            tuple(about["ranks"]),
-            about["joined_late"],
-            groups[ORDERED],
-            groups[NAMED],
+            str(about["job"]),
+            int(about["generation"]),
+            int(about["rank"]),
+            ranks,
+            int(about["began_ns"]),
+            int(about["written_ns"]),
+            bool(about["joined_late"]) or len(about["present"]) < len(about["ranks"]),
+            ordered,
+            named,
             not entries or min(entry["record_id"] for entry in entries) == 0,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is no file of a rank's calls: {error!r}") from None
 
 
@@ -161,8 +168,9 @@ def _call(entry: Mapping[str, Any]) -> Call:
 
 def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
     job = dumps[0].job
-    ranks = {rank for dump in dumps for rank in dump.ranks}
-    silent = sorted(ranks - {dump.rank for dump in dumps})
+    latest = _latest_run(dumps)
+    ranks = {rank for dump in latest for rank in dump.ranks}
+    silent = sorted(ranks - {dump.rank for dump in latest})
     if silent:
         yield Finding(
             job,
@@ -171,12 +179,23 @@ def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
             None,
             f"{_ranks(silent)} left no file: the process was killed, or its file is elsewhere",
         )
-    comparable = [dump for dump in dumps if not dump.joined_late]
-    found = [*_ordered(job, comparable), *_named(job, dumps)]
+    found: list[Finding] = []
+    if not any(dump.changes for dump in latest):  # whose calls have different numbers
+        found = [*_ordered(job, latest), *_named(job, latest)]
     yield from found
     if not found:
-        for dump in dumps:
+        for dump in latest:
             yield from _unfinished(dump)
+
+
+def _latest_run(dumps: Sequence[Dump]) -> list[Dump]:
+    """Return the files of one run: those of an earlier one were written before it began."""
+    latest: list[Dump] = []
+    for dump in sorted(dumps, key=lambda one: one.began_ns):
+        if latest and dump.began_ns > max(one.written_ns for one in latest):
+            latest = []
+        latest.append(dump)
+    return sorted(latest, key=lambda one: one.rank)
 
 
 def _ordered(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
@@ -188,16 +207,35 @@ def _ordered(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
     last = max(max(dump.ordered, default=-1) for dump in made)
     for number in range(first, last + 1):
         said = {dump.rank: dump.ordered[number].said for dump in made if number in dump.ordered}
-        common, times = Counter(said.values()).most_common(1)[0]
+        if not said:
+            continue
+        (common, times), *others = Counter(said.values()).most_common()
         odd = [dump for dump in made if said.get(dump.rank) != common]
         if not odd:
             continue
-        others = [dump for dump in made if said.get(dump.rank) == common]
-        if times == 1 and len(made) == 2:  # nobody can say which of the two is wrong
-            odd = [dump for dump in odd if number not in dump.ordered] or odd[:1]
+        if len(said) == len(made) and any(times == also for _, also in others):
+            yield _torn(job, made, number)  # nobody can say which of them is wrong
+            return
+        alike = [dump for dump in made if said.get(dump.rank) == common]
         for dump in odd:
-            yield _odd(job, dump, others[0], number, len(others))
+            yield _odd(job, dump, alike[0], number, len(alike))
         return
+
+
+def _torn(job: str, made: Sequence[Dump], number: int) -> Finding:
+    """Say that as many ranks have made a call in one way as in another."""
+    by_said: dict[Said, list[Dump]] = {}
+    for dump in made:
+        by_said.setdefault(dump.ordered[number].said, []).append(dump)
+    told = "; ".join(
+        f"{_ranks(one.rank for one in dumps)} made {dumps[0].ordered[number]}"
+        for dumps in by_said.values()
+    )
+    message = (
+        f"ranks disagree on all-reduce {number}, and it shows of none which one is wrong: {told}. "
+        "One of them left a call out, or made one more, or another one"
+    )
+    return Finding(job, None, number, None, message)
 
 
 def _odd(job: str, dump: Dump, other: Dump, number: int, others: int) -> Finding:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reducer.commands import terminal
+from reducer.monitoring.status import printable
 from worker_client.commands.doctor.findings import mbit
 from worker_client.commands.launch import report
 
@@ -70,8 +71,8 @@ def findings(found: Sequence[Finding]) -> None:
     """Print what files of calls show, job by job."""
     console = _pretty()
     for job in dict.fromkeys(one.job for one in found):
-        messages = [one.message for one in found if one.job == job]
-        _sentence(f"job {job}", NAME)
+        messages = [printable(one.message) for one in found if one.job == job]
+        _sentence(f"job {printable(job)}", NAME)
         if console:
             table = _table(1)
             for message in messages:
