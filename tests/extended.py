@@ -123,6 +123,7 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_rank_dies_while_the_others_compute",
             "test_one_rank_after_another_dies",
             "test_the_first_rank_is_like_any_other",
+            "test_a_reducer_dies_with_a_rank",
         ),
         "test_a_minority_does_not_go_on": ("test_several_die_at_about_the_same_time",),
     },
@@ -323,6 +324,23 @@ ROWS = (
         ("tests/engine/test_lateness.py", "tests/reducer/test_http.py::test_what_the_others_lose"),
     ),
     Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
+    Row(
+        "tests/integration/test_horovod.py::test_a_rank_is_killed_and_one_joins",
+        ("tests/integration/test_join.py::test_four_ranks_become",),
+    ),
+    Row(
+        "tests/integration/test_horovod.py::test_errors",
+        ("tests/integration/test_horovod.py::test_errors",),
+        {"errors": 2},
+    ),
+    Row(
+        "tests/worker_client/test_recording.py::test_pytorchs_analyzer",
+        ("tests/worker_client/test_recording.py::test_calls_by_name_have_the_same_places",),
+    ),
+    Row(
+        "tests/integration/test_wire_dtype.py::test_a_reducer_may_die_between_the_pieces[compiled-int8]",
+        ("tests/integration/test_wire_dtype.py::test_a_reducer_may_die_between_the_pieces",),
+    ),
     Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
     *(
