@@ -329,11 +329,6 @@ ROWS = (
         ("tests/integration/test_join.py::test_four_ranks_become",),
     ),
     Row(
-        "tests/integration/test_horovod.py::test_errors",
-        ("tests/integration/test_horovod.py::test_errors",),
-        {"errors": 2},
-    ),
-    Row(
         "tests/worker_client/test_recording.py::test_pytorchs_analyzer",
         ("tests/worker_client/test_recording.py::test_calls_by_name_have_the_same_places",),
     ),
