@@ -325,10 +325,6 @@ ROWS = (
     ),
     Row("tests/lab/test_hierarchy.py", ("tests/integration/test_hierarchy_ddp.py",)),
     Row(
-        "tests/integration/test_horovod.py::test_a_rank_is_killed_and_one_joins",
-        ("tests/integration/test_join.py::test_four_ranks_become",),
-    ),
-    Row(
         "tests/worker_client/test_recording.py::test_pytorchs_analyzer",
         ("tests/worker_client/test_recording.py::test_calls_by_name_have_the_same_places",),
     ),
