@@ -2,7 +2,8 @@
 
 It holds an array of events of Google's trace event format. Times are microseconds of the process's
 monotonic clock; `worker_client.commands.timeline` joins several files on one clock. The file is
-complete whenever somebody looks: each time, the array's end is written anew behind what is new.
+complete after every write, which puts the array's end anew behind the new events; who reads it
+during a write may find the array without its end.
 """
 
 from __future__ import annotations

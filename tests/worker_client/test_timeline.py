@@ -407,7 +407,7 @@ def test_clocks_that_contradict_each_other_are_not_believed() -> None:
 
 
 def test_ranks_are_known_by_the_numbers_of_their_membership() -> None:
-    key = ("job~2", 0, 1)  # rank 0 was lost, and rank 2 is the second one of those that are left
+    key = ("job~2", 0, 1)  # rank 0 was lost; of ranks 1 and 2, which go on, rank 2 is the second
     rank, reducer = a_process("rank2", "rank", rank=2), a_process("reducer", "reducer")
     rank.spans[key] = Span(1, 100.0, 1200.0)
     reducer.rounds[key] = Round(begun_us=110.0, complete_us=1150.0, done_us=1160.0, first_rank=1)

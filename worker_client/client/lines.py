@@ -1,4 +1,4 @@
-"""One line when a worker begins and one when it ends: for whoever looks at a job's output later.
+"""The line in a job's output when a worker begins, and the one when it ends.
 
 They are records of level INFO if the program has set up logging, which decides where they go; else
 lines on standard error.

@@ -231,7 +231,7 @@ class CallLog:
 
 
 class RecordingClient(Client):
-    """A client whose latest calls are written to files when one of them fails.
+    """A client that writes its latest calls to a file when one of them fails, and when it ends.
 
     Args:
         dump: a directory; its subdirectory named after the job gets a file for each rank.

@@ -264,7 +264,7 @@ def _follows(one: Dump, other: Dump, number: int) -> bool:
 
 
 def _has_followed(other: Dump, number: int, mine: Call) -> bool:
-    """Whether a call like `mine` came after one like this in an earlier step, and not before it."""
+    """Whether a call like `mine` came after one like `other`'s call `number`, never before one."""
     its = other.ordered
     pairs = [(its[at].said, its[at + 1].said) for at in its if at + 1 in its]
     theirs = its[number].said
