@@ -120,16 +120,13 @@ clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)
 	find reducer worker_client -name '*.so' -delete
 
-# What the demo needs, and nothing else: the package, compiled while what is large is installed beside
-# it. Byte code is made of what the demo imports alone; pip would make it of everything, for longer.
+# What the demo needs, and nothing else. By one pip: a second one that works in the same environment
+# fails when the first replaces what it reads. Byte code is made as the demo imports; pip would make it
+# of everything, for longer.
 .venv/demo-ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Compiling the package, and installing what the demo needs into .venv: a minute or two"
-	@$(INSTALL) --no-deps -e . & compiled=$$!; \
-	$(BIN)/python -m pip install --no-compile -c constraints.txt torch scikit-learn matplotlib && \
-	$(BIN)/python -c "import torch, sklearn.datasets, matplotlib.backends.backend_agg" && \
-	wait $$compiled
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt "$(PACKAGE)[demo]"
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[demo]"
 	touch $@
 
 # ... and what tests and linters need.
