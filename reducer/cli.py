@@ -209,7 +209,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         stop.set()
 
     with ExitStack() as stack:
-        port = HttpPort(settings.http) if settings.http else None
+        port = HttpPort(settings.http, settings.http_connections) if settings.http else None
         if port:
             stack.callback(port.close)
         server = Server(settings, None if settings.keys is None else Keyring.load(settings.keys))

@@ -30,6 +30,7 @@ from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE
 from reducer.wire.layout import LARGEST_CHUNK
 
 FILES_BESIDES = 64  # that a reducer has open, besides connections
+MOST_HTTP = 1024  # connections of the HTTP port
 _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 # Of workers, which may have the environment of a reducer.
 WORKER_SETTINGS = (
@@ -199,12 +200,19 @@ class ReducerConfig(BaseSettings):
             ),
         )
 
+    @property
+    def http_connections(self) -> int:
+        """Clients of the HTTP port that may be connected: a part of the files it may open."""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return MOST_HTTP if files == resource.RLIM_INFINITY else min(files // 8, MOST_HTTP)
+
     def patience(self) -> Patience:
-        """Return what each thread allows connections, with the files that it may open."""
+        """Return what each thread allows connections, with the files that may be opened."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         room = self.max_connections
         if files != resource.RLIM_INFINITY:
-            room = min(room, max(files - FILES_BESIDES, files // 2))
+            beside = FILES_BESIDES + (self.http_connections if self.http else 0)
+            room = min(room, max(files - beside, files // 2))
         return Patience(max(1, room // self.threads), 2 * self.handshake_timeout)
 
 

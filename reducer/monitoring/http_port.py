@@ -10,8 +10,10 @@
 ========================  =======================================================================
 
 Clients may be slow or hostile: a connection serves one short request within `CONNECTION_S`, only so
-many are open at once, and the oldest makes way for a new one. (A server such as waitress stops
-accepting at its limit: beside 1,000 idle connections a probe got no answer from it in 10 seconds.)
+many are open at once, and the oldest makes way for a new one. Threads are started for answers, not
+for connections, and answers get a part of a core: all-reduces would pay for more. (A server such as
+waitress stops accepting at its limit: beside 1,000 idle connections a probe got no answer from it
+in 10 seconds.)
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from __future__ import annotations
 import errno
 import io
 import logging
+import math
+import selectors
 import socket
-import socketserver
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, NamedTuple
+from http.server import BaseHTTPRequestHandler
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError
 from reducer.monitoring import history, page, status
@@ -39,16 +42,23 @@ if TYPE_CHECKING:
 
     from reducer.monitoring.observer import Observer
 
-MAX_CONNECTIONS = 16  # and as many threads
-CONNECTION_S = 5.0  # from accept to the last byte of the answer
+MAX_ANSWERS = 16  # at once, each by a thread
+ANSWER_S = 0.5  # then, if there are as many, the oldest makes way for another one
+CONNECTION_S = 5.0  # to ask, and again for the answer
 MAX_HEAD_BYTES = 8 << 10  # of the request line and all headers
-POLL_S = 0.1  # how soon the port closes
-CHURN_S = 0.005  # between two connections while there is no place for them
+POLL_S = 0.1  # how soon the port closes, and a connection that has had its time
+# After all that clients do there is a pause, so that those who keep on get no more than a part of a
+# core: so many times what answers have taken of it since, but not too long for probes.
+PAUSE_S, MOST_S = 0.005, 0.1
+TIMES = 4
+MAX_ACCEPTED, MAX_BEGUN = 16, 8  # connections and answers between two pauses
+BACKLOG = 64
 
 log = logging.getLogger(__name__)
 
 
 TEXT = "text/plain; charset=utf-8"
+TOO_LONG = b"HTTP/1.0 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n\r\n"
 
 
 class Reply(NamedTuple):
@@ -65,6 +75,7 @@ class HttpPort:
 
     Args:
         address: ``HOST:PORT``; port 0 takes a free one.
+        connections: how many may be open that nobody answers yet.
 
     Attributes:
         address: the same, with the port that was taken.
@@ -73,33 +84,32 @@ class HttpPort:
         ConfigError: it cannot be bound.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, connections: int = 64) -> None:
         host, _, port = address.rpartition(":")
         try:
-            self._server = _Server(host.strip("[]"), int(port))
+            self._connections = _Connections(host.strip("[]"), int(port), connections)
         except OSError as error:
             raise ConfigError(_explain(address, error)) from None
-        self.address = f"{host}:{self._server.server_address[1]}"
+        self.address = f"{host}:{self._connections.port}"
 
     @contextmanager
     def serving(self, observer: Observer) -> Iterator[None]:
         """Answer with what `observer` sees, until the end of the block."""
         remembered = History(observer)
-        self._server.paths = _paths(observer, remembered)
-        thread = threading.Thread(
-            target=self._server.serve_forever, args=[POLL_S], name="reducer-http", daemon=True
-        )
+        connections = self._connections
+        connections.paths = _paths(observer, remembered)
+        thread = threading.Thread(target=connections.serve, name="reducer-http", daemon=True)
         thread.start()
         try:
             with remembered.kept():
                 yield
         finally:
-            self._server.shutdown()
+            connections.stopping = True
             thread.join()
 
     def close(self) -> None:
         """Free the port, and end what is still connected."""
-        self._server.server_close()
+        self._connections.close()
 
 
 def _paths(observer: Observer, remembered: History) -> dict[str, Callable[[str], Reply]]:
@@ -141,32 +151,38 @@ def _page(file: page.File, query: str) -> Reply:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request of one connection."""
+    """Answers one request.
 
-    server: _Server
+    Args:
+        connection: over which it has come.
+        head: the request, up to the empty line at least.
+        paths: what answers, by path.
+    """
+
     timeout = CONNECTION_S
     error_content_type = TEXT
     error_message_format = "%(code)d %(message)s\n"
 
-    def handle(self) -> None:
-        """Answer the request if it is short, whole and in time."""
-        # At most so many bytes are ever kept: the standard library's own limits are far higher.
-        head = self._head()
-        if head is None:
-            self.command = self.requestline = self.request_version = ""
-            self.close_connection = True
-            self.send_error(431)
-            return
+    def __init__(
+        self, connection: socket.socket, head: bytes, paths: Mapping[str, Callable[[str], Reply]]
+    ) -> None:
+        self._head = head
+        self._paths = paths
+        nobody: Any = None  # the standard library's server
+        super().__init__(connection, None, nobody)
+
+    def setup(self) -> None:
+        """Read from what has come already."""
+        super().setup()
         self.rfile.close()
-        self.rfile = io.BytesIO(head)
-        super().handle()
+        self.rfile = io.BytesIO(self._head)
 
     def do_GET(self) -> None:
         """Answer with what the path has to say."""
         path, _, query = self.path.partition("?")
-        answer = self.server.paths.get(path)
+        answer = self._paths.get(path)
         if answer is None:
-            self.send_error(404, f"here are {', '.join(self.server.paths)}")
+            self.send_error(404, f"here are {', '.join(self._paths)}")
             return
         reply = answer(query)
         self.send_response(reply.code)
@@ -198,95 +214,163 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (likewise)
         """Log nothing: probes come every few seconds, and a request is a stranger's text."""
 
-    def _head(self) -> bytes | None:
-        """Return the request up to the empty line, or all there is; None if it is too long."""
-        head = b""
-        while b"\n\r\n" not in head and b"\n\n" not in head:
-            more = self.connection.recv(MAX_HEAD_BYTES)
-            head += more
-            if len(head) > MAX_HEAD_BYTES:
-                return None
-            if not more:
-                break
-        return head
 
+class _Connections:
+    """The listener, and the connections of clients, of which one thread waits for all requests.
 
-class _Server(ThreadingHTTPServer):
-    """The standard library's server, with bounds on what clients can take."""
+    Args:
+        host, port: where to listen; port 0 takes a free one.
+        most: connections that nobody answers yet.
 
-    daemon_threads = True
-    request_queue_size = 64
+    Attributes:
+        paths: what answers, by path.
+        port: the one that was taken.
+        stopping: whether `serve` is to return.
 
-    def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    Raises:
+        OSError: it cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, most: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.paths: dict[str, Callable[[str], Reply]] = {}
-        self._deadlines: dict[socket.socket, float] = {}  # in the order of their beginning
-        self._lock = threading.Lock()
-        self._free = threading.Semaphore(MAX_CONNECTIONS)
-        super().__init__((host, port), _Handler)
+        self.stopping = False
+        self._most = most
+        # All three in the order of their beginning.
+        self._asking: dict[socket.socket, _Request] = {}  # whose request is not whole
+        self._asked: dict[socket.socket, _Request] = {}  # whose request is
+        self._answering: dict[socket.socket, float] = {}  # since when
+        self._spent_s = 0.0  # processor time of answers since the latest pause
+        self._lock = threading.Lock()  # guards the last two, and whose turn it is to close
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self.port = self._listener.getsockname()[1]
 
-    def server_bind(self) -> None:
-        """Bind; the standard library would also ask the network for this host's name."""
-        socketserver.TCPServer.server_bind(self)
+    def serve(self) -> None:
+        """Accept connections, and have every request answered by a thread of its own."""
+        while not self.stopping:
+            ready = self._selector.select(PAUSE_S if self._asked else POLL_S)
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._read(key.fileobj)
+            self._answer_some()
+            self._drop_late(time.monotonic())
+            if ready:
+                with self._lock:
+                    spent_s, self._spent_s = self._spent_s, 0.0
+                time.sleep(min(PAUSE_S + TIMES * spent_s, MOST_S))
 
-    def get_request(self) -> tuple[socket.socket, object]:
-        """Accept; when descriptors run out, wait a little rather than try without a pause."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(POLL_S)
-            raise
-
-    def process_request(self, request: object, client_address: object) -> None:
-        """Serve a connection on a thread of its own, as soon as there is one for it."""
-        assert isinstance(request, socket.socket)
-        if not self._free.acquire(blocking=False):
-            time.sleep(CHURN_S)  # who comes again and again gets no more than so much of a core
-            with self._lock:
-                _end(next(iter(self._deadlines), None))
-            if not self._free.acquire(timeout=1.0):
-                self.shutdown_request(request)
-                return
-        with self._lock:
-            self._deadlines[request] = time.monotonic() + CONNECTION_S
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: object) -> None:
-        """Close a connection, and free its place."""
-        super().shutdown_request(request)  # type: ignore[arg-type]
-        with self._lock:
-            known = self._deadlines.pop(request, None)  # type: ignore[call-overload]
-        if known is not None:
-            self._free.release()
-
-    def service_actions(self) -> None:
-        """End connections that have had their time."""
-        now = time.monotonic()
-        with self._lock:
-            for request, deadline in self._deadlines.items():
-                if deadline < now:
-                    _end(request)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log what went wrong, unless it is the client's way of leaving."""
-        del request, client_address
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            log.error("a request to the HTTP port failed", exc_info=error)
-
-    def server_close(self) -> None:
+    def close(self) -> None:
         """Stop listening, and end all connections."""
-        super().server_close()
+        self._listener.close()
+        self._drop_late(math.inf)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        """Take new connections; the oldest make way for them."""
+        for _ in range(MAX_ACCEPTED):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # there is none, or no descriptor is left
+                return
+            if len(self._asking) + len(self._asked) >= self._most:
+                self._drop(next(iter(self._asked or self._asking)))
+            connection.setblocking(False)
+            self._asking[connection] = _Request(time.monotonic() + CONNECTION_S)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        """Read on in a request."""
+        request = self._asking.get(connection)
+        if request is None:
+            return  # it has made way a moment ago
+        try:
+            more = connection.recv(MAX_HEAD_BYTES)
+        except OSError:
+            more = b""
+        if not more:
+            self._drop(connection)
+            return
+        request.head += more
+        # At most so many bytes are ever kept: the standard library's own limits are far higher.
+        if len(request.head) > MAX_HEAD_BYTES:
+            with suppress(OSError):
+                connection.send(TOO_LONG)
+            self._drop(connection)
+        elif b"\n\r\n" in request.head or b"\n\n" in request.head:
+            self._selector.unregister(connection)
+            self._asked[connection] = self._asking.pop(connection)
+
+    def _answer_some(self) -> None:
+        """Have requests answered, as far as there is room for threads."""
+        for _ in range(MAX_BEGUN):
+            if not self._asked:
+                return
+            now = time.monotonic()
+            with self._lock:
+                if len(self._answering) >= MAX_ANSWERS:
+                    oldest = next(iter(self._answering))
+                    if self._answering[oldest] < now - ANSWER_S:
+                        _interrupt(oldest)
+                    return
+                connection = next(iter(self._asked))
+                request = self._asked.pop(connection)
+                self._answering[connection] = now
+            threading.Thread(
+                target=self._answer, args=(connection, request.head), name="http", daemon=True
+            ).start()
+
+    def _answer(self, connection: socket.socket, head: bytes) -> None:
+        try:
+            connection.settimeout(CONNECTION_S)
+            _Handler(connection, head, self.paths)
+            connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the client's way of leaving, or it had its time
+        except Exception:
+            log.exception("a request to the HTTP port failed")
+        finally:
+            with self._lock:
+                self._spent_s += time.thread_time()
+                del self._answering[connection]
+                connection.close()
+
+    def _drop_late(self, now: float) -> None:
+        """End the connections that have had their time."""
+        for connection, request in [*self._asking.items(), *self._asked.items()]:
+            if request.until < now:
+                self._drop(connection)
         with self._lock:
-            for request in self._deadlines:
-                _end(request)
+            for connection, since in self._answering.items():
+                if since + CONNECTION_S < now:
+                    _interrupt(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        """End a connection that no thread answers."""
+        if self._asking.pop(connection, None) is None:
+            del self._asked[connection]
+        else:
+            self._selector.unregister(connection)
+        connection.close()
 
 
-def _end(request: socket.socket | None) -> None:
-    """Make the thread of a connection see its end."""
-    if request is not None:
-        with suppress(OSError):  # it has just ended by itself
-            request.shutdown(socket.SHUT_RDWR)
+@dataclass
+class _Request:
+    """What has come of a request, and until when it may stay."""
+
+    until: float
+    head: bytes = b""
+
+
+def _interrupt(connection: socket.socket) -> None:
+    """Let the thread that answers see the end of its connection."""
+    with suppress(OSError):  # the client has just ended it
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _explain(address: str, error: OSError) -> str:

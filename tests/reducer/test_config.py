@@ -329,3 +329,7 @@ def test_threads_share_what_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.patience() == (250, 4.0)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (464, 464))
     assert settings.patience().max_connections == (464 - reducer_config.FILES_BESIDES) // 4
+    watched = reducer_config.load(threads=4, max_connections=1000, http=":0")
+    assert watched.http_connections == 464 // 8
+    beside = reducer_config.FILES_BESIDES + 464 // 8
+    assert watched.patience().max_connections == (464 - beside) // 4
