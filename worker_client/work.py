@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
+    from worker_client.protocol.operation import Operation
+
     Lead: TypeAlias = Callable[[Callable[[], bool], float], None]
 
 STATELESS: tuple[str, ...] = ()  # slots of a class whose subclasses, compiled or not, have them
@@ -152,9 +154,8 @@ class PlainWork(Work):
     """The handle of a call that names itself.
 
     Args:
-        what: errors name it by its text.
+        what: errors name it by its text; an operation knows which ranks it waits for.
         lead: as of `Work`.
-        missing: says which ranks it waits for, as far as is known.
     """
 
     __slots__ = (
@@ -163,19 +164,12 @@ class PlainWork(Work):
         "_future",
         "_lead",
         "_lock",
-        "_missing",
         "_result",
         "_waiters",
         "_what",
     )
 
-    def __init__(
-        self,
-        what: object,
-        lead: Lead,
-        missing: Callable[[], tuple[int, ...]] = tuple,
-    ) -> None:
-        self._missing = missing
+    def __init__(self, what: Operation | str, lead: Lead) -> None:
         self._what = what
         self._lead = lead
         self._ended = False
@@ -188,7 +182,7 @@ class PlainWork(Work):
     @property
     def missing(self) -> tuple[int, ...]:
         """As of `Work`."""
-        return self._missing()
+        return () if isinstance(self._what, str) else self._what.missing
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -171,15 +173,20 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    take = client._ordered.flat.driver._take_lead
+    driver = client._ordered.flat.driver
+    lead = driver._lead
 
-    def after_a_shutdown(*timeout_s: float) -> bool:
-        other = threading.Thread(target=client.shutdown)
-        other.start()
-        other.join(10)
-        return take(*timeout_s)
+    class Late:
+        """The lead, which this thread gets when another one has shut the client down."""
 
-    monkeypatch.setattr(client._ordered.flat.driver, "_take_lead", after_a_shutdown)
+        def acquire(self, **how: Any) -> bool:
+            driver._lead = lead
+            other = threading.Thread(target=client.shutdown)
+            other.start()
+            other.join(10)
+            return lead.acquire(**how)
+
+    monkeypatch.setattr(driver, "_lead", Late())
     ended: list[bool] = []  # whether the driver's thread had, when a call was begun
 
     def submit(*_call: object) -> list:
@@ -191,3 +198,17 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     with pytest.raises(LocalProtocolError, match="shut down"):
         work.wait(10)
     assert not any(ended), "nothing is begun when the sockets are closed"
+
+
+def test_the_memory_of_a_call_is_freed_when_its_caller_lets_go(client: Client) -> None:
+    one_after_another(client)
+    gc.disable()  # nothing refers to itself that would have to be found
+    try:
+        for how in ({}, {"weight": 2.0}):
+            array = np.ones(1000, np.float32)
+            there = weakref.ref(array)
+            client.all_reduce(array, "mean", **how).wait(10)
+            del array
+            eventually(lambda there=there: there() is None)
+    finally:
+        gc.enable()

@@ -465,7 +465,7 @@ class Client:
     # -- the way of an all-reduce -------------------------------------------------------------
 
     def _start(self, operation: Operation, data: Any, buffer: HostBuffer) -> Work:
-        work = PlainWork(operation, self._wait, lambda: operation.missing)
+        work = PlainWork(operation, self._ordered.wait)
 
         def ended(error: Exception | None) -> None:
             self._finish(work, data, buffer.view.nbytes, error, buffer.write_back)
@@ -489,7 +489,7 @@ class Client:
             self._finish(work, data, nbytes, error, divide)
 
         operation.pieces = tuple(piece.operation for piece in pieces)
-        work = PlainWork(operation, self._wait, lambda: operation.missing)
+        work = PlainWork(operation, self._ordered.wait)
         SplitCall(pieces, ended, name=None).submit(self._submit)
         return work
 
@@ -562,9 +562,6 @@ class Client:
         del done, until  # the driver's own thread leads, and staging's bring the end
         if self._staging.is_this_thread or self._ordered.in_callback:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
-
-    def _wait(self, done: Callable[[], bool], until: float) -> None:
-        self._ordered.wait(done, until)
 
     def _check_named(self, weight: float | None, residual: Any) -> None:
         self._check_usable()

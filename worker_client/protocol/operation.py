@@ -41,7 +41,7 @@ class Operation:
         residual: memory like `view`, where what that takes away is kept and added the next time;
             None for none.
         ended: called with its error or None, when nothing reads or writes `view` any more; once
-            more after an interrupt.
+            more after an interrupt. None when it is over.
 
     Attributes:
         over: whether whoever asked for it has been told of its end.
@@ -138,7 +138,8 @@ class Operation:
             return
         if self.ended is not None:
             self.ended(own(error, self) if isinstance(error, ReductionError) else error)
-        self.over = True  # last: an interrupt above leaves it for whoever ends the rest
+        self.over = True  # after all: an interrupt above leaves it for whoever ends the rest
+        self.ended = None  # which knows this one: so both, and the buffer, are freed at once
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""

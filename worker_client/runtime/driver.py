@@ -77,6 +77,7 @@ class Driver:
         self._lead = threading.RLock()  # whoever has it leads; only that thread can release it
         self._leader = 0  # that thread
         self._wanted_until = 0.0  # another thread asks the driver's own to step aside
+        self._settling = True
         self._listened = 0.0  # when it was looked at last who was heard
         self._waits = 0  # how often another thread has led
         self._waited_at = 0.0
@@ -114,7 +115,7 @@ class Driver:
         except BaseException:  # an interrupt, perhaps: nobody waits for it
             self._open.pop(operation, None)
             raise
-        if not self._lead_with(self._take_lead, self._start_now) and first:
+        if not self._lead_with(self._start_now) and first:
             self._wake()  # otherwise the leader was woken already
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
@@ -132,9 +133,6 @@ class Driver:
                 "signal handler that interrupted a wait for one"
             )
 
-        def take() -> bool:
-            return self._take_lead() or self._ask_for_lead(until)
-
         def lead() -> None:
             self._waits += 1
             while (
@@ -145,7 +143,7 @@ class Driver:
                 self._step(self._advance)
             self._waits += 1
 
-        if self._lead_with(take, lead) and (self._session.active or self._queue):
+        if self._lead_with(lead, until) and self._open:
             self._resume.put(None)
         self._waited_at = time.monotonic()
 
@@ -173,19 +171,25 @@ class Driver:
 
     # -- who leads ----------------------------------------------------------------------------
 
-    def _lead_with(self, take: Callable[[], bool], work: Callable[[], None]) -> bool:
+    def _lead_with(self, work: Callable[[], None], until: float = 0.0) -> bool:
         """Do some work as the leader, if this thread is to lead; return whether it was.
 
         Whatever interrupts it, Ctrl-C at any instant, leaves the lead free for others.
+
+        Args:
+            work: what to do.
+            until: until when to ask the driver's own thread for the lead, if that is to be.
         """
         me = threading.get_ident()
         if self._leader == me or self._failure or not self._transport.any_thread:
             return False  # a callback in the middle of a step; things half done; not made for it
         leads = False
         try:
-            leads = take()
-            if leads and not (self.closing or self._failure):  # it may just have ended
-                work()
+            leads = self._lead.acquire(blocking=False) or self._ask_for_lead(until)
+            if leads:
+                self._leader = me
+                if not (self.closing or self._failure):  # it may just have ended
+                    work()
         except BaseException:
             leads = True  # perhaps
             raise
@@ -199,22 +203,16 @@ class Driver:
                     pass  # it was interrupted before it led
         return leads
 
-    def _take_lead(self, timeout_s: float = 0.0) -> bool:
-        if not self._lead.acquire(timeout=timeout_s):
-            return False
-        self._leader = threading.get_ident()
-        return True
-
     def _ask_for_lead(self, until: float) -> bool:
         """Have the driver's own thread step aside, if that is likely to pay."""
         now = time.monotonic()
-        again = now - self._waited_at < OFTEN_S
+        again = now < until and now - self._waited_at < OFTEN_S
         if not again or self._leader != self._thread.ident or self._session.active > 1:
             return False
         patience = max(0.0, min(ASKING_S, until - now))
         self._wanted_until = now + patience
         self._wake()
-        leads = self._take_lead(patience)
+        leads = self._lead.acquire(timeout=patience)
         self._wanted_until = 0.0
         return leads
 
@@ -294,7 +292,8 @@ class Driver:
         if now - self._listened >= LISTEN_S:
             self._listened = now
             self._transport.listen()
-        if not self.settled.is_set() and (session.joined or session.refusal is not None):
+        if self._settling and (session.joined or session.refusal is not None):
+            self._settling = False
             self.settled.set()
 
     def _start_now(self) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reducer.errors import ConfigError
-from reducer.wire.constants import ReduceOp
+from reducer.wire.constants import DType, ReduceOp
 from worker_client import config
 
-if TYPE_CHECKING:
-    from reducer.wire.constants import DType
-
 _REDUCTIONS = {op.name.lower(): op for op in ReduceOp}
+_DEFINED = {
+    (dtype, name): op for dtype in DType for name, op in _REDUCTIONS.items() if dtype.defines(op)
+}
 
 
 def parse(
@@ -33,12 +33,14 @@ def parse(
     Raises:
         ConfigError: one of them is not supported, or does not go with the data.
     """
-    reduction = parse_op(op)
-    if not dtype.defines(reduction):
-        raise ConfigError(
-            f"the mean of {dtype.name.lower()} is not defined: "
-            "use op='sum' and divide, or a floating type"
-        )
+    reduction = _DEFINED.get((dtype, op)) if isinstance(op, str) else None
+    if reduction is None:  # seldom
+        reduction = parse_op(op)
+        if not dtype.defines(reduction):
+            raise ConfigError(
+                f"the mean of {dtype.name.lower()} is not defined: "
+                "use op='sum' and divide, or a floating type"
+            )
     if name is not None:
         _check_name(name)
     return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
@@ -74,7 +76,7 @@ def parse_op(op: str | ReduceOp) -> ReduceOp:
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, str) and op in _REDUCTIONS:
-        return _REDUCTIONS[op]  # as nearly always
+        return _REDUCTIONS[op]
     name = getattr(op, "name", op)  # torch.distributed.ReduceOp.SUM has one
     try:
         return ReduceOp["MEAN" if name == "AVG" else name.upper()]
