@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from worker_client.protocol.operation import Operation
-
     Lead: TypeAlias = Callable[[Callable[[], bool], float], None]
 
 STATELESS: tuple[str, ...] = ()  # slots of a class whose subclasses, compiled or not, have them
@@ -154,7 +152,7 @@ class PlainWork(Work):
     """The handle of a call that names itself.
 
     Args:
-        what: errors name it by its text; an operation knows which ranks it waits for.
+        what: errors name it by its text; its `missing`, if it has that, are what it waits for.
         lead: as of `Work`.
     """
 
@@ -169,7 +167,7 @@ class PlainWork(Work):
         "_what",
     )
 
-    def __init__(self, what: Operation | str, lead: Lead) -> None:
+    def __init__(self, what: object, lead: Lead) -> None:
         self._what = what
         self._lead = lead
         self._ended = False
@@ -182,7 +180,7 @@ class PlainWork(Work):
     @property
     def missing(self) -> tuple[int, ...]:
         """As of `Work`."""
-        return () if isinstance(self._what, str) else self._what.missing
+        return getattr(self._what, "missing", ())
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
