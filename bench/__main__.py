@@ -6,6 +6,7 @@ repeated with other options; README.md says what each measures.
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import shutil
 import subprocess
@@ -63,6 +64,7 @@ STEPS = [
 
 def main() -> int:
     """Run all steps that can run here; return 1 if one of them failed."""
+    argparse.ArgumentParser(prog="python -m bench", description=__doc__).parse_args()
     start = time.monotonic()
     RESULTS.mkdir(parents=True, exist_ok=True)
     obstacle = why_unshaped()

@@ -207,14 +207,12 @@ class Timeline:
             lines.append(f'{{"ph":"i","s":"t",{at},{where},{said}}}')
             return lines
         lanes[lane] = end_s
-        # In whole nanoseconds, so that parts lie within what they are of.
-        begin_ns, end_ns = int(begin_s * 1e9), int(end_s * 1e9)
-        times = f'"ts":{begin_ns / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
-        lines.append(f'{{"ph":"X",{times},{where},{said}}}')
-        for part, part_begin_s, part_end_s in parts:
-            begin_ns, end_ns = int(part_begin_s * 1e9), int(part_end_s * 1e9)
+        shown = [(f'"name":"{part}"', since_s, until_s) for part, since_s, until_s in parts]
+        for what, since_s, until_s in ((said, begin_s, end_s), *shown):
+            # In whole nanoseconds, so that parts lie within what they are of.
+            begin_ns, end_ns = int(since_s * 1e9), int(until_s * 1e9)
             times = f'"ts":{begin_ns / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
-            lines.append(f'{{"ph":"X",{times},{where},"name":"{part}"}}')
+            lines.append(f'{{"ph":"X",{times},{where},{what}}}')
         return lines
 
     def _metadata(self, what: str, tid: int, **args: object) -> str:

@@ -340,7 +340,7 @@ def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     inbox = StatusInbox(engine=None, guard=None, port=1)  # nobody answers
     inbox.ticked = time.monotonic()
     forever = threading.Event()
-    thread = threading.Thread(target=forever.wait)
+    thread = threading.Thread(target=forever.wait, daemon=True)  # should this test fail
     thread.start()
     observer = Observer(
         [inbox], [thread], threading.Event(), version="0.1", address="a:1", incarnation="i"
