@@ -204,7 +204,7 @@ def test_the_memory_of_a_call_is_freed_when_its_caller_lets_go(client: Client) -
     one_after_another(client)
     gc.disable()  # nothing refers to itself that would have to be found
     try:
-        for how in ({}, {"weight": 2.0}):
+        for how in ({}, {"weight": 2.0}, {"name": "one"}):
             array = np.ones(1000, np.float32)
             there = weakref.ref(array)
             client.all_reduce(array, "mean", **how).wait(10)

@@ -251,16 +251,7 @@ class Fusion:
     def _run(self) -> None:
         try:
             while self._await_turn():
-                if self._communicator is None:
-                    self._open_meanwhile()
-                    continue
-                with self._changed:
-                    mine = self._waiting.all()
-                    given_up = list(self._untold)
-                    news = self._submissions
-                    news.news_bytes, news.news_since, self._urgent = 0, None, False
-                if mine or given_up:
-                    self._round(self._communicator, mine, given_up)
+                self._take_turn()
         except Exception as error:
             log.exception("fusion failed")
             self._why = LocalProtocolError(f"fusion failed: {error!r}")
@@ -269,6 +260,19 @@ class Fusion:
         if self._communicator is not None:
             self._communicator.stop()
         self._fail([*self._waiting.withdraw(), *self._flying], self._why)
+
+    def _take_turn(self) -> None:
+        """Begin a round, if there is something for one; nothing here keeps its calls afterwards."""
+        if self._communicator is None:
+            self._open_meanwhile()
+            return
+        with self._changed:
+            mine = self._waiting.all()
+            given_up = list(self._untold)
+            news = self._submissions
+            news.news_bytes, news.news_since, self._urgent = 0, None, False
+        if mine or given_up:
+            self._round(self._communicator, mine, given_up)
 
     def _open_meanwhile(self) -> None:
         """Make the communicator, and keep to deadlines: it may wait for ranks of this node."""
