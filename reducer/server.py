@@ -278,6 +278,7 @@ class _Lane(threading.Thread):
             self._serve_last(loop, self.grace_s, self._hurry.is_set)
             self.engine.close()
             self._serve_last(loop, DRAIN_S, lambda: False)
+            self.inbox.answer()  # who has asked in this moment would wait for long
             if self._timeline is not None:
                 _show_rounds(self._timeline, self.engine.take_times())
         except BaseException as error:

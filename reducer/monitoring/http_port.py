@@ -9,11 +9,11 @@
 ``GET /history.json``     `reducer.monitoring.history.ReducerHistory`
 ========================  =======================================================================
 
-Clients may be slow or hostile: a connection serves one short request within `CONNECTION_S`, only so
-many are open at once, and the oldest makes way for a new one. Threads are started for answers, not
-for connections, and answers get a part of a core: all-reduces would pay for more. (A server such as
-waitress stops accepting at its limit: beside 1,000 idle connections a probe got no answer from it
-in 10 seconds.)
+Clients may be slow or hostile: a connection has `CONNECTION_S` to ask, in few bytes, and as long
+for its answer; only so many are open at once, and the oldest makes way for a new one. Threads are
+started for answers, not for connections, and all of it gets a part of a core: all-reduces would pay
+for more. (A server such as waitress stops accepting at its limit: beside 1,000 idle connections a
+probe got no answer from it in 10 seconds.)
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ ANSWER_S = 0.5  # then, if there are as many, the oldest makes way for another o
 CONNECTION_S = 5.0  # to ask, and again for the answer
 MAX_HEAD_BYTES = 8 << 10  # of the request line and all headers
 POLL_S = 0.1  # how soon the port closes, and a connection that has had its time
-# After all that clients do there is a pause, so that those who keep on get no more than a part of a
-# core: so many times what answers have taken of it since, but not too long for probes.
-PAUSE_S, MOST_S = 0.005, 0.1
+# After all that clients do there is a pause of so many times what that has taken of a core, in
+# parts that are not too long; meanwhile no answer is begun.
 TIMES = 4
+PAUSE_S, MOST_S = 0.005, 0.1
 MAX_ACCEPTED, MAX_BEGUN = 16, 8  # connections and answers between two pauses
 BACKLOG = 64
+OUT_OF_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,12 @@ class _Handler(BaseHTTPRequestHandler):
         if answer is None:
             self.send_error(404, f"here are {', '.join(self._paths)}")
             return
-        reply = answer(query)
+        try:
+            reply = answer(query)
+        except Exception:
+            log.exception("the HTTP port has no answer to %s", path)
+            self.send_error(500)
+            return
         self.send_response(reply.code)
         self.send_header("Content-Type", reply.content_type)
         self.send_header("Content-Length", str(len(reply.body)))
@@ -235,35 +241,53 @@ class _Connections:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.paths: dict[str, Callable[[str], Reply]] = {}
         self.stopping = False
-        self._most = most
+        self._most = max(1, most)
         # All three in the order of their beginning.
         self._asking: dict[socket.socket, _Request] = {}  # whose request is not whole
         self._asked: dict[socket.socket, _Request] = {}  # whose request is
-        self._answering: dict[socket.socket, float] = {}  # since when
-        self._spent_s = 0.0  # processor time of answers since the latest pause
+        self._answering: dict[socket.socket, float] = {}  # since when, or its latest interrupt
+        self._spent_s = 0.0  # processor time of answers that has not been paused for
         self._lock = threading.Lock()  # guards the last two, and whose turn it is to close
-        self._selector = selectors.DefaultSelector()
+        self._owed_s = 0.0  # of pauses
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self.port = self._listener.getsockname()[1]
 
     def serve(self) -> None:
         """Accept connections, and have every request answered by a thread of its own."""
         while not self.stopping:
-            ready = self._selector.select(PAUSE_S if self._asked else POLL_S)
-            for key, _ in ready:
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._read(key.fileobj)
+            self._outlive_round()
+
+    def _outlive_round(self) -> None:
+        try:
+            self._serve_round()
+        except Exception:  # memory ran out, say: probes must find this port afterwards
+            log.exception("the HTTP port failed, and goes on")
+            time.sleep(MOST_S)
+
+    def _serve_round(self) -> None:
+        """See to what clients do, and pause for it."""
+        waits = self._asked or self._owed_s > 0.0
+        ready = self._selector.select(0.0 if waits else POLL_S)
+        began_s = time.thread_time()
+        for key, _ in ready:
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                self._read(key.fileobj)
+        if self._owed_s <= 0.0:
             self._answer_some()
-            self._drop_late(time.monotonic())
-            if ready:
-                with self._lock:
-                    spent_s, self._spent_s = self._spent_s, 0.0
-                time.sleep(min(PAUSE_S + TIMES * spent_s, MOST_S))
+        self._drop_late(time.monotonic())
+        with self._lock:
+            spent_s, self._spent_s = self._spent_s, 0.0
+        self._owed_s += TIMES * (spent_s + time.thread_time() - began_s)
+        if ready or waits:
+            pause_s = min(max(PAUSE_S, self._owed_s), MOST_S)
+            time.sleep(pause_s)
+            self._owed_s = max(0.0, self._owed_s - pause_s)
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
@@ -276,13 +300,25 @@ class _Connections:
         for _ in range(MAX_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # there is none, or no descriptor is left
+            except OSError as error:
+                if error.errno in OUT_OF_ROOM:
+                    self._make_way()
                 return
             if len(self._asking) + len(self._asked) >= self._most:
-                self._drop(next(iter(self._asked or self._asking)))
+                self._make_way()
             connection.setblocking(False)
+            try:
+                self._selector.register(connection, selectors.EVENT_READ)
+            except OSError:  # the kernel has no memory for it
+                connection.close()
+                return
             self._asking[connection] = _Request(time.monotonic() + CONNECTION_S)
-            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_way(self) -> None:
+        """End the oldest connection that no thread answers."""
+        fronts = [next(iter(some.items())) for some in (self._asking, self._asked) if some]
+        for connection, _ in sorted(fronts, key=lambda front: front[1].until)[:1]:
+            self._drop(connection)
 
     def _read(self, connection: socket.socket) -> None:
         """Read on in a request."""
@@ -290,19 +326,21 @@ class _Connections:
         if request is None:
             return  # it has made way a moment ago
         try:
-            more = connection.recv(MAX_HEAD_BYTES)
+            more = connection.recv(MAX_HEAD_BYTES + 1 - len(request.head))
+        except BlockingIOError:
+            return
         except OSError:
             more = b""
         if not more:
             self._drop(connection)
             return
-        request.head += more
+        head = request.head = (request.head + more).lstrip(b"\r\n")
         # At most so many bytes are ever kept: the standard library's own limits are far higher.
-        if len(request.head) > MAX_HEAD_BYTES:
+        if len(head) > MAX_HEAD_BYTES and not _is_whole(head[:MAX_HEAD_BYTES]):
             with suppress(OSError):
                 connection.send(TOO_LONG)
             self._drop(connection)
-        elif b"\n\r\n" in request.head or b"\n\n" in request.head:
+        elif _is_whole(head):
             self._selector.unregister(connection)
             self._asked[connection] = self._asking.pop(connection)
 
@@ -314,16 +352,21 @@ class _Connections:
             now = time.monotonic()
             with self._lock:
                 if len(self._answering) >= MAX_ANSWERS:
-                    oldest = next(iter(self._answering))
-                    if self._answering[oldest] < now - ANSWER_S:
-                        _interrupt(oldest)
+                    self._interrupt(now - ANSWER_S, 1)
                     return
                 connection = next(iter(self._asked))
                 request = self._asked.pop(connection)
                 self._answering[connection] = now
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._answer, args=(connection, request.head), name="http", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):  # the system has none left
+                with self._lock:
+                    del self._answering[connection]
+                    connection.close()
+                return
 
     def _answer(self, connection: socket.socket, head: bytes) -> None:
         try:
@@ -342,13 +385,19 @@ class _Connections:
 
     def _drop_late(self, now: float) -> None:
         """End the connections that have had their time."""
-        for connection, request in [*self._asking.items(), *self._asked.items()]:
-            if request.until < now:
-                self._drop(connection)
+        for some in (self._asking, self._asked):
+            while some and next(iter(some.values())).until < now:
+                self._drop(next(iter(some)))
         with self._lock:
-            for connection, since in self._answering.items():
-                if since + CONNECTION_S < now:
-                    _interrupt(connection)
+            self._interrupt(now - CONNECTION_S, MAX_ANSWERS)
+
+    def _interrupt(self, before: float, most: int) -> None:
+        """Let threads see the end of connections that they have answered since before a time."""
+        late = [connection for connection, since in self._answering.items() if since < before]
+        for connection in late[:most]:
+            self._answering[connection] = time.monotonic()  # it is the others' turn next
+            with suppress(OSError):  # the client has just ended it
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _drop(self, connection: socket.socket) -> None:
         """End a connection that no thread answers."""
@@ -367,10 +416,8 @@ class _Request:
     head: bytes = b""
 
 
-def _interrupt(connection: socket.socket) -> None:
-    """Let the thread that answers see the end of its connection."""
-    with suppress(OSError):  # the client has just ended it
-        connection.shutdown(socket.SHUT_RDWR)
+def _is_whole(head: bytes) -> bool:
+    return b"\n\r\n" in head or b"\n\n" in head
 
 
 def _explain(address: str, error: OSError) -> str:

@@ -281,7 +281,8 @@ def test_answers_that_nobody_reads_make_way(
     monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     monkeypatch.setattr(http_port, "ANSWER_S", 0.1)
-    monkeypatch.setattr(status, "dump", lambda _: b"x" * (64 << 20))
+    large = b"x" * (64 << 20)
+    monkeypatch.setattr(status, "dump", lambda _: large)
     http = HttpPort("127.0.0.1:0")
     place = ("127.0.0.1", int(http.address.rpartition(":")[2]))
     with http.serving(server.observer):
@@ -294,6 +295,55 @@ def test_answers_that_nobody_reads_make_way(
         for client in deaf:
             client.close()
     http.close()
+
+
+def test_a_thread_that_cannot_start_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "http":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(http.client.RemoteDisconnected):
+            ask(port, "/healthz")
+    assert ask(port, "/healthz")[0] == 200
+
+
+def test_what_fails_in_an_answer_is_said_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(status, "dump", {}.__getitem__)
+        assert ask(port, "/status.json")[0] == 500
+    assert "no answer to /status.json" in caplog.text
+    assert ask(port, "/status.json")[0] == 200
+
+
+def test_answers_get_no_more_than_a_part_of_a_core(
+    monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    taken_s = []
+
+    def take_long(_: object) -> bytes:
+        while time.thread_time() < 0.005:
+            pass
+        taken_s.append(time.thread_time())
+        return b"{}"
+
+    monkeypatch.setattr(status, "dump", take_long)
+    monkeypatch.setattr(http_port, "TIMES", 20)
+    began = time.monotonic()
+    with ThreadPoolExecutor(40) as askers:
+        for code, _ in askers.map(lambda _: ask(port, "/status.json"), range(40)):
+            assert code == 200
+    # What is answered at once, and begun beside that, is paused for afterwards.
+    paused_for = sum(sorted(taken_s)[: -http_port.MAX_ANSWERS - http_port.MAX_BEGUN])
+    assert time.monotonic() - began > http_port.TIMES * paused_for
 
 
 def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
