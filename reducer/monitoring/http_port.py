@@ -336,13 +336,14 @@ class _Connections:
             return
         head = request.head = (request.head + more).lstrip(b"\r\n")
         # At most so many bytes are ever kept: the standard library's own limits are far higher.
-        if len(head) > MAX_HEAD_BYTES and not _is_whole(head[:MAX_HEAD_BYTES]):
+        whole = head[:MAX_HEAD_BYTES]
+        if b"\n\r\n" in whole or b"\n\n" in whole:
+            self._selector.unregister(connection)
+            self._asked[connection] = self._asking.pop(connection)
+        elif len(head) > MAX_HEAD_BYTES:
             with suppress(OSError):
                 connection.send(TOO_LONG)
             self._drop(connection)
-        elif _is_whole(head):
-            self._selector.unregister(connection)
-            self._asked[connection] = self._asking.pop(connection)
 
     def _answer_some(self) -> None:
         """Have requests answered, as far as there is room for threads."""
@@ -414,10 +415,6 @@ class _Request:
 
     until: float
     head: bytes = b""
-
-
-def _is_whole(head: bytes) -> bool:
-    return b"\n\r\n" in head or b"\n\n" in head
 
 
 def _explain(address: str, error: OSError) -> str:
