@@ -51,7 +51,8 @@ POLL_S = 0.1  # how soon the port closes, and a connection that has had its time
 # parts that are not too long; meanwhile no answer is begun.
 TIMES = 4
 PAUSE_S, MOST_S = 0.005, 0.1
-MAX_ACCEPTED, MAX_BEGUN = 16, 8  # connections and answers between two pauses
+CROWD, CROWD_S = 32, 0.05  # the shortest pause while more than so many have yet to ask
+MAX_ACCEPTED, MAX_BEGUN = 64, 8  # connections and answers between two pauses
 BACKLOG = 64
 OUT_OF_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -285,7 +286,8 @@ class _Connections:
             spent_s, self._spent_s = self._spent_s, 0.0
         self._owed_s += TIMES * (spent_s + time.thread_time() - began_s)
         if ready or waits:
-            pause_s = min(max(PAUSE_S, self._owed_s), MOST_S)
+            least_s = CROWD_S if len(self._asking) > CROWD else PAUSE_S
+            pause_s = min(max(least_s, self._owed_s), MOST_S)
             time.sleep(pause_s)
             self._owed_s = max(0.0, self._owed_s - pause_s)
 
