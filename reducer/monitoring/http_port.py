@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(connection, None, nobody)
 
     def setup(self) -> None:
-        """Read from what has come already."""
+        """Let the request be read from the bytes that were received already."""
         super().setup()
         self.rfile.close()
         self.rfile = io.BytesIO(self._head)
@@ -413,7 +413,7 @@ class _Connections:
 
 @dataclass
 class _Request:
-    """What has come of a request, and until when it may stay."""
+    """The bytes of a request that were received, and when its time is up."""
 
     until: float
     head: bytes = b""

@@ -340,9 +340,10 @@ def test_answers_get_no_more_than_a_part_of_a_core(
 
     monkeypatch.setattr(status, "dump", take_long)
     monkeypatch.setattr(http_port, "TIMES", 20)
+    monkeypatch.setattr(http_port, "CONNECTION_S", 60.0)  # however busy the machine is
     began = time.monotonic()
-    with ThreadPoolExecutor(40) as askers:
-        for code, _ in askers.map(lambda _: ask(port, "/status.json"), range(40)):
+    with ThreadPoolExecutor(32) as askers:
+        for code, _ in askers.map(lambda _: ask(port, "/status.json"), range(32)):
             assert code == 200
     # What is answered at once, and begun beside that, is paused for afterwards.
     paused_for = sum(sorted(taken_s)[: -http_port.MAX_ANSWERS - http_port.MAX_BEGUN])

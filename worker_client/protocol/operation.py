@@ -138,8 +138,8 @@ class Operation:
             return
         if self.ended is not None:
             self.ended(own(error, self) if isinstance(error, ReductionError) else error)
-        self.over = True  # after all: an interrupt above leaves it for whoever ends the rest
-        self.ended = None  # which knows this one: so both, and the buffer, are freed at once
+        self.over = True  # only now: after an interrupt above, the driver ends this operation again
+        self.ended = None  # it refers to this operation: so both, and the buffer, are freed at once
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
