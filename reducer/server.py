@@ -297,13 +297,13 @@ class _Lane(threading.Thread):
             loop.send(self._guard.look(loop.clock.now()))
 
     def _mind_keys(self, keyring: Keyring, loop: Loop) -> None:
-        """Go by the allow-list as it is now, and count who was refused."""
+        """Go by the allow-list as it is now, and tell and count who was refused."""
         if (allowed := keyring.allowed) is not self._allowed:
             self._allowed = allowed
             loop.send(self.engine.allow(allowed))
         refused = self._transport.refusals()
-        self.engine.counters.unauthenticated += len(refused)
         self._refusals.note(refused)
+        self.engine.counters.unauthenticated += len(refused)
 
 
 def _open_timeline(directory: Path, address: str) -> Timeline:

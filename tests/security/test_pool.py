@@ -109,6 +109,7 @@ def test_with_a_key_where_the_pool_has_none(impl: str, home: Path) -> None:
 
 def test_many_refusals_are_one_line(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     host, port = pool.address.split(":")
+    begun = time.monotonic()
     for _ in range(30):
         with socket.create_connection((host, int(port))) as stranger:
             stranger.sendall(b"\xff" + bytes(7) + b"\x01\x7f\x03\x01NULL".ljust(56, b"\0"))
@@ -116,7 +117,7 @@ def test_many_refusals_are_one_line(pool: Pool, caplog: pytest.LogCaptureFixture
                 pass
     eventually(lambda: pool.counters.unauthenticated == 30)
     lines = [record for record in caplog.records if "refused connections" in record.message]
-    assert len(lines) == 1
+    assert 1 <= len(lines) <= 1 + (time.monotonic() - begun) / LOG_S
     assert "without a key" in lines[0].message
 
 
