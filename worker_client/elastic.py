@@ -45,10 +45,13 @@ def sync(
         optimizer: whose state goes with them.
         client: the one to use; `worker_client.init()`'s by default.
         extra: what else the ranks have in common, such as the number of the step: Python's numbers,
-            text, tensors, and lists and dicts of these.
+            text, tensors, and lists and dicts of these. And what has `state_dict`, such as
+            `worker_client.outer.OuterOptimizer` or a schedule of learning rates, which ranks that
+            have joined load.
 
     Returns:
-        The lowest rank's `extra` if ranks have joined, at every rank; None if nobody has.
+        The lowest rank's `extra`, but for what has been loaded, if ranks have joined, at every
+        rank; None if nobody has.
 
     Raises:
         LocalProtocolError: all ranks are lost that had the state.
@@ -58,25 +61,21 @@ def sync(
     newcomer = used.newcomer
     if not used.admit():
         return None
-    state = _receive(used, None if newcomer else _save(module, optimizer, extra))
+    loadable = {name: one for name, one in extra.items() if hasattr(one, "state_dict")}
+    loadable |= {"": module} if optimizer is None else {"": module, "optimizer": optimizer}
+    plain = {name: one for name, one in extra.items() if name not in loadable}
+    state = _receive(used, None if newcomer else _save(loadable, plain))
     if newcomer:
-        module.load_state_dict(state["module"])
-        if optimizer is not None:
-            optimizer.load_state_dict(state["optimizer"])
+        for name, one in loadable.items():
+            one.load_state_dict(state["states"][name])
     found: dict[str, Any] = state["extra"]
     return found
 
 
-def _save(
-    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
-) -> bytes:
+def _save(loadable: dict[str, Any], extra: dict[str, Any]) -> bytes:
     saved = io.BytesIO()
-    state = {
-        "module": module.state_dict(),
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
-        "extra": extra,
-    }
-    torch.save(state, saved)
+    states = {name: one.state_dict() for name, one in loadable.items()}
+    torch.save({"states": states, "extra": extra}, saved)
     return _LENGTH.pack(saved.getbuffer().nbytes) + saved.getvalue()
 
 

@@ -1,0 +1,324 @@
+"""Outer steps: the ranks' bits beside NumPy's, checkpoints, lost reducers, ranks that differ."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from reducer.errors import ConfigError, MismatchError, ReductionTimeout
+from tests.conftest import joined, local_pool
+from tests.integration.calls import process_of
+from worker_client import elastic
+from worker_client.client.bootstrap import connect
+from worker_client.outer import OuterOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client.client import Client
+
+F = np.float32
+STREAMING = {"every": 4, "fragments": 2, "delay": 3, "lr": 0.7, "momentum": 0.9}
+INT8 = {"wire_dtype": "int8"}
+WIDE = 80  # 80 * 80 float32 values are rounded on the wire, 80 are not
+
+
+def layers(width: int = 6, seed: int = 7) -> nn.Module:
+    """Two layers whose weights are the same every time."""
+    made = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    generator = torch.Generator().manual_seed(seed)  # ranks are threads
+    for parameter in made.parameters():
+        nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
+    return made
+
+
+@dataclass
+class Rank:
+    """A rank's training: its own data, plain SGD, and outer steps."""
+
+    client: Client
+    settings: dict[str, Any]
+    width: int = 6
+    seed: int = 7
+    step: int = 0
+    weights: list[bytes] = field(default_factory=list)  # after each step
+
+    def __post_init__(self) -> None:
+        self.model = layers(self.width, self.seed)
+        self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.outer = OuterOptimizer(self.model, self.client, **self.settings)
+
+    def train(self, until: int) -> Rank:
+        while self.step < until:
+            own_step(self.model, self.sgd, self.client.rank, self.step, self.width)
+            self.outer.step()
+            self.step += 1
+            self.weights.append(weights(self.model))
+        return self
+
+    def saved(self) -> bytes:
+        file = io.BytesIO()
+        state = [one.state_dict() for one in (self.model, self.sgd, self.outer)]
+        torch.save([*state, self.step], file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> Rank:
+        model, sgd, outer, self.step = torch.load(io.BytesIO(saved), weights_only=True)
+        self.model.load_state_dict(model)
+        self.sgd.load_state_dict(sgd)
+        self.outer.load_state_dict(outer)
+        return self
+
+
+def own_step(model: nn.Module, sgd: torch.optim.SGD, rank: int, step: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(8, width, generator=generator)
+    sgd.zero_grad()
+    (model(inputs) - inputs.flip(1) * (1 + rank)).square().mean().backward()
+    sgd.step()
+
+
+def weights(model: nn.Module) -> bytes:
+    return b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+
+
+def outer_state(rank: Rank) -> list[bytes]:
+    fragments = rank.outer.state_dict()["fragments"]
+    kept = [one[key] for one in fragments for key in ("outer", "velocity", "residual")]
+    return [one.numpy().tobytes() for one in kept if one is not None]
+
+
+def each(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
+    """What a call returns at each rank, all at the same time."""
+    with ThreadPoolExecutor(len(clients)) as threads:
+        return list(threads.map(call, clients))
+
+
+class Expected:
+    """The same training by NumPy, all ranks in one place.
+
+    Outer steps as in arXiv 2501.18512: fragments take turns, and are merged after a delay.
+    """
+
+    def __init__(self, ranks: int, settings: dict[str, Any]) -> None:
+        self.settings = {"fragments": 1, "delay": 0, "skipped": 0, **settings}
+        self.models = [layers() for _ in range(ranks)]
+        self.own = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
+        count = self.settings["fragments"]
+        # Two halves of a model of two like layers, or all of it.
+        self.fragments = [
+            list(range(4 // count * at, 4 // count * (at + 1))) for at in range(count)
+        ]
+        self.outer = [one.detach().numpy().copy() for one in self.models[0].parameters()]
+        self.velocity = [np.zeros_like(one) for one in self.outer]
+        self.due: dict[int, list[tuple[int, np.ndarray]]] = {}
+
+    def train(self, steps: int) -> Expected:
+        every, delay = self.settings["every"], self.settings["delay"]
+        for step in range(1, steps + 1):
+            for rank, (model, sgd) in enumerate(zip(self.models, self.own, strict=True)):
+                own_step(model, sgd, rank, step - 1, 6)
+            if delay:
+                self.merge(step)
+            for at, fragment in enumerate(self.fragments):
+                begins = step % every == (at + 1) * every // len(self.fragments) % every
+                if begins and step != self.settings["skipped"]:
+                    self.due[step + delay] = [(one, self.mean(one)) for one in fragment]
+            if not delay:
+                self.merge(step)
+        return self
+
+    def mean(self, which: int) -> np.ndarray:
+        total = None
+        for model in self.models:  # in the order of ranks
+            delta = self.outer[which] - list(model.parameters())[which].detach().numpy()
+            total = delta if total is None else total + delta
+        return total / F(len(self.models))
+
+    @torch.no_grad()
+    def merge(self, step: int) -> None:
+        momentum, lr = F(self.settings["momentum"]), F(self.settings["lr"])
+        alpha = self.settings.get("alpha", 0.5 if self.settings["delay"] else 0.0)
+        for which, mean in self.due.pop(step, []):
+            self.velocity[which] = self.velocity[which] * momentum + mean
+            self.outer[which] = self.outer[which] - (mean + self.velocity[which] * momentum) * lr
+            for model in self.models:
+                own = list(model.parameters())[which]
+                merged = own.numpy() * F(alpha) + self.outer[which] * F(1 - alpha)
+                own.copy_(torch.from_numpy(merged if alpha else self.outer[which]))
+
+    def outer_state(self) -> list[bytes]:
+        return [
+            b"".join(kept[which].tobytes() for which in fragment)
+            for fragment in self.fragments
+            for kept in (self.outer, self.velocity)
+        ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every": 5, "lr": 0.7, "momentum": 0.9},
+        {"every": 5, "lr": 1.0, "momentum": 0.0},
+        STREAMING,
+        {**STREAMING, "delay": 4, "alpha": 0.0},
+    ],
+    ids=["plain", "local SGD", "streaming", "forgetting"],
+)
+def test_ranks_and_numpy_have_the_same_bits(pool: list[str], settings: dict[str, Any]) -> None:
+    with joined(3, servers=pool, job="outer") as clients:
+        ranks = each(clients, lambda client: Rank(client, settings).train(18))
+        expected = Expected(3, settings).train(18)
+        assert [outer_state(rank) for rank in ranks] == [expected.outer_state()] * 3
+        for rank, model in zip(ranks, expected.models, strict=True):
+            own = np.frombuffer(weights(rank.model), F)
+            np.testing.assert_allclose(own, np.frombuffer(weights(model), F), rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_begin_as_rank_0_and_end_alike(pool: list[str]) -> None:
+    with joined(2, servers=pool, job="outer") as clients:
+        ranks = each(clients, lambda client: Rank(client, STREAMING, seed=client.rank))
+        assert weights(ranks[1].model) == weights(ranks[0].model) == weights(layers(seed=0))
+        each(clients, lambda client: ranks[client.rank].train(11).outer.finish())
+        assert weights(ranks[1].model) == weights(ranks[0].model)
+        assert weights(ranks[0].model) == b"".join(outer_state(ranks[0])[::2])
+
+
+def test_a_checkpoint_amid_an_averaging_goes_on_with_the_same_bits(pool: list[str]) -> None:
+    def train(job: str, until: int, files: list[bytes]) -> list[Any]:
+        with joined(2, servers=pool, job=job, **INT8) as clients:
+            made = each(clients, lambda client: Rank(client, STREAMING, WIDE))
+            for rank, file in zip(made, files, strict=False):
+                rank.load(file)
+            each(clients, lambda client: made[client.rank].train(until))
+            saved[:] = [rank.saved() for rank in made]
+            return [(rank.weights, outer_state(rank)) for rank in made]
+
+    saved: list[bytes] = []
+    whole = train("whole", 20, [])
+    train("first", 11, [])
+    (fragment, _) = torch.load(io.BytesIO(saved[1]), weights_only=True)[2]["fragments"]
+    assert fragment["averaging"] is not None, "nothing was on its way"
+    assert fragment["residual"].count_nonzero() > WIDE * WIDE // 2
+    second = train("second", 20, list(saved))
+    assert second == [(weights[11:], outer) for weights, outer in whole]
+
+
+def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
+    def train(job: str, *, kill: bool) -> list[list[bytes]]:
+        with local_pool(2) as servers, joined(2, servers=servers, job=job, **INT8) as clients:
+            ranks = each(clients, lambda client: Rank(client, STREAMING, WIDE).train(10))
+            if kill:
+                process_of(servers[1]).kill()
+            each(clients, lambda client: ranks[client.rank].train(24))
+            assert [client.losses for client in clients] == [kill, kill]
+            return [rank.weights for rank in ranks]
+
+    assert train("killed", kill=True) == train("undisturbed", kill=False)
+
+
+def test_an_averaging_that_has_failed_is_made_up_for(pool: list[str]) -> None:
+    settings = {"every": 5, "lr": 0.7, "momentum": 0.9}
+    with joined(2, servers=pool, job="outer", timeout=1) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings).train(4))
+        for rank in ranks:  # one after the other: the second comes too late
+            with pytest.raises(ReductionTimeout):
+                rank.train(5)
+            rank.step += 1
+        each(clients, lambda client: ranks[client.rank].train(18))
+        # As if steps 5 and 10 were one averaging: the outer parameters are those of the beginning.
+        expected = Expected(2, {**settings, "skipped": 5}).train(18)
+        assert [outer_state(rank) for rank in ranks] == [expected.outer_state()] * 2
+
+
+@pytest.mark.parametrize("fault", ["steps", "lr", "momentum"])
+def test_ranks_that_differ_are_told(pool: list[str], fault: str) -> None:
+    with joined(2, servers=pool, job="outer") as clients:
+        ranks = each(clients, lambda client: Rank(client, {"every": 2}))
+        before = ranks[1].outer.state_dict()
+        each(clients, lambda client: ranks[client.rank].train(2))
+        if fault == "steps":
+            ranks[1].outer.load_state_dict({**before, "steps": 2})
+        else:
+            setattr(ranks[1].outer, fault, 0.5)
+        outer = [outer_state(rank) for rank in ranks]
+
+        def told(client: Client) -> None:
+            with pytest.raises(MismatchError, match="load the state of one checkpoint") as error:
+                ranks[client.rank].train(4)
+            assert (error.value.field, error.value.rank, error.value.other_rank) == (fault, 0, 1)
+
+        each(clients, told)
+        assert [outer_state(rank) for rank in ranks] == outer
+
+
+def test_ranks_must_agree_at_the_beginning(pool: list[str]) -> None:
+    with joined(2, servers=pool, job="outer") as clients:
+
+        def told(client: Client) -> None:
+            said = "ranks disagree on every: rank 0 says 2, rank 1 says 3"
+            with pytest.raises(MismatchError, match=said):
+                Rank(client, {"every": 2 + client.rank})
+
+        each(clients, told)
+
+
+def test_a_rank_joins_with_the_outer_state_of_the_others(pool: list[str]) -> None:
+    settings = {**STREAMING, "delay": 1}
+    how: dict[str, Any] = {"servers": pool, "job": "outer", "on_rank_lost": "continue", **INT8}
+
+    def train(rank: Rank) -> tuple[bytes, int]:
+        with_newcomer = 0
+        while with_newcomer < 20:
+            if not rank.outer.averaging:
+                common = elastic.sync(
+                    rank.model, rank.sgd, client=rank.client, outer=rank.outer, step=rank.step
+                )
+                rank.step = rank.step if common is None else common["step"]
+            rank.train(rank.step + 1)
+            with_newcomer += rank.client.present == (0, 1, 2)
+        rank.outer.finish()
+        return weights(rank.model), rank.step
+
+    def join() -> tuple[bytes, int]:
+        with connect(join=True, **how) as client:
+            return train(Rank(client, settings, WIDE, seed=3))
+
+    with joined(2, **how) as clients, ThreadPoolExecutor(1) as later:
+        ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
+        newcomer = later.submit(join)
+        ended = each(clients, lambda client: train(ranks[client.rank]))
+        assert ended == [newcomer.result(30)] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"every": 0}, "give the number of steps between two outer ones"),
+        ({"every": 5, "fragments": 5}, "fragments=5: give 1 to 4"),
+        ({"every": 3, "fragments": 4}, "fragments=4: give 1 to 3"),
+        ({"every": 3, "delay": 4}, "delay=4: give 0 to 3"),
+        ({"every": 3, "alpha": 1.0}, "alpha=1.0: give 0 to less than 1"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        OuterOptimizer(layers(), **arguments)
+
+
+def test_wrong_models(pool: list[str]) -> None:
+    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+        OuterOptimizer(layers().requires_grad_(False), every=1)
+    with pytest.raises(ConfigError, match="neither complex ones nor DTensors"):
+        OuterOptimizer(nn.Linear(2, 2, dtype=torch.complex64), every=1)
+    with joined(1, servers=pool, job="outer") as (client,):
+        state = Rank(client, {"every": 3}).outer.state_dict()
+        with pytest.raises(ConfigError, match=r"of 1 fragments of \[84\] values, and this model"):
+            Rank(client, STREAMING).outer.load_state_dict(state)

@@ -1,0 +1,413 @@
+"""DiLoCo: ranks train by themselves, and reducers average what they have learned now and then.
+
+    outer = OuterOptimizer(model, every=50)
+    for inputs, targets in batches:
+        loss(model(inputs), targets).backward()
+        optimizer.step()                            # this rank's own, over no network
+        optimizer.zero_grad()
+        outer.step()
+    outer.finish()
+
+The ranks have parameters in common, the outer ones, from which each trains on. After `every` steps
+a rank's pseudo-gradient is what has to be taken from the outer parameters to get its own; with the
+mean of these, momentum `m` and learning rate `lr`, the outer parameters make a step of SGD with
+Nesterov's momentum, from which the ranks go on (Douillard and others, arXiv 2311.08105)::
+
+    v = m v + mean
+    outer = outer - lr (mean + m v)
+
+With fragments, parts of the model take turns within `every` steps; with a delay, a mean travels
+while the ranks train on, and is merged so many steps later::
+
+    own = alpha own + (1 - alpha) outer
+
+That is Streaming DiLoCo (arXiv 2501.18512). In a job with ``REDUCTION_WIRE_DTYPE=int8``
+pseudo-gradients travel in 8 bits, and what that takes away from one is added to the rank's next.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reducer.errors import ConfigError, MismatchError, ReductionError
+from worker_client.client.bootstrap import DEFAULT
+from worker_client.collectives import all_gather_bytes, broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from worker_client.client.client import Client
+    from worker_client.work import Work
+
+# What a rank says with its pseudo-gradient: 1, which a rank that is lost does not say; its outer
+# steps so far, learning rate, momentum.
+_SAID = struct.Struct("<?qdd")
+_FIELDS = (
+    ("steps", "the outer steps that they have made, as an averaging has failed at some of them"),
+    ("lr", "the outer learning rate"),
+    ("momentum", "the outer momentum"),
+)
+
+# With a delay, how much of what a rank has learned meanwhile is kept: as in arXiv 2501.18512.
+ALPHA = 0.5
+
+
+class OuterOptimizer:
+    """Makes outer steps with the mean of what the ranks have learned.
+
+    Every rank makes one when its model is complete, which gives it rank 0's parameters, and calls
+    `step` after each step of its own optimizer. Parameters may be of any floating type and on any
+    device. What the ranks have in common is kept in host memory as float32: three times the model's
+    size, and twice more where pseudo-gradients are rounded. Buffers, such as running means, remain
+    each rank's own.
+
+    Args:
+        model: whose parameters that require a gradient are averaged, the same at every rank.
+        client: the one to use; `worker_client.init()`'s by default.
+        every: number of a rank's own steps between two outer steps of a parameter.
+        lr: of the outer steps; 1 with `momentum` 0 is plain averaging (local SGD).
+        momentum: of the outer steps.
+        fragments: number of parts of the model, of about the same size, that are averaged one after
+            another at steps apart.
+        delay: number of steps between the start of a part's averaging and its merging.
+        alpha: part of a rank's own parameters in what it goes on from, 0 to 1; by default 0 without
+            a delay, and 0.5 with one. With 0 a delay's own steps are forgotten.
+
+    Attributes:
+        lr, momentum: as given, and may be changed between two steps, at all ranks alike.
+
+    Raises:
+        ConfigError: an argument is wrong; the message says what to write.
+        MismatchError: ranks disagree on the arguments, or on their parameters' sizes.
+        ReductionError: as `Client.all_reduce`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        client: Client | None = None,
+        *,
+        every: int,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+    ) -> None:
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        _check(parameters, every, fragments, delay, alpha)
+        self._client = DEFAULT.get() if client is None else client
+        self._every = every
+        self._delay = delay
+        self._alpha = alpha if alpha is not None else ALPHA if delay else 0.0
+        self._steps = 0
+        self.lr = lr
+        self.momentum = momentum
+        self._fragments = [_Fragment(self._client, part) for part in _parts(parameters, fragments)]
+        if not self._client.newcomer:  # which gets the others' state: `load_state_dict`
+            self._begin_alike()
+
+    @property
+    def averaging(self) -> bool:
+        """Whether a mean is on its way, or waits for its step; the same at every rank.
+
+        Meanwhile no ranks can join: `worker_client.elastic.sync` is for the steps between.
+        """
+        return any(fragment.merges_at is not None for fragment in self._fragments)
+
+    def step(self) -> None:
+        """Count a step of this rank's own optimizer, and average what is due.
+
+        Raises:
+            MismatchError: an earlier averaging has failed at some ranks alone, or `lr` or
+                `momentum` differ: a checkpoint's state makes the ranks alike again.
+            ReductionError: as `Client.all_reduce`. What the ranks have learned is not lost: if the
+                averaging has failed at all of them, the next one makes up for it.
+        """
+        self._steps += 1
+        for fragment in self._fragments:
+            if fragment.merges_at == self._steps:
+                fragment.merge(self._alpha)
+        count = len(self._fragments)
+        for at, fragment in enumerate(self._fragments, 1):
+            if self._steps % self._every == at * self._every // count % self._every:
+                fragment.begin(self.lr, self.momentum, self._steps + self._delay)
+                if not self._delay:
+                    fragment.merge(self._alpha)
+
+    def finish(self) -> None:
+        """Average all that the ranks have learned; they end with the same parameters.
+
+        Raises:
+            MismatchError, ReductionError: as `step`.
+        """
+        for fragment in self._fragments:
+            if fragment.merges_at is not None:
+                fragment.merge(self._alpha)
+        for fragment in self._fragments:
+            fragment.begin(self.lr, self.momentum, self._steps)
+        for fragment in self._fragments:
+            fragment.merge(0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the model and the rank's own optimizer.
+
+        It waits for what is being averaged. All of it is the same at every rank, save what rounding
+        has taken away from the rank's own pseudo-gradients, which other ranks do not load.
+
+        Raises:
+            MismatchError, ReductionError: as `step`.
+        """
+        return {
+            "steps": self._steps,
+            "rank": self._client.rank,
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "fragments": [fragment.state_dict() for fragment in self._fragments],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` has returned, with a model of the same parameters.
+
+        Raises:
+            ConfigError: the state is that of another model, or of other fragments.
+        """
+        sizes = [fragment.outer.numel() for fragment in self._fragments]
+        others = [saved["outer"].numel() for saved in state["fragments"]]
+        if sizes != others:
+            raise ConfigError(
+                f"the state is of {len(others)} fragments of {others} values, and this model has "
+                f"{len(sizes)} of {sizes}: give OuterOptimizer the model and fragments= of then"
+            )
+        self._steps = state["steps"]
+        self.lr, self.momentum = state["lr"], state["momentum"]
+        own = state["rank"] == self._client.rank
+        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(saved, own=own)
+
+    def _begin_alike(self) -> None:
+        """Have every rank begin with rank 0's parameters, if all were given the same arguments."""
+        sizes = [fragment.outer.numel() for fragment in self._fragments]
+        arguments = {
+            "every": self._every,
+            "delay": self._delay,
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "fragments": f"fragments of {sizes} values",
+        }
+        gathered = all_gather_bytes(self._client, json.dumps(arguments).encode())
+        (first, expected), *others = ((rank, json.loads(one)) for rank, one in gathered.items())
+        for rank, got in others:
+            for name in arguments:
+                if got[name] != expected[name]:
+                    raise MismatchError.between(
+                        "OuterOptimizer", name, (first, expected[name]), (rank, got[name])
+                    )
+        mine = torch.cat([fragment.outer for fragment in self._fragments])
+        broadcast(self._client, mine)
+        for fragment, part in zip(self._fragments, mine.split_with_sizes(sizes), strict=True):
+            fragment.outer.copy_(part)
+            fragment.restore(0.0)
+
+
+class _Averaging(NamedTuple):
+    """A fragment's mean on its way."""
+
+    merges_at: int  # the step in which it is merged
+    lr: float
+    momentum: float
+    works: tuple[Work, ...] = ()  # none: the mean has come
+    said: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # by all ranks: _SAID of each
+    residual: torch.Tensor | None = None  # as it was before
+
+
+class _Fragment:
+    """A part of the model: what the ranks have in common of it, and its mean on the way.
+
+    Args:
+        client: the job's.
+        parameters: of this rank.
+
+    Attributes:
+        outer: the outer parameters, one after another.
+    """
+
+    def __init__(self, client: Client, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._client = client
+        self._parameters = parameters
+        self.outer = torch.empty(sum(one.numel() for one in parameters))
+        self._read(self.outer)
+        self._velocity = torch.zeros_like(self.outer)
+        self._gradient = torch.zeros_like(self.outer)  # the pseudo-gradient, then the mean
+        self._residual = None if client.wire_dtype == "float32" else torch.zeros_like(self.outer)
+        self._made = 0  # outer steps
+        self._averaging: _Averaging | None = None
+
+    @property
+    def merges_at(self) -> int | None:
+        """The step in which the mean that is on its way is merged."""
+        return None if self._averaging is None else self._averaging.merges_at
+
+    def begin(self, lr: float, momentum: float, merges_at: int) -> None:
+        """Start averaging what the ranks have learned."""
+        self._read(self._gradient)
+        torch.sub(self.outer, self._gradient, out=self._gradient)
+        said = np.zeros((self._client.world_size, _SAID.size), np.uint8)
+        mine = _SAID.pack(True, self._made, lr, momentum)
+        said[self._client.rank] = np.frombuffer(mine, np.uint8)
+        before = None if self._residual is None else self._residual.clone()
+        alike = self._client.all_reduce(said, "sum")
+        mean = self._client.all_reduce(self._gradient, "mean", residual=self._residual)
+        self._averaging = _Averaging(merges_at, lr, momentum, (alike, mean), said, before)
+
+    def merge(self, alpha: float) -> None:
+        """Make the outer step, and have the rank go on from there."""
+        averaging = self._arrived()
+        self._averaging = None
+        # Products and sums one by one: what torch does in one go is rounded once or twice, as the
+        # processor has it, and the ranks' processors may differ.
+        step, velocity = self._gradient, self._velocity
+        velocity.mul_(averaging.momentum).add_(step)
+        step.add_(velocity * averaging.momentum).mul_(averaging.lr)
+        self.outer.sub_(step)
+        self._made += 1
+        self.restore(alpha)
+
+    @torch.no_grad()
+    def restore(self, alpha: float) -> None:
+        """Have the rank go on from the outer parameters, and so much of its own."""
+        for parameter, outer in zip(self._parameters, self._views(self.outer), strict=True):
+            if alpha:
+                parameter.mul_(alpha).add_(outer.to(parameter), alpha=1 - alpha)
+            else:
+                parameter.copy_(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        averaging = None if self._averaging is None else self._arrived()
+        return {
+            "made": self._made,
+            "outer": self.outer.clone(),
+            "velocity": self._velocity.clone(),
+            "residual": None if self._residual is None else self._residual.clone(),
+            "averaging": averaging and [*averaging[:3], self._gradient.clone()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, own: bool) -> None:
+        if self._averaging is not None:
+            self._arrived()  # until then it is written to
+        self._made = state["made"]
+        self.outer.copy_(state["outer"])
+        self._velocity.copy_(state["velocity"])
+        if self._residual is not None:
+            saved = state["residual"] if own else None
+            self._residual.zero_() if saved is None else self._residual.copy_(saved)
+        self._averaging = None
+        if state["averaging"] is not None:
+            merges_at, lr, momentum, mean = state["averaging"]
+            self._gradient.copy_(mean)
+            self._averaging = _Averaging(merges_at, lr, momentum)
+
+    def _arrived(self) -> _Averaging:
+        """Wait for the mean; without one, what the rank has learned stays its own."""
+        assert self._averaging is not None
+        failed = [error for work in self._averaging.works if (error := _failure(work))]
+        if not failed and self._averaging.said is not None:
+            failed = _differences(self._averaging.said)
+        if failed:
+            if self._residual is not None and self._averaging.residual is not None:
+                self._residual.copy_(self._averaging.residual)
+            self._averaging = None
+            raise failed[0]
+        self._averaging = self._averaging._replace(works=(), said=None, residual=None)
+        return self._averaging
+
+    @torch.no_grad()
+    def _read(self, flat: torch.Tensor) -> None:
+        for parameter, view in zip(self._parameters, self._views(flat), strict=True):
+            view.copy_(parameter)
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a flat tensor in the shapes of the parameters."""
+        parts = flat.split_with_sizes([one.numel() for one in self._parameters])
+        return [part.view(one.shape) for part, one in zip(parts, self._parameters, strict=True)]
+
+
+def _failure(work: Work) -> ReductionError | None:
+    """Wait for an all-reduce, and return its error."""
+    try:
+        work.wait()
+    except ReductionError as error:
+        return error
+    return None
+
+
+def _differences(said: np.ndarray[Any, np.dtype[np.uint8]]) -> list[ReductionError]:
+    """Return what the ranks' outer steps differ in."""
+    here = [(rank, _SAID.unpack(row)) for rank, row in enumerate(said)]
+    here = [(rank, values) for rank, values in here if values[0]]  # but for ranks that are lost
+    (first, expected), *others = here
+    return [
+        MismatchError.between(
+            "outer step",
+            field,
+            (first, expected[at]),
+            (rank, values[at]),
+            called=f"{words} (load the state of one checkpoint at all ranks)",
+        )
+        for rank, values in others
+        for at, (field, words) in enumerate(_FIELDS, 1)
+        if values[at] != expected[at]
+    ]
+
+
+def _check(
+    parameters: list[torch.nn.Parameter],
+    every: int,
+    fragments: int,
+    delay: int,
+    alpha: float | None,
+) -> None:
+    """Refuse arguments that make no training.
+
+    Raises:
+        ConfigError: the message says what to write.
+    """
+    if not parameters:
+        raise ConfigError("the model has no parameter that requires a gradient")
+    if any(not one.is_floating_point() or hasattr(one, "to_local") for one in parameters):
+        raise ConfigError(
+            "outer steps are for parameters of floating types that each rank has as a whole: "
+            "neither complex ones nor DTensors, as fully_shard makes them"
+        )
+    if every < 1:
+        raise ConfigError(f"every={every}: give the number of steps between two outer ones")
+    if not 1 <= fragments <= min(every, len(parameters)):
+        raise ConfigError(
+            f"fragments={fragments}: give 1 to {min(every, len(parameters))}, one parameter for "
+            "each at least, and a step of `every`"
+        )
+    if not 0 <= delay <= every:
+        raise ConfigError(f"delay={delay}: give 0 to {every}, the steps until the next averaging")
+    if alpha is not None and not 0 <= alpha < 1:
+        raise ConfigError(f"alpha={alpha}: give 0 to less than 1")
+
+
+def _parts(parameters: list[torch.nn.Parameter], count: int) -> list[list[torch.nn.Parameter]]:
+    """Cut a list of parameters into parts of about the same size, none of them empty."""
+    sizes = list(accumulate(one.numel() for one in parameters))
+    parts = []
+    begin = 0
+    for at in range(1, count + 1):
+        end = begin + 1
+        last = len(parameters) - (count - at)  # leaves one for each of the others
+        while end < last and sizes[end - 1] < sizes[-1] * at / count:
+            end += 1
+        parts.append(parameters[begin:end])
+        begin = end
+    return parts
