@@ -9,7 +9,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from lab import Lab, LabUnavailable, claims, keeper
-from lab.network import PREFIX
+from lab.network import CONGESTION, PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--hosts", type=int, default=2, help="how many hosts (2)")
     run.add_argument("--mbit", type=float, help="rate of every link, each way (unshaped)")
+    run.add_argument("--round-trip-ms", type=float, default=0.0, help="between two hosts (0)")
+    run.add_argument("--loss-percent", type=float, default=0.0, help="of the packets (0)")
+    run.add_argument("--congestion", default=CONGESTION, help=f"of the hosts' TCP ({CONGESTION})")
     run.add_argument("--loopback", action="store_true", help="no namespaces, no root")
     run.add_argument("--on", type=int, metavar="INDEX", help="run the command in this host alone")
     run.add_argument("command", nargs="+", help="after --: the program and its arguments")
@@ -63,7 +66,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        lab = Lab.loopback(options.hosts) if options.loopback else Lab(options.hosts, options.mbit)
+        lab = (
+            Lab.loopback(options.hosts)
+            if options.loopback
+            else Lab(
+                options.hosts,
+                options.mbit,
+                round_trip_ms=options.round_trip_ms,
+                loss_percent=options.loss_percent,
+                congestion=options.congestion,
+            )
+        )
     except ValueError as error:
         raise LabUnavailable(str(error)) from error
     if options.on is not None and options.on not in range(options.hosts):
@@ -105,6 +118,7 @@ def _show() -> int:
             print(f"{PREFIX}{number}  dead: remove it with `python -m lab clean`")
             continue
         rate = "unshaped" if facts.mbit is None else f"{facts.mbit:g} Mbit/s"
+        rate += f", {facts.round_trip_ms:g} ms" * bool(facts.round_trip_ms)
         print(
             f"{PREFIX}{number}  {facts.hosts} hosts 10.77.{number}.1 to .{facts.hosts}, {rate}, "
             f"of process {facts.owner}: {facts.command}"

@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lab.network import NAMES, NAMESPACES, PREFIX, LabUnavailable
+from lab.network import CONGESTION, NAMES, NAMESPACES, PREFIX, LabUnavailable
 
 CLAIMS = Path("/run/reduction-lab")
 NUMBERS = range(256)  # the third byte of the hosts' addresses
@@ -21,13 +21,27 @@ NUMBERS = range(256)  # the third byte of the hosts' addresses
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a lab's file says; `owner` is the benchmark's process id, `command` its command line."""
+    """What a lab's file says: what was asked for.
+
+    Attributes:
+        mark: in the environment of its processes.
+        hosts: how many.
+        mbit: rate of the links, Mbit/s; None if they are unshaped.
+        owner: process id of the benchmark.
+        command: its command line.
+        round_trip_ms: between two hosts; 0 for what the kernel's bridge takes.
+        loss_percent: of the packets that are lost on the way.
+        congestion: how the hosts' TCP chooses its rate.
+    """
 
     mark: str = ""
     hosts: int = 0
     mbit: float | None = None
     owner: int = 0
     command: str = ""
+    round_trip_ms: float = 0.0
+    loss_percent: float = 0.0
+    congestion: str = CONGESTION
 
 
 class Claim:

@@ -12,12 +12,17 @@ import os
 import select
 import signal
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from lab import claims
+from lab.delay import cables
 from lab.network import LabUnavailable, Network, require_root
 from lab.processes import Members
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,26 @@ def keep(request: Request) -> None:
         tear_down(claim.before.mark, network)
         claim.write(request.facts)
         try:
-            network.build(request.facts.mbit)
-            _answer(number=claim.number)
-            _wait(request.owner)
+            with _built(network, request.facts):
+                _answer(number=claim.number)
+                _wait(request.owner)
         finally:
             tear_down(request.facts.mark, network)
     finally:
         claim.release()
+
+
+@contextmanager
+def _built(network: Network, facts: claims.Facts) -> Iterator[None]:
+    """Build what `remove` will remove, and keep it joined meanwhile."""
+    if not (facts.round_trip_ms or facts.loss_percent):
+        network.build(facts.mbit, facts.congestion)
+        yield
+        return
+    network.build(facts.mbit, facts.congestion, bridged=False)
+    delay_ms = facts.round_trip_ms / 2
+    with cables(network.bridge, network.ports, delay_ms, facts.loss_percent):
+        yield
 
 
 def tear_down(mark: str, network: Network | None) -> None:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 from lab.claims import Facts
 from lab.keeper import Request, clean, tear_down
-from lab.network import LabUnavailable, Network, require_root
+from lab.network import CONGESTION, LabUnavailable, Network, require_root
 from lab.processes import MARK
 from worker_client.commands.demo.ranks import free_port
 
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 STOP_S = 60.0
 IPERF_RUNS = 3
-# The first second is left out: in it, the shaper's burst comes on top of the rate.
-IPERF_LENGTH = ("-O", "1", "-t", "1")
 IPERF_START_S = 5.0
-IPERF_RUN_S = 30.0
+IPERF_RUN_S = 30.0  # besides the time that is measured
 Stream: TypeAlias = "int | IO[str] | IO[bytes] | None"
 
 
@@ -77,23 +75,48 @@ class Host:
 
 
 class Lab:
-    """`hosts` hosts whose links have `mbit` Mbit/s each way (None: unshaped), from enter to exit.
+    """Some hosts, from enter to exit.
 
-    Needs root, ``ip`` and ``tc``: entering it raises `LabUnavailable` where they are missing. At
-    its end, also that of the process that owns it, all processes in the hosts are killed and the
-    hosts removed.
+    Needs root, ``ip`` and ``tc``, and with long round trips a C compiler: entering it raises
+    `LabUnavailable` where they are missing. At its end, also that of the process that owns it, all
+    processes in the hosts are killed and the hosts removed.
+
+    Args:
+        hosts: how many, 1 to 254.
+        mbit: rate of their links, Mbit/s each way; None: unshaped.
+        round_trip_ms: from one host to another and back, milliseconds; 0 for what the kernel takes,
+            a tenth of one.
+        loss_percent: of the packets that are lost on the way, by chance. What the host's own rules
+            lose (`lab.packets`) TCP takes for delayed where it is to be sent.
+        congestion: how the hosts' TCP chooses its rate: a name from
+            ``/proc/sys/net/ipv4/tcp_available_congestion_control``.
 
     Attributes:
         hosts: the hosts, while the lab exists.
         mbit: the links' rate at the start, in Mbit/s; None if they are unshaped.
     """
 
-    def __init__(self, hosts: int, mbit: float | None = None) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        mbit: float | None = None,
+        *,
+        round_trip_ms: float = 0.0,
+        loss_percent: float = 0.0,
+        congestion: str = CONGESTION,
+    ) -> None:
         if not 1 <= hosts <= 254:
             raise ValueError(f"a lab has 1 to 254 hosts, got {hosts}")
         if mbit is not None and not mbit > 0:
             raise ValueError(f"a link's rate is more than 0 Mbit/s, got {mbit}")
+        if not (round_trip_ms == 0 or 1 <= round_trip_ms <= 1000):
+            raise ValueError(f"a round trip takes 1 to 1000 ms, or 0 for none, got {round_trip_ms}")
+        if not 0 <= loss_percent < 100:
+            raise ValueError(f"a network loses 0 to 99 % of its packets, got {loss_percent}")
         self.mbit = mbit
+        self._round_trip_ms = round_trip_ms
+        self._loss_percent = loss_percent
+        self._congestion = congestion
         self.hosts: list[Host] = []
         self._size = hosts
         self._namespaces = True
@@ -101,7 +124,7 @@ class Lab:
         self._network: Network | None = None
         self._keeper: subprocess.Popen[str] | None = None
         self._processes: list[subprocess.Popen[str]] = []
-        self._payload_rate: float | None = None
+        self._payload_rates: dict[tuple[int, int], float] = {}
 
     @classmethod
     def loopback(cls, hosts: int) -> Lab:
@@ -114,7 +137,7 @@ class Lab:
         if self._namespaces:
             require_root()
         self._mark = secrets.token_hex(8)
-        self._payload_rate = None
+        self._payload_rates = {}
         try:
             number = self._start_keeper()
         except BaseException:
@@ -141,7 +164,7 @@ class Lab:
         if mbit is not None and not mbit > 0:
             raise ValueError(f"a link's rate is more than 0 Mbit/s, got {mbit}")
         self._links(host).shape(host.index, mbit)
-        self._payload_rate = None
+        self._payload_rates = {}
 
     def link_down(self, host: Host) -> None:
         """Pull a host's cable: packets are lost, sockets and addresses stay."""
@@ -151,19 +174,26 @@ class Lab:
         """Plug a host's cable in again."""
         self._links(host).connect(host.index, up=True)
 
-    def payload_rate(self) -> float:
-        """Bytes per second of one iperf3 stream from host 0 to host 1, as their links are now.
+    def payload_rate(self, streams: int = 1, seconds: int = 1) -> float:
+        """Bytes per second that iperf3 carries from host 0 to host 1, as their links are now.
 
-        Measured at the first call (some seconds) and at the first after a `set_rate`.
+        Measured at the first call with these arguments, and at the first after a `set_rate`.
+
+        Args:
+            streams: TCP connections, side by side.
+            seconds: how long, three times; as many before that are left out, in which the shaper's
+                burst comes on top of the rate, and TCP finds out what the network carries.
 
         Raises:
             LabUnavailable: iperf3 is missing or fails, or there is one host only.
         """
-        if self._payload_rate is None:
+        rate = self._payload_rates.get((streams, seconds))
+        if rate is None:
             if len(self.hosts) < 2:
                 raise LabUnavailable("a payload rate is measured between two hosts: make more")
-            self._payload_rate = _payload_rate(self.hosts[0], self.hosts[1])
-        return self._payload_rate
+            rate = _payload_rate(self.hosts[0], self.hosts[1], streams, seconds)
+            self._payload_rates[streams, seconds] = rate
+        return rate
 
     def _start(
         self,
@@ -215,7 +245,16 @@ class Lab:
 
     def _start_keeper(self) -> int:
         """Start the process that makes the lab and outlives this one; return the lab's number."""
-        facts = Facts(self._mark, self._size, self.mbit, os.getpid(), " ".join(sys.argv))
+        facts = Facts(
+            self._mark,
+            self._size,
+            self.mbit,
+            os.getpid(),
+            " ".join(sys.argv),
+            self._round_trip_ms,
+            self._loss_percent,
+            self._congestion,
+        )
         owner = os.pidfd_open(os.getpid())
         try:
             request = Request(facts, self._namespaces, owner)
@@ -270,7 +309,7 @@ class Lab:
                 clean()
 
 
-def _payload_rate(sender: Host, receiver: Host) -> float:
+def _payload_rate(sender: Host, receiver: Host, streams: int, seconds: int) -> float:
     """Return the bytes per second that iperf3 receives, the median of `IPERF_RUNS` runs."""
     if not shutil.which("iperf3"):
         raise LabUnavailable("the payload rate is measured with iperf3: install the package iperf3")
@@ -279,22 +318,25 @@ def _payload_rate(sender: Host, receiver: Host) -> float:
         ["iperf3", "-s", "-p", port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        client = ["iperf3", "-c", receiver.address, "-p", port, *IPERF_LENGTH, "-J"]
-        return statistics.median(_run_iperf3(sender, client) for _ in range(IPERF_RUNS))
+        client = ["iperf3", "-c", receiver.address, "-p", port, "-P", str(streams), "-J"]
+        client += ["-O", str(seconds), "-t", str(seconds)]
+        patience_s = IPERF_RUN_S + 2 * seconds
+        runs = (_run_iperf3(sender, client, patience_s) for _ in range(IPERF_RUNS))
+        return statistics.median(runs)
     finally:
         server.kill()
         server.wait()
 
 
-def _run_iperf3(sender: Host, client: list[str]) -> float:
+def _run_iperf3(sender: Host, client: list[str], patience_s: float) -> float:
     deadline = time.monotonic() + IPERF_START_S
     while True:
         with sender.start(client, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             try:
-                output, _ = process.communicate(timeout=IPERF_RUN_S)
+                output, _ = process.communicate(timeout=patience_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise LabUnavailable(f"iperf3 did not end within {IPERF_RUN_S:g} s") from None
+                raise LabUnavailable(f"iperf3 did not end within {patience_s:g} s") from None
         report = json.loads(output or "{}")
         # With -J its exit status is 0 whatever happens.
         if received := report.get("end", {}).get("sum_received"):

@@ -15,7 +15,7 @@ from pathlib import Path
 PREFIX = "rlab"
 NAMESPACES = Path("/run/netns")  # where ``ip netns`` keeps its names
 NAMES = Path("/etc/netns")  # whence ``ip netns exec`` takes a namespace's own /etc/hosts
-CONGESTION = "cubic"
+CONGESTION = "cubic"  # what most kernels use
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 
 # A burst has to hold the largest packet that TCP hands down at once (64 KiB); larger ones blur what
@@ -40,15 +40,24 @@ class Network:
         self.prefix = f"{PREFIX}{number}-"
         self.bridge = f"{self.prefix}bridge"
         self.names = [f"{self.prefix}h{index}" for index in range(hosts)]
+        self.ports = [f"p{index}" for index in range(hosts)]
         self.addresses = [f"10.77.{number}.{index + 1}" for index in range(hosts)]
 
-    def build(self, mbit: float | None) -> None:
-        """Make namespaces, bridge and links of this rate in Mbit/s each way (None: unshaped).
+    def build(
+        self, mbit: float | None, congestion: str = CONGESTION, *, bridged: bool = True
+    ) -> None:
+        """Make namespaces, bridge and links.
+
+        Args:
+            mbit: rate of the links each way, Mbit/s; None: unshaped.
+            congestion: how the hosts' TCP chooses its rate, such as ``bbr``.
+            bridged: whether the kernel's bridge joins the ports. Otherwise another program is to,
+                and TCP hands down packets as a network carries them, of one segment each.
 
         Raises:
             LabUnavailable: a tool is missing or the kernel refuses.
         """
-        _allow_congestion_control()
+        _allow_congestion_control(congestion)
         _batch(["ip"], [f"netns add {name}" for name in (self.bridge, *self.names)])
         # Frames that cross the bridge are not this machine's firewall's business.
         _inside(
@@ -56,15 +65,17 @@ class Network:
             "for f in /proc/sys/net/bridge/*-call-*; do ! [ -e $f ] || echo 0 >$f; done",
         )
         lines = ["link add br0 type bridge stp_state 0 mcast_snooping 0", "link set br0 up"]
-        for index, name in enumerate(self.names):
+        master = "master br0" if bridged else "nomaster"
+        for name, port in zip(self.names, self.ports, strict=True):
             # Both ends are born where they belong: the machine's own namespace never sees them.
-            lines.append(f"link add p{index} type veth peer name eth0 netns {name}")
-            lines.append(f"link set p{index} master br0 group {PORTS} up")
+            lines.append(f"link add {port} type veth peer name eth0 netns {name}")
+            lines.append(f"link set {port} {master} group {PORTS} up")
         _batch(["ip", "-n", self.bridge], lines)
         for name, address in zip(self.names, self.addresses, strict=True):
             up = ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
+            up += [] if bridged else ["link set eth0 gso_max_segs 1"]
             _batch(["ip", "-n", name], up)
-            _inside(name, f"echo {CONGESTION} >/proc/sys/net/ipv4/tcp_congestion_control")
+            _inside(name, f"echo {congestion} >/proc/sys/net/ipv4/tcp_congestion_control")
         self._write_names()
         if mbit is not None:
             for index in range(len(self.names)):
@@ -72,13 +83,13 @@ class Network:
 
     def shape(self, index: int, mbit: float | None) -> None:
         """Give a host's link this rate in Mbit/s, each way; None removes the shaping."""
-        for namespace, device in ((self.bridge, f"p{index}"), (self.names[index], "eth0")):
+        for namespace, device in ((self.bridge, self.ports[index]), (self.names[index], "eth0")):
             kind = "noqueue" if mbit is None else f"tbf rate {round(mbit * 1e6)}bit {SHAPE}"
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *kind.split())
 
     def connect(self, index: int, *, up: bool) -> None:
         """Plug a host's cable in, or pull it at the bridge: the host keeps address and sockets."""
-        _run("ip", "-n", self.bridge, "link", "set", f"p{index}", "up" if up else "down")
+        _run("ip", "-n", self.bridge, "link", "set", self.ports[index], "up" if up else "down")
 
     def namespaces(self) -> list[Path]:
         """List the namespaces that exist under the lab's names, also those of a half-built one."""
@@ -116,17 +127,17 @@ def require_root() -> None:
         )
 
 
-def _allow_congestion_control() -> None:
+def _allow_congestion_control(name: str) -> None:
     # A namespace may only be given an algorithm that everybody may use. Allowing one is the only
     # setting of the machine itself that a lab changes; it stays, as another lab may rely on it.
     try:
         allowed = ALLOWED.read_text().split()
-        if CONGESTION not in allowed:
-            ALLOWED.write_text(" ".join([*allowed, CONGESTION]))
+        if name not in allowed:
+            ALLOWED.write_text(" ".join([*allowed, name]))
     except OSError as error:
         raise LabUnavailable(
-            f"TCP {CONGESTION} cannot be allowed ({error}): "
-            f"load it with `modprobe tcp_{CONGESTION}` and let this process write {ALLOWED}"
+            f"TCP {name} cannot be allowed ({error}): "
+            f"load it with `modprobe tcp_{name}` and let this process write {ALLOWED}"
         ) from error
 
 
