@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from bench import options, report
+from bench import options, report, results
 from bench.contest import Contest, hosts_needed
 from bench.crew import CrewError
 from lab import LabUnavailable
@@ -37,6 +37,16 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         bool, typer.Option("--keys", help="Each pool also with keys: encrypted.")
     ] = False,
     mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 400.0,
+    round_trip_ms: Annotated[
+        float, typer.Option(help="Between two hosts; 0 for what the kernel takes.")
+    ] = 0.0,
+    loss_percent: Annotated[float, typer.Option(help="Packets that are lost on the way.")] = 0.0,
+    congestion: Annotated[
+        str, typer.Option(help="How TCP chooses its rate, such as bbr.")
+    ] = results.NEAR.congestion,
+    streams: Annotated[
+        int, typer.Option(min=1, help="Connections of iperf3, for the payload rate.")
+    ] = 1,
     unshaped: Annotated[
         bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
     ] = False,
@@ -53,12 +63,22 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     contenders = options.ours(workers, reducers, embedded, mixed, wire, keys=keys)
     contenders += options.baselines(baselines)
     columns = report.all_reduce_columns(each.name for each in contenders if not each.ours)
-    found = options.begin_all_reduces("allreduce", None if unshaped else mbit, [workers], rounds)
+    distance = results.Distance(
+        round_trip_ms=round_trip_ms, loss_percent=loss_percent, congestion=congestion
+    )
+    found = options.begin_all_reduces(
+        "allreduce",
+        None if unshaped else mbit,
+        [workers],
+        rounds,
+        distance=distance,
+        streams=streams,
+    )
     hosts = hosts_needed(workers, contenders)
     try:
         with (
-            options.lab(hosts, found.settings.mbit) as lab,
-            Contest(lab, workers, contenders) as contest,
+            options.lab(hosts, found.settings.mbit, distance) as lab,
+            Contest(lab, workers, contenders, streams=streams) as contest,
         ):
             found.settings.skipped = contest.skipped
             found.settings.payload_rates += contest.payload_rates

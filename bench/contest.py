@@ -72,16 +72,25 @@ class Tally:
 class Contest:
     """The processes of all contenders in a lab, from enter to exit.
 
+    Args:
+        lab: with hosts enough.
+        workers: ranks of each contender.
+        contenders: who they are.
+        streams: connections of iperf3 that the payload rate is measured with.
+
     Attributes:
         skipped: contenders that cannot be measured (any more), and why.
         payload_rates: that of a link, in bytes/s; empty if links are not shaped.
     """
 
-    def __init__(self, lab: Lab, workers: int, contenders: Sequence[Contender]) -> None:
+    def __init__(
+        self, lab: Lab, workers: int, contenders: Sequence[Contender], *, streams: int = 1
+    ) -> None:
         self.skipped: dict[str, str] = {}
         self.payload_rates: list[float] = []
         self._lab = lab
         self._workers = workers
+        self._streams = streams
         self._contenders = contenders
         self._crews: list[Crew] = []
         self._reducers: dict[str, list[pool.Reducer]] = {}
@@ -91,7 +100,7 @@ class Contest:
     def __enter__(self) -> Contest:
         with ExitStack() as stack:
             if self._lab.mbit is not None:
-                self.payload_rates.append(self._lab.payload_rate())
+                self.payload_rates.append(self._lab.payload_rate(self._streams))
             self._start_reducers(stack)
             control = Control()
             stack.callback(control.close)

@@ -11,7 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from bench import report, results
 from bench.contenders import Contender
-from bench.results import Results, Run, Settings
+from bench.results import NEAR, Distance, Results, Run, Settings
 from lab import Lab
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ def baselines(text: str) -> list[Contender]:
     return [contender for name, contender in BASELINES.items() if name in words]
 
 
-def lab(hosts: int, mbit: float | None) -> Lab:
+def lab(hosts: int, mbit: float | None, distance: Distance = NEAR) -> Lab:
     """Make the lab: hosts with links of this rate, or, if it is None, loopback."""
-    return Lab.loopback(hosts) if mbit is None else Lab(hosts, mbit)
+    return Lab.loopback(hosts) if mbit is None else Lab(hosts, mbit, **distance.model_dump())
 
 
 def link_rate(mbit: float | None) -> float | None:
@@ -104,10 +104,24 @@ def begin(module: str) -> Run:
     return run
 
 
-def begin_all_reduces(kind: Kind, mbit: float | None, workers: list[int], rounds: int) -> Results:
+def begin_all_reduces(
+    kind: Kind,
+    mbit: float | None,
+    workers: list[int],
+    rounds: int,
+    *,
+    distance: Distance = NEAR,
+    streams: int = 1,
+) -> Results:
     """Return results without rows yet, of links with this rate if they can have it."""
     settings = Settings(
-        mbit=link_rate(mbit), payload_rates=[], workers=workers, rounds=rounds, skipped={}
+        mbit=link_rate(mbit),
+        payload_rates=[],
+        streams=streams,
+        distance=distance,
+        workers=workers,
+        rounds=rounds,
+        skipped={},
     )
     return Results(**dict(begin(f"bench.{kind}")), kind=kind, settings=settings)
 

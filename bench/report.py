@@ -24,6 +24,7 @@ import typer
 
 from bench.contenders import Contender
 from bench.results import (
+    NEAR,
     ChaosResults,
     DdpResults,
     MicroResults,
@@ -148,7 +149,13 @@ def conditions(settings: Settings) -> str:
         return "unshaped, so that processors are the limit"
     ends = (min(settings.payload_rates), max(settings.payload_rates))
     rates = " to ".join(dict.fromkeys(f"{rate / 1e6:.2f}" for rate in ends))
-    return f"links of {link(settings.mbit)} each way, {rates} MB/s of payload by iperf3"
+    far = settings.distance
+    parts = [f"links of {link(settings.mbit)} each way"]
+    parts += [f"round trips of {far.round_trip_ms:g} ms"] * bool(far.round_trip_ms)
+    parts += [f"{far.loss_percent:g} % of packets lost"] * bool(far.loss_percent)
+    parts += [f"TCP {far.congestion}"] * (far.congestion != NEAR.congestion)
+    streams = f" with {settings.streams} streams" * (settings.streams > 1)
+    return ", ".join([*parts, f"{rates} MB/s of payload by iperf3{streams}"])
 
 
 # Tables as text. README.md defines the columns.

@@ -23,6 +23,8 @@ import psutil
 import zmq
 from pydantic import BaseModel, ConfigDict, Field
 
+from lab.network import CONGESTION
+
 SCHEMA = 2
 Kind: TypeAlias = Literal["allreduce", "scaling", "soak"]
 ROOT = Path(__file__).parent.parent
@@ -66,14 +68,28 @@ class Run(Record):
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
 
+class Distance(Record):
+    """How far the hosts are from each other; the arguments of `lab.Lab`."""
+
+    round_trip_ms: float = 0.0
+    loss_percent: float = 0.0
+    congestion: str = CONGESTION
+
+
+NEAR = Distance()
+
+
 class Settings(Record):
     """The settings of all-reduces."""
 
     mbit: float | None
     """Rate of every link each way in Mbit/s; None: not shaped, so that processors are the limit."""
     payload_rates: list[float]
-    """Bytes per second of one TCP stream between two hosts, by iperf3, in each lab that was used;
-    empty if links were not shaped."""
+    """Bytes per second of TCP between two hosts, by iperf3, in each lab that was used; empty if
+    links were not shaped."""
+    streams: int = 1
+    """Connections of iperf3, side by side."""
+    distance: Distance = NEAR
     workers: list[int]
     rounds: int
     skipped: dict[str, str]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 STOP_S = 60.0
 IPERF_RUNS = 3
+IPERF_FAR_S = 10
 IPERF_START_S = 5.0
 IPERF_RUN_S = 30.0  # besides the time that is measured
 Stream: TypeAlias = "int | IO[str] | IO[bytes] | None"
@@ -174,7 +175,7 @@ class Lab:
         """Plug a host's cable in again."""
         self._links(host).connect(host.index, up=True)
 
-    def payload_rate(self, streams: int = 1, seconds: int = 1) -> float:
+    def payload_rate(self, streams: int = 1, seconds: int | None = None) -> float:
         """Bytes per second that iperf3 carries from host 0 to host 1, as their links are now.
 
         Measured at the first call with these arguments, and at the first after a `set_rate`.
@@ -182,11 +183,13 @@ class Lab:
         Args:
             streams: TCP connections, side by side.
             seconds: how long, three times; as many before that are left out, in which the shaper's
-                burst comes on top of the rate, and TCP finds out what the network carries.
+                burst comes on top of the rate, and TCP finds out what the network carries. By
+                default 1, or 10 where round trips are long or packets are lost.
 
         Raises:
             LabUnavailable: iperf3 is missing or fails, or there is one host only.
         """
+        seconds = seconds or (IPERF_FAR_S if self._round_trip_ms or self._loss_percent else 1)
         rate = self._payload_rates.get((streams, seconds))
         if rate is None:
             if len(self.hosts) < 2:

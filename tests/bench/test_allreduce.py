@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import typer
 
-from bench import options, oracle, plan, theory, versus
+from bench import options, oracle, plan, report, theory, versus
 from bench.contenders import Contender
 from bench.crew import unavailable
-from bench.results import Sample, read
+from bench.results import Distance, Sample, Settings, read
 from bench.soak import trends
 from reducer.planning import network_model
 from tests.commands import run_command
@@ -161,6 +161,27 @@ def test_without_root_links_are_not_shaped(
     found = options.begin_all_reduces("allreduce", 400.0, [2], 1)
     assert found.settings.mbit is None
     assert "shaped links need root" in capsys.readouterr().out
+
+
+def test_results_say_how_far_the_hosts_were_apart() -> None:
+    distance = Distance(round_trip_ms=200, loss_percent=1, congestion="bbr")
+    settings = Settings(
+        mbit=100,
+        payload_rates=[10e6],
+        streams=4,
+        distance=distance,
+        workers=[2],
+        rounds=1,
+        skipped={},
+    )
+    assert report.conditions(settings) == (
+        "links of 100 Mbit/s each way, round trips of 200 ms, 1 % of packets lost, TCP bbr, "
+        "10.00 MB/s of payload by iperf3 with 4 streams"
+    )
+    near = settings.model_copy(update={"distance": Distance(), "streams": 1})
+    assert report.conditions(near) == (
+        "links of 100 Mbit/s each way, 10.00 MB/s of payload by iperf3"
+    )
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
