@@ -22,6 +22,7 @@ from reducer.errors import (
     RemoteProtocolError,
 )
 from reducer.runtime.keyring import Keyring
+from reducer.runtime.zap import LOG_S
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode
