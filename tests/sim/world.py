@@ -30,17 +30,14 @@ from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
 from worker_client.protocol.agreement import FIRST_CALL
 from worker_client.protocol.flight import Connect, Finish, HandOver, Reset
-from worker_client.protocol.handover import gaps, held, merge
-from worker_client.protocol.operation import Operation, refused
+from worker_client.protocol.handover import gaps, merge
+from worker_client.protocol.operation import Operation, Unfinished, refused
 from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
-    from worker_client.protocol.handover import Held
-    from worker_client.protocol.operation import Unfinished
-
 
 MEMORY_LIMIT = 1 << 30
 TICK_S = 0.1
@@ -255,7 +252,7 @@ class Group:
         self._world = world
         self._calls: dict[int, dict[int, Unfinished]] = {}  # by rank and number
         self._next = 0
-        self._shares: dict[int, list[Held]] | None = None  # when all ranks have come
+        self._shares: dict[int, list[Unfinished]] | None = None  # when all ranks have come
 
     def take(self, worker: Worker, calls: list[Unfinished]) -> None:
         """Take a rank's calls."""
@@ -286,7 +283,10 @@ class Group:
         if len(self._calls) < ranks or not all(self._calls.values()):
             return
         if self._shares is None:
-            told = [[held(call) for call in self._calls[rank].values()] for rank in range(ranks)]
+            told = [
+                [Unfinished(*call.told) for call in self._calls[rank].values()]
+                for rank in range(ranks)
+            ]
             self._next, self._shares = merge(told)
             for rank in range(ranks):
                 late = [at for at in self._calls[rank] if at < self._next]

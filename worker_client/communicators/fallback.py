@@ -27,9 +27,9 @@ from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, 
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.communicators.membership import PATIENCE_S, marked
-from worker_client.protocol.handover import Held, gaps, held, merge
+from worker_client.protocol.handover import gaps, merge
 from worker_client.protocol.lifecycle import FIRST_PLACE
-from worker_client.protocol.operation import Operation, reason, refused
+from worker_client.protocol.operation import Operation, Unfinished, reason, refused
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.process_group import ProcessGroup
-    from worker_client.protocol.operation import Unfinished
     from worker_client.protocol.spec import JobSpec
 
     HandOver = Callable[[list[Unfinished]], None]
@@ -73,7 +72,7 @@ class Stay:
 
     begun: bool = False
     first: int = 0
-    shares: dict[int, list[Held]] | None = None
+    shares: dict[int, list[Unfinished]] | None = None
     failure: ReductionError | None = None
     over: bool = False
 
@@ -241,10 +240,9 @@ class FallbackCommunicator(Communicator):
             try:
                 if stay.shares is None:
                     others = [one for its, one in self._waiting if its is stay]
-                    mine = [held(one) for one in (call, *others)]
-                    everywhere = self._group.exchange(mine)
+                    everywhere = self._group.exchange([one.told for one in (call, *others)])
                     stay.first, stay.shares = merge(
-                        [[Held(*one) for one in theirs] for theirs in everywhere]
+                        [[Unfinished(*one) for one in theirs] for theirs in everywhere]
                     )
                 if stay.failure is None and not stay.over and call.number >= stay.first:
                     error = self._reduce(stay, call, stay.shares.pop(call.number, None))
@@ -279,7 +277,7 @@ class FallbackCommunicator(Communicator):
         call.operation.end(error)
 
     def _reduce(
-        self, stay: Stay, call: Unfinished, shares: list[Held] | None
+        self, stay: Stay, call: Unfinished, shares: list[Unfinished] | None
     ) -> ReductionError | None:
         """Do what this rank must for a call, whether it needs the result or not.
 
@@ -293,7 +291,7 @@ class FallbackCommunicator(Communicator):
         Returns:
             Why it failed, the same at all ranks, or None.
         """
-        shares = shares or [Held(call.number)] * self._group.size
+        shares = shares or [Unfinished(call.number)] * self._group.size
         if any(share.failed for share in shares):
             rank = [share.failed for share in shares].index(True)
             why = f"no reducer is left, and the call had failed at rank {rank}"
@@ -314,7 +312,7 @@ class FallbackCommunicator(Communicator):
         return None
 
     def _disagreement(
-        self, stay: Stay, call: Unfinished, shares: list[Held]
+        self, stay: Stay, call: Unfinished, shares: list[Unfinished]
     ) -> ReductionError | None:
         """Find out whether all ranks ask for the same, and none has refused it.
 

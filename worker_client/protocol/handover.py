@@ -6,7 +6,7 @@ The ranks' own questions are nobody's calls, and nobody asks them any more (sans
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.wire.header import Header
 from worker_client.protocol.operation import Unfinished
@@ -17,22 +17,6 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation, Pending
-
-
-class Held(NamedTuple):
-    """What one rank has of one call.
-
-    Attributes:
-        number: which call.
-        done: the rank has finished it, and so has all of it.
-        failed: it has ended badly there.
-        chunks: first and last byte (exclusive) of each result.
-    """
-
-    number: int
-    done: bool = False
-    failed: bool = False
-    chunks: Sequence[Sequence[int]] = ()
 
 
 class HandingOver:
@@ -80,19 +64,16 @@ class HandingOver:
             operation = waiting.get(sequence) or active.get(sequence)
             known = results.get(sequence, {})
             failed = operation is None and not known
-            calls.append(Unfinished(sequence, operation, failed, known))
+            done = operation is None and not failed
+            chunks = [(offset, offset + len(result)) for offset, result in known.items()]
+            calls.append(Unfinished(sequence, done, failed, chunks, operation, known))
         self.done = True
         return calls
 
 
-def held(call: Unfinished) -> Held:
-    """Return what this rank tells the others of a call."""
-    done = call.operation is None and not call.failed
-    chunks = [(offset, offset + len(result)) for offset, result in call.results.items()]
-    return Held(call.number, done, call.failed, chunks)
-
-
-def merge(everywhere: Sequence[Sequence[Held]]) -> tuple[int, dict[int, list[Held]]]:
+def merge(
+    everywhere: Sequence[Sequence[Unfinished]],
+) -> tuple[int, dict[int, list[Unfinished]]]:
     """Find out what ranks have of the calls that any of them has begun.
 
     Args:
@@ -106,7 +87,8 @@ def merge(everywhere: Sequence[Sequence[Held]]) -> tuple[int, dict[int, list[Hel
     known = [{one.number: one for one in theirs} for theirs in everywhere]
     numbers = {number for theirs in known for number in theirs if number >= first}
     return first, {
-        number: [theirs.get(number, Held(number)) for theirs in known] for number in sorted(numbers)
+        number: [theirs.get(number, Unfinished(number)) for theirs in known]
+        for number in sorted(numbers)
     }
 
 

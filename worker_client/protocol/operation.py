@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
 from reducer.wire.header import fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from reducer.wire.constants import DType, ReduceOp
 
@@ -150,19 +150,28 @@ class Operation:
 
 @dataclass
 class Unfinished:
-    """One all-reduce that some rank may not have finished.
+    """One all-reduce that some rank may not have finished, as one rank knows it.
 
     Attributes:
         number: its sequence number.
-        operation: what this rank asked for; None if it has ended here.
-        failed: it has ended badly here.
-        results: the chunks whose result is here, by offset; all of them if it has ended well.
+        done: that rank has finished it, and so has all of it.
+        failed: it has ended badly there.
+        chunks: first and last byte (exclusive) of each result that is there.
+        operation: what this rank asked for; None if it has ended here, and for another rank.
+        results: the bytes of `chunks`, by offset, if they are here.
     """
 
     number: int
-    operation: Operation | None
+    done: bool = False
     failed: bool = False
+    chunks: Sequence[Sequence[int]] = ()
+    operation: Operation | None = None
     results: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """What other ranks are told of it: the first fields, from which they make their own."""
+        return self.number, self.done, self.failed, self.chunks
 
 
 class Pending:

@@ -211,7 +211,7 @@ class Session:
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
         """Start what has its number, as soon as nothing stands in its way."""
         if self._handing.done:
-            return [HandOver([Unfinished(operation.sequence, operation)])]
+            return [HandOver([Unfinished(operation.sequence, operation=operation)])]
         if self.calls.final is not None:
             return [Finish(operation, self.calls.final)]
         question = self.calls.question
