@@ -29,16 +29,22 @@ class Work:
     done when the result is there, for all of its streams. After an error the buffer's
     contents are undefined: parts of it may hold the reduction.
 
-    A subclass holds the state, as compiled code may; `_lead` is called by whoever waits, with
-    `done` and until when, and may bring the end nearer.
+    A subclass holds the state, as compiled code may.
+
+    Attributes:
+        data: what was given.
+        write_back: copies the result there, if it was reduced elsewhere.
+        error: why it has failed, or a part of it already has; None if it has not.
     """
 
     __slots__ = STATELESS
 
-    _lead: Lead
+    data: Any
+    write_back: Callable[[], object] | None
+    error: Exception | None
+    # Called by whoever waits, with `done` and until when: it may bring the end nearer.
+    _lead: Lead | None
     _ended: bool
-    _result: Any
-    _error: BaseException | None
     _future: concurrent.futures.Future[Any] | None  # made if somebody asks
     _waiters: tuple[queue.SimpleQueue[None], ...] | None  # who is to be woken at its end
     # Its end and the making of a future exclude each other. One for each: a child may be forked
@@ -60,19 +66,26 @@ class Work:
             ReductionError: the all-reduce failed; the class and its attributes say why.
         """
         patience_s = math.inf if timeout is None else config.patience("timeout", timeout)
+        if not self._ended and not self.ends_within(patience_s):
+            raise ReductionTimeout(f"{self} is still in progress after {patience_s:g} s")
+        if self.error is not None:
+            raise self.error
+        return self.data
+
+    def ends_within(self, patience_s: float) -> bool:
+        """Wait until the all-reduce has ended, well or badly; false: not in so many seconds.
+
+        Raises:
+            LocalProtocolError: as `wait`.
+        """
         until = time.monotonic() + patience_s
-        if not self._ended:
+        if self._lead is not None:
             self._lead(self.done, until)
         if not self._ended:
             left_s = max(0.0, until - time.monotonic())
             # More than `TIMEOUT_MAX`, which is centuries, locks refuse.
-            bound_s = left_s if left_s < threading.TIMEOUT_MAX else None
-            self._wait(bound_s)
-        if not self._ended:
-            raise ReductionTimeout(f"{self} is still in progress after {patience_s:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._result
+            self._wait(left_s if left_s < threading.TIMEOUT_MAX else None)
+        return self._ended
 
     def _wait(self, bound_s: float | None) -> None:
         """Wait for the end, which nobody here brings.
@@ -112,27 +125,24 @@ class Work:
                     self._settle(future)
             return self._future
 
-    def finish(
-        self,
-        result: Any,
-        error: BaseException | None,
-        write_back: Callable[[], object] | None = None,
-    ) -> None:
+    def written_back(self) -> Exception | None:
+        """Write the result back, and return what that raises: the all-reduce's error."""
+        if self.write_back is not None and not self._ended:
+            try:
+                self.write_back()
+            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
+                return refused
+        return None
+
+    def finish(self, error: Exception | None) -> None:
         """End it, unless it has ended; for the client alone.
 
         Args:
-            result: what `wait` returns, unless there is an error.
-            error: why the all-reduce failed; None if it did not.
-            write_back: called first, if it did not; if it raises an exception, that is the error.
+            error: why the all-reduce failed; None if it did not, and its result is written back.
         """
-        if error is None and write_back is not None and not self._ended:
-            try:
-                write_back()
-            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
-                error = refused
         with self._lock:
             if not self._ended:
-                self._result, self._error = result, error
+                self.error = error
                 self._ended = True
             future = self._future
             waiters, self._waiters = self._waiters, None
@@ -142,46 +152,7 @@ class Work:
             self._settle(future)
 
     def _settle(self, future: concurrent.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
+        if self.error is None:
+            future.set_result(self.data)
         else:
-            future.set_exception(self._error)
-
-
-class PlainWork(Work):
-    """The handle of a call that names itself.
-
-    Args:
-        what: errors name it by its text; its `missing`, if it has that, are what it waits for.
-        lead: as of `Work`.
-    """
-
-    __slots__ = (
-        "_ended",
-        "_error",
-        "_future",
-        "_lead",
-        "_lock",
-        "_result",
-        "_waiters",
-        "_what",
-    )
-
-    def __init__(self, what: object, lead: Lead) -> None:
-        self._what = what
-        self._lead = lead
-        self._ended = False
-        self._result = None
-        self._error = None
-        self._future = None
-        self._waiters = None
-        self._lock = threading.Lock()
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """As of `Work`."""
-        return getattr(self._what, "missing", ())
-
-    def __str__(self) -> str:
-        """Say which all-reduce this is, for errors and logs."""
-        return str(self._what)
+            future.set_exception(self.error)

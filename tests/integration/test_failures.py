@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from worker_client.client.bootstrap import connect
 from worker_client.commands.demo.ranks import free_port
 from worker_client.protocol.operation import Operation
 from worker_client.staging.host_buffer import host_buffer
-from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,11 +78,9 @@ def test_disagreement_is_named_at_every_rank(
 
 def in_order(client: Client, name: str) -> Work:
     view, dtype, _ = host_buffer(ones())
-    operation = Operation(view, dtype, ReduceOp.SUM, name, 10.0)
-    work = PlainWork(operation, client._ordered.wait)
-    operation.ended = partial(work.finish, None)
+    operation = Operation(view, dtype, ReduceOp.SUM, name, 10.0, lead=client._ordered.wait)
     client._ordered.submit(operation)
-    return work
+    return operation
 
 
 def test_another_order_is_named(job: Callable[..., list[Client]]) -> None:

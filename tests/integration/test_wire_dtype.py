@@ -293,11 +293,11 @@ def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
     clients = job(2, wire_dtype="bf16")
     work = clients[0].all_reduce(values(0, LARGE), timeout=0.3)
     (call,) = {operation.ended.func.__self__ for operation in open_at(clients[0])}
-    assert len(call._open) == casting.PIECES
+    assert len(call.pieces) == casting.PIECES
     with pytest.raises(ReductionTimeout) as error:
         work.wait(10)
     assert error.value.name is None, "the caller gave none"
-    assert not call._open
+    assert not call.pieces
     works = [clients[1].all_reduce(values(0, LARGE), timeout=0.3)]
     errors_of(works, within_s=10)  # catches up: its rank 0 has failed
     check(clients, SMALL)

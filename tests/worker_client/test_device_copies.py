@@ -147,11 +147,27 @@ def test_asking_for_it_does_not_wait(job: Job, devices: Devices) -> None:
     (client,) = job(1)
     works = [client.all_reduce(torch.ones(3000), "sum") for _ in range(20)]
     assert devices.opened[0].made("to_host") == 0
-    with pytest.raises(ReductionTimeout, match="of 12000 bytes is still in progress"):
+    with pytest.raises(ReductionTimeout, match=r"\(12000 bytes of FLOAT32\) is still in progress"):
         works[0].wait(0.01)
     gate.open()
     for work in works:
         work.wait(20)
+
+
+def test_a_weighted_mean_that_waits_for_its_turn_is_weighted_once(
+    job: Job, devices: Devices
+) -> None:
+    gate = devices.before = Gate("to_host")
+    clients = job(2)
+    arrays = [np.full(3, 1.0), np.full(3, 4.0)]
+    works = []
+    for weight, client, array in zip((1, 2), clients, arrays, strict=True):
+        works.append(client.all_reduce(torch.ones(3000)))
+        works.append(client.all_reduce(array, weight=weight))
+    gate.open()
+    for work in works:
+        work.wait(20)
+    assert all(array.tolist() == [3.0] * 3 for array in arrays)
 
 
 def test_host_memory_waits_for_its_turn(job: Job, devices: Devices) -> None:

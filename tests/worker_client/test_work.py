@@ -10,53 +10,55 @@ from typing import Any
 import pytest
 
 from reducer.errors import ConfigError, RankLostError, ReductionError, ReductionTimeout
-from worker_client.work import PlainWork, Work
+from reducer.wire.constants import DType, ReduceOp
+from worker_client.protocol.operation import Operation
+
+DATA = bytearray(12)
 
 
 @pytest.fixture
-def work() -> Work:
-    return PlainWork("all-reduce 'grad' of 12 bytes", lambda _done, _left: None)
+def work() -> Operation:
+    return Operation(memoryview(DATA), DType.UINT8, ReduceOp.SUM, "grad", 1.0, data=DATA)
 
 
-def test_the_result_is_what_was_given(work: Work) -> None:
-    data = object()
+def test_the_result_is_what_was_given(work: Operation) -> None:
     assert not work.done()
-    work.finish(data, None)
+    work.finish(None)
     assert work.done()
-    assert work.wait() is data
-    assert work.wait(timeout=0) is data  # as often as one likes
-    assert work.future().result() is data
+    assert work.wait() is DATA
+    assert work.wait(timeout=0) is DATA  # as often as one likes
+    assert work.future().result() is DATA
 
 
 @pytest.mark.parametrize(("timeout", "after"), [(0, "0"), (0.01, r"0\.01"), ("10ms", r"0\.01")])
 def test_a_wait_that_is_too_short_ends_nothing(
-    work: Work, timeout: float | str, after: str
+    work: Operation, timeout: float | str, after: str
 ) -> None:
     with pytest.raises(
-        ReductionTimeout, match=f"^all-reduce 'grad' of 12 bytes .* progress after {after} s$"
+        ReductionTimeout, match=f"^all-reduce 'grad' .12 bytes .* progress after {after} s$"
     ) as caught:
         work.wait(timeout)
     assert isinstance(caught.value, TimeoutError)
     assert not work.done()
-    work.finish("result", None)
-    assert work.wait() == "result"
+    work.finish(None)
+    assert work.wait() is DATA
 
 
 @pytest.mark.parametrize("timeout", [30, math.inf, 1e300, 1e10, 10**12, "30s", "2 min"])
-def test_a_wait_ends_with_it_whatever_the_patience(work: Work, timeout: float | str) -> None:
-    timer = threading.Timer(0.05, work.finish, ["result", None])
+def test_a_wait_ends_with_it_whatever_the_patience(work: Operation, timeout: float | str) -> None:
+    timer = threading.Timer(0.05, work.finish, [None])
     timer.start()
-    assert work.wait(timeout) == "result"
+    assert work.wait(timeout) is DATA
     timer.join()
 
 
 @pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan, "soon", "-1s", [], 10**400])
-def test_what_is_no_patience_is_refused(work: Work, timeout: Any) -> None:
+def test_what_is_no_patience_is_refused(work: Operation, timeout: Any) -> None:
     with pytest.raises(ConfigError, match=r"^timeout: .*got "):
         work.wait(timeout)
     assert not work.done()
-    work.finish("result", None)
-    assert work.wait() == "result"
+    work.finish(None)
+    assert work.wait() is DATA
 
 
 @pytest.mark.parametrize("timeout", [None, 0, 1])
@@ -64,9 +66,9 @@ def test_what_is_no_patience_is_refused(work: Work, timeout: Any) -> None:
     "error", [RankLostError("rank 3 is gone", rank=3), ReductionTimeout("late", missing=(1,))]
 )
 def test_the_error_of_the_all_reduce(
-    work: Work, error: ReductionError, timeout: float | None
+    work: Operation, error: ReductionError, timeout: float | None
 ) -> None:
-    work.finish(None, error)
+    work.finish(error)
     assert work.done()
     with pytest.raises(type(error)) as caught:
         work.wait(timeout)
@@ -74,48 +76,67 @@ def test_the_error_of_the_all_reduce(
     assert work.future().exception() is error
 
 
-def test_the_future_calls_back(work: Work) -> None:
+def test_the_future_calls_back(work: Operation) -> None:
     called: list[concurrent.futures.Future[object]] = []
     work.future().add_done_callback(called.append)
     assert not called
-    work.finish("result", None)
+    work.finish(None)
     assert called == [work.future()]
     assert list(concurrent.futures.as_completed([work.future()], timeout=1)) == called
 
 
-def test_what_is_on_the_wire_cannot_be_cancelled(work: Work) -> None:
+def test_what_is_on_the_wire_cannot_be_cancelled(work: Operation) -> None:
     assert not work.future().cancel()
-    work.finish("result", None)
-    assert work.wait() == "result"
+    work.finish(None)
+    assert work.wait() is DATA
 
 
-def test_it_ends_once(work: Work) -> None:
-    work.finish("result", None)
+def test_it_ends_once(work: Operation) -> None:
+    work.finish(None)
     future = work.future()
-    work.finish(None, ReductionError("later"))
-    assert work.wait() == future.result(0) == "result"
+    work.finish(ReductionError("later"))
+    assert work.wait() is future.result(0) is DATA
 
 
-def test_an_end_that_was_interrupted_is_made_up_for(work: Work) -> None:
+def test_an_end_that_was_interrupted_is_made_up_for(work: Operation) -> None:
     future = work.future()
-    work._ended, work._result = True, "result"  # and no more, because of Ctrl-C
-    work.finish(None, ReductionError("later"))
-    assert future.result(0) == "result"
+    work._ended = True  # and no more, because of Ctrl-C
+    work.finish(ReductionError("later"))
+    assert future.result(0) is DATA
 
 
-def test_what_writing_back_raises_is_the_error(work: Work) -> None:
+def test_what_writing_back_raises_is_the_error(work: Operation) -> None:
     def refuse() -> None:
         assert not work.done()
         raise ValueError("read-only")
 
-    work.finish("result", None, refuse)
+    work.write_back = refuse
+    work.end(None)
     with pytest.raises(ValueError, match="read-only"):
         work.wait()
 
 
-def test_nothing_is_written_back_after_an_error(work: Work) -> None:
+def test_nothing_is_written_back_after_an_error(work: Operation) -> None:
     written: list[str] = []
-    work.finish("result", ReductionError("failed"), lambda: written.append("rubbish"))
+    work.write_back = lambda: written.append("rubbish")
+    work.end(ReductionError("failed"))
     with pytest.raises(ReductionError, match="failed"):
         work.wait()
     assert not written
+
+
+def test_the_result_is_written_back_before_anybody_hears_of_the_end() -> None:
+    heard: list[str] = []
+    work = Operation(
+        memoryview(DATA),
+        DType.UINT8,
+        ReduceOp.SUM,
+        None,
+        1.0,
+        write_back=lambda: heard.append("written"),
+        ended=lambda error: heard.append(f"ended with {error}, {work.done()}"),
+    )
+    work.end(None)
+    work.end(ReductionError("later"))
+    assert heard == ["written", "ended with None, False"]
+    assert work.wait() is None

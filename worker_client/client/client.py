@@ -18,9 +18,8 @@ from worker_client.runtime import service_thread
 from worker_client.staging.arguments import parse, refuse_extras
 from worker_client.staging.device_copies import DeviceStaging
 from worker_client.staging.host_buffer import flatten, host_buffer, is_on_device
-from worker_client.staging.split_call import SplitCall
+from worker_client.staging.split_call import submit_pieces
 from worker_client.staging.weighted import weigh
-from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from worker_client.fusion.negotiation import Tensor
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.trace import Trace
-    from worker_client.staging.host_buffer import HostBuffer
     from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
 
@@ -292,15 +290,28 @@ class Client:
                     return self._stage(call, data, op, timeout)
                 buffer = host_buffer(data)
                 reduction, timeout_s = parse(buffer.dtype, op, None, timeout, self.timeout_s)
-                view, dtype, _ = buffer
-                operation = Operation(view, dtype, reduction, None, timeout_s, call=call)
+                view, dtype, write_back = buffer
+                operation = Operation(
+                    view,
+                    dtype,
+                    reduction,
+                    None,
+                    timeout_s,
+                    call=call,
+                    data=data,
+                    write_back=write_back,
+                    lead=self._ordered.wait,
+                    ended=partial(self._note_end, view.nbytes),
+                )
                 if self._casts:
                     operation.rounded = self._wire.rounds(dtype, reduction, view.nbytes)
                 if residual is not None:
                     operation.residual = self._wire.residual(residual, buffer)
                 if weight is not None:
-                    return self._start_weighted(operation, data, buffer, weight)
-                return self._start(operation, data, buffer)
+                    self._start_weighted(operation, weight)
+                else:
+                    self._submit(operation)
+                return operation
             except BaseException as error:
                 self._give_up(call, error)
                 raise
@@ -464,34 +475,13 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
-    def _start(self, operation: Operation, data: Any, buffer: HostBuffer) -> Work:
-        work = PlainWork(operation, self._ordered.wait)
-
-        def ended(error: Exception | None) -> None:
-            self._finish(work, data, buffer.view.nbytes, error, buffer.write_back)
-
-        operation.ended = ended
-        self._submit(operation)
-        return work
-
-    def _start_weighted(
-        self, operation: Operation, data: Any, buffer: HostBuffer, weight: float
-    ) -> Work:
+    def _start_weighted(self, operation: Operation, weight: float) -> None:
         if self.spec.elastic:
             raise ConfigError(
                 "weight= cannot be combined with on_rank_lost='continue': a rank could be lost "
                 "between the weights' all-reduce and the data's"
             )
-        pieces, divide = weigh(operation, buffer, weight)
-        nbytes = buffer.view.nbytes
-
-        def ended(error: Exception | None) -> None:
-            self._finish(work, data, nbytes, error, divide)
-
-        operation.pieces = tuple(piece.operation for piece in pieces)
-        work = PlainWork(operation, self._ordered.wait)
-        SplitCall(pieces, ended, name=None).submit(self._submit)
-        return work
+        submit_pieces(operation, weigh(operation, weight), self._submit)
 
     def _stage(
         self, call: object, tensor: Any, op: str | ReduceOp, timeout: float | str | None
@@ -499,14 +489,20 @@ class Client:
         """Start an all-reduce of a tensor on a device."""
         flat = flatten(tensor)
         reduction, timeout_s = parse(flat.dtype, op, None, timeout, self.timeout_s)
-        work = PlainWork(f"all-reduce of {flat.data.nbytes} bytes", self._wait_for_device)
-
-        def ended(error: Exception | None) -> None:
-            self._finish(work, tensor, 0, error)
-
+        operation = Operation(
+            memoryview(b""),
+            flat.dtype,
+            reduction,
+            None,
+            timeout_s,
+            call=call,
+            data=tensor,
+            lead=self._wait_for_device,
+            ended=partial(self._note_end, 0),  # staging counts bytes
+        )
         self._stages = True
-        self._staging.all_reduce(call, ended, flat, op=reduction, timeout_s=timeout_s)
-        return work
+        self._staging.all_reduce(operation, flat)
+        return operation
 
     def _give_up(self, call: object, why: BaseException) -> None:
         """Use up the number of a call that this rank was refused, or was interrupted in.
@@ -541,22 +537,13 @@ class Client:
         self._since = time.monotonic()
         self._ordered.submit(operation)
 
-    def _finish(
-        self,
-        work: Work,
-        data: Any,
-        nbytes: int,
-        error: Exception | None,
-        write_back: Callable[[], object] | None = None,
-    ) -> None:
-        """End a call; if an interrupt ended this, once more."""
-        if not work.done():
-            if error is None:
-                self._bytes_reduced += nbytes
-            if not self._ordered.busy:
-                earlier, self._since = self._since, time.monotonic()
-                self._waited_s += self._since - earlier
-        work.finish(data, error, write_back)
+    def _note_end(self, nbytes: int, error: Exception | None) -> None:
+        """Take note that a call ends whose buffer has so many bytes; perhaps once more."""
+        if error is None:
+            self._bytes_reduced += nbytes
+        if not self._ordered.busy:
+            earlier, self._since = self._since, time.monotonic()
+            self._waited_s += self._since - earlier
 
     def _wait_for_device(self, done: Callable[[], bool], until: float) -> None:
         del done, until  # the driver's own thread leads, and staging's bring the end

@@ -18,7 +18,7 @@ from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.protocol.operation import Operation
 from worker_client.staging import casts
 from worker_client.staging.buffer_pool import BufferPool
-from worker_client.staging.split_call import Piece, SplitCall
+from worker_client.staging.split_call import submit_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,25 +117,17 @@ class CastingCommunicator(Communicator):
             self._inner.submit(operation)
             return
         wire = self._memory.take(self._wire_dtype.nbytes(operation.view.nbytes // FLOAT_BYTES))
-        pieces = self._pieces(operation, wire)
-        first = pieces[0].operation
-
-        def end(error: Exception | None) -> None:
-            operation.sequence = first.sequence
-            operation.end(error)
 
         def release(_: object) -> None:
             self._memory.give_back(wire)
 
-        operation.pieces = tuple(piece.operation for piece in pieces)
-        call = SplitCall(pieces, end, name=operation.name, release=release)
         try:
-            call.submit(self._inner.submit)
+            submit_pieces(operation, self._pieces(operation, wire), self._inner.submit, release)
         except ReductionError:
             release(None)
             raise
 
-    def _pieces(self, operation: Operation, wire: memoryview) -> list[Piece]:
+    def _pieces(self, operation: Operation, wire: memoryview) -> list[Operation]:
         itemsize = self._wire_dtype.itemsize
         float_bytes = FLOAT_BYTES * self._wire_dtype.values  # of those of an element
         size = len(wire) // itemsize
@@ -156,10 +148,10 @@ class CastingCommunicator(Communicator):
                 f"{operation.view.nbytes} bytes in all",
                 operation.timeout_s,
                 call=operation.call or operation,
+                write_back=partial(self._casts.widen, part, values, self._wire_dtype),
             )
-            narrow = partial(self._narrow, values, part, kept)
-            widen = partial(self._casts.widen, part, values, self._wire_dtype)
-            pieces.append(Piece(piece, narrow, widen))
+            piece.prepare = partial(self._narrow, values, part, kept)
+            pieces.append(piece)
         return pieces
 
     def _narrow(self, values: memoryview, wire: memoryview, kept: memoryview | None) -> None:

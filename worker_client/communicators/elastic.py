@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from array import array
@@ -297,7 +296,7 @@ class ElasticCommunicator(Communicator):
 
     def _begin(self, entry: Entry) -> None:
         attempt = entry.begin(partial(self._attempt_ended, entry))
-        entry.operation.pieces = (attempt,)
+        entry.operation.pieces = {attempt: None}
         self._attempts.add(entry)
         self.communicator.submit(attempt)
 
@@ -582,26 +581,18 @@ class ElasticCommunicator(Communicator):
             ReductionError: it failed.
         """
         until = time.monotonic() + JOIN_S
-        answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        question.ended = answer.put
         communicator.submit(question)
-        while True:
+        while not question.ends_within(LOOK_S):
+            lost_too = {self.membership.present[rank] for rank in self.flat.session.lost_ranks}
+            missing = {membership.present[rank] for rank in question.missing}
+            if time.monotonic() > until and missing.isdisjoint(self.membership.present):
+                with self._gate:
+                    self._suspects |= missing
+                lost_too |= missing
+            if not lost_too <= lost:
+                raise NewLossError
             self._check_open()
-            try:
-                error = answer.get(timeout=LOOK_S)
-            except queue.Empty:
-                lost_too = {self.membership.present[rank] for rank in self.flat.session.lost_ranks}
-                missing = {membership.present[rank] for rank in question.missing}
-                if time.monotonic() > until and missing.isdisjoint(self.membership.present):
-                    with self._gate:
-                        self._suspects |= missing
-                    lost_too |= missing
-                if not lost_too <= lost:
-                    raise NewLossError from None
-                continue
-            if error is not None:
-                raise error
-            return
+        question.wait()
 
     def _give_up(self, error: ReductionError) -> None:
         """End all calls that have begun and have no result; later ones may try again."""

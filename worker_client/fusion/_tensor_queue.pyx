@@ -49,11 +49,11 @@ for _code, _dtype in {
 cdef class RequestState:
     """The attributes of a request; see `worker_client.fusion.tensor_queue.Request`."""
 
-    cdef public object tensor, data, write_back, missing
+    cdef public object tensor, data, write_back, error, missing
     cdef public Py_ssize_t call
     cdef public int warnings
     cdef public double begun, deadline
-    cdef public object _lead, _result, _error, _future, _waiters, _lock
+    cdef public object _lead, _future, _waiters, _lock
     cdef public bint _ended
     # No lent buffer is kept: a memoryview that has lent one cannot be collected with its borrower.
     cdef object _owner
@@ -162,7 +162,6 @@ cdef class CompiledSubmissions:
             ):
                 # As `Work.finish`: the GIL stands for its lock, as nothing here gives it away. One
                 # that has failed before keeps its error.
-                request._result = request.data
                 request._ended = True
             else:
                 made.end(None)

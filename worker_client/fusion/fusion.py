@@ -14,7 +14,6 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,6 @@ from worker_client.runtime.service_thread import ServiceThread
 from worker_client.runtime.trace import Trace
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.host_buffer import host_buffer
-from worker_client.work import PlainWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -489,22 +487,14 @@ class Fusion:
         now = time.monotonic()
         left_s = min((request.deadline for request in mine), default=now + self._timeout_s) - now
         view, dtype, _ = host_buffer(data)
-        operation = Operation(view, dtype, ReduceOp.SUM, name, max(left_s, LEAST_S))
-        work = PlainWork(operation, communicator.wait)
-        operation.ended = partial(work.finish, None)
+        timeout_s = max(left_s, LEAST_S)
+        operation = Operation(view, dtype, ReduceOp.SUM, name, timeout_s, lead=communicator.wait)
         communicator.submit(operation)
-        while True:
-            try:
-                work.wait(LOOK_S)
-            except ReductionTimeout:
-                if work.done():
-                    work.wait()  # it has ended in this moment, perhaps well
-                    return
-            else:
-                return
+        while not operation.ends_within(LOOK_S):
             for request in mine:
                 request.lacked_by(operation.missing)
             self._look(time.monotonic(), besides=mine)
+        operation.wait()
 
     def _rest(self, productive: bool) -> None:
         self._again_s = AGAIN_S if productive else min(2 * self._again_s, AGAIN_MOST_S)
@@ -525,7 +515,7 @@ class Fusion:
         packed = memory.data[:nbytes]
         self._submissions.pack(requests, packed)
 
-        def unpack(error: BaseException | None) -> None:
+        def unpack(error: Exception | None) -> None:
             if error is None:
                 self._submissions.unpack(requests, packed)
             else:
@@ -573,7 +563,7 @@ class Fusion:
     def _is_rounded(self, tensor: Tensor) -> bool:
         return self._wire.rounds(tensor.dtype, tensor.op, tensor.nbytes)
 
-    def _finish(self, request: Request, error: BaseException | None) -> None:
+    def _finish(self, request: Request, error: Exception | None) -> None:
         request.end(error)
         self._flying.discard(request)  # last: what an interrupt leaves here ends in `_run`
         self._note_end()

@@ -16,7 +16,7 @@ from worker_client.staging.host_buffer import HostBuffer, host_buffer
 from worker_client.work import STATELESS, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from reducer.wire.constants import ReduceOp
     from worker_client.work import Lead
@@ -28,9 +28,7 @@ class Request(Work):
     Attributes:
         tensor: what it is.
         call: as of `Key`.
-        data: what the caller gave.
-        view: its memory, bytes.
-        write_back: copies the result to where the caller expects it, if `view` is a copy.
+        view: the memory of `data`, bytes, or of a copy.
         begun, deadline: in seconds of the monotonic clock.
         warnings: how often it was said that it waits.
         missing: ranks that it waits for, as far as is known.
@@ -40,8 +38,6 @@ class Request(Work):
 
     tensor: Tensor
     call: int
-    data: Any
-    write_back: Callable[[], object] | None
     begun: float
     deadline: float
     warnings: int
@@ -60,12 +56,14 @@ class Request(Work):
         """What ranks call it among each other."""
         return Key(self.tensor, self.call)
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: Exception | None) -> None:
         """End it; called when nothing reads or writes its memory any more."""
         if isinstance(error, ReductionError):
             error = copy.copy(error)
             error.name = self.tensor.name
-        self.finish(self.data, error, self.write_back)
+        elif error is None and self.write_back is not None:
+            error = self.written_back()
+        self.finish(error)
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""
@@ -247,17 +245,16 @@ class PlainRequest(Request):
 
     __slots__ = (
         "_ended",
-        "_error",
         "_future",
         "_lead",
         "_lock",
-        "_result",
         "_view",
         "_waiters",
         "begun",
         "call",
         "data",
         "deadline",
+        "error",
         "missing",
         "tensor",
         "warnings",
@@ -285,8 +282,7 @@ class PlainRequest(Request):
         self.missing = ()
         self._lead = lead
         self._ended = False
-        self._result = None
-        self._error = None
+        self.error = None
         self._future = None
         self._waiters = None
         self._lock = threading.Lock()

@@ -1,20 +1,27 @@
-"""All-reduces: what is asked for, what is in progress, and the words of errors (sans I/O)."""
+"""All-reduces: what is asked for, what is in progress, and the words of errors (sans I/O).
+
+What is asked for is its caller's handle as well; nothing in this room waits for it.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
 from reducer.wire.header import fingerprint
+from worker_client.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from reducer.wire.constants import DType, ReduceOp
+    from worker_client.work import Lead
 
     Ended = Callable[[Exception | None], object]
 
@@ -24,8 +31,8 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 _KEPT_NAMES = 4096
 
 
-class Operation:
-    """What is asked for; how far it is, the flight knows.
+class Operation(Work):
+    """What is asked for, and the handle of whoever does; how far it is, the flight knows.
 
     Args:
         view: the buffer's bytes, writable; the result replaces them chunk by chunk.
@@ -40,8 +47,11 @@ class Operation:
         rounded: whether it is to be rounded to travel.
         residual: memory like `view`, where what that takes away is kept and added the next time;
             None for none.
-        ended: called with its error or None, when nothing reads or writes `view` any more; once
-            more after an interrupt. None when it is over.
+        data, write_back: as of `Work`.
+        lead: called by whoever waits, with `done` and until when: it may bring the end nearer. None
+            if others bring it.
+        ended: called with its error or None before whoever waits is told, when nothing reads or
+            writes `view` any more; once more after an interrupt. None when it is over.
 
     Attributes:
         over: whether whoever asked for it has been told of its end.
@@ -54,20 +64,30 @@ class Operation:
         ask_at: when to ask who is missing, by the same clock.
         ask_last_at: when to ask that for the last time, shortly before the deadline.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
-        pieces: all-reduces that it is made of, if it is.
+        pieces: all-reduces that it is made of, if it is, and that have not ended.
+        prepare: fills `view`, or waits until it is filled; called before a piece is submitted.
         quiet: whether others may take their time, so that no warning says whom it waits for.
     """
 
     __slots__ = (
+        "_claims",
+        "_ended",
+        "_future",
+        "_lead",
+        "_lock",
         "_missing",
+        "_release",
+        "_waiters",
         "answered",
         "ask_at",
         "ask_last_at",
         "begun",
         "call",
+        "data",
         "deadline",
         "dtype",
         "ended",
+        "error",
         "history",
         "more",
         "name",
@@ -75,6 +95,7 @@ class Operation:
         "over",
         "overdue",
         "pieces",
+        "prepare",
         "quiet",
         "refusal",
         "residual",
@@ -85,6 +106,7 @@ class Operation:
         "tag",
         "timeout_s",
         "view",
+        "write_back",
     )
 
     def __init__(
@@ -100,6 +122,9 @@ class Operation:
         more: bool = False,
         rounded: bool = False,
         residual: memoryview | None = None,
+        data: Any = None,
+        write_back: Callable[[], object] | None = None,
+        lead: Lead | None = None,
         ended: Ended | None = None,
     ) -> None:
         self.view = view
@@ -113,6 +138,8 @@ class Operation:
         self.more = more
         self.rounded = rounded
         self.residual = residual
+        self.data = data
+        self.write_back = write_back
         self.ended = ended
         self.over = False
         self.sequence = -1
@@ -120,13 +147,20 @@ class Operation:
         self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
         self.sent = self.answered = 0.0
         self.overdue = self.quiet = False
-        self.pieces: tuple[Operation, ...] = ()
+        self.pieces: dict[Operation, None] = {}
+        self.prepare: Callable[[], object] | None = None
+        self.error: Exception | None = None
         self._missing: tuple[int, ...] = ()
+        self._lead = lead
+        self._ended = False
+        self._future = None
+        self._waiters = None
+        self._lock = threading.Lock()
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that it waits for, as far as a reducer was asked."""
-        return self._missing or next((one.missing for one in self.pieces if one.missing), ())
+        return self._missing or next((one.missing for one in list(self.pieces) if one.missing), ())
 
     @missing.setter
     def missing(self, ranks: tuple[int, ...]) -> None:
@@ -136,10 +170,54 @@ class Operation:
         """Tell whoever asked for it that it has ended, once, with an error that names it."""
         if self.over:
             return
+        if isinstance(error, ReductionError):
+            error = own(error, self)
+        elif error is None and self.write_back is not None:
+            error = self.written_back()
         if self.ended is not None:
-            self.ended(own(error, self) if isinstance(error, ReductionError) else error)
+            self.ended(error)
+        self.finish(error)
         self.over = True  # only now: after an interrupt above, the driver ends this operation again
         self.ended = None  # it refers to this operation: so both, and the buffer, are freed at once
+
+    def split(
+        self,
+        pieces: Iterable[Operation],
+        release: Callable[[Exception | None], object] | None = None,
+    ) -> None:
+        """Let it be made of pieces: it ends when all have, with the first error.
+
+        Until then some of them use the caller's memory. Each is to tell `piece_ended` of its end.
+
+        Args:
+            pieces: at least one.
+            release: called once before it ends, with its error or None: nothing reads or writes
+                what the pieces travel in any more. What it raises is an error as well.
+        """
+        self.pieces = dict.fromkeys(pieces)
+        self._release = release
+        # Whoever gets the first number from it writes back. Not a lock: a signal handler may come
+        # at any instant, and shut the client down.
+        self._claims = itertools.count()
+
+    def piece_ended(self, piece: Operation, error: Exception | None) -> None:
+        """Take note that a piece has ended, and end if all have. It may be said twice."""
+        self.error = self.error or error
+        self.sequence = max(self.sequence, piece.sequence)
+        self.pieces.pop(piece, None)
+        if self.pieces:
+            return
+        first = next(self._claims) == 0
+        if self.error is None and not first:
+            return  # another thread writes back just now
+        if first:
+            release, self._release = self._release, None  # a handle may be kept for long
+            try:
+                if release is not None:
+                    release(self.error)
+            except Exception as refused:  # noqa: BLE001 (whoever waits gets it)
+                self.error = self.error or refused
+        self.end(self.error)
 
     def __str__(self) -> str:
         """Say which all-reduce this is, for errors and logs."""

@@ -168,7 +168,7 @@ class Copies:
 
         return traced
 
-    def finished(self, ended: Ended) -> Ended:
+    def finished(self, ended: Ended | None) -> Ended:
         """Return what is to be called at the end of all, which shows it."""
 
         def traced(error: Exception | None) -> None:
@@ -184,7 +184,8 @@ class Copies:
                 )
                 args = {"bytes": self._nbytes, **_failure(error)}
                 timeline.slice(DEVICE, "all-reduce", (self._asked_s, now), args, parts)
-            ended(error)
+            if ended is not None:
+                ended(error)
 
         return traced
 

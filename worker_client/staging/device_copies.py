@@ -26,19 +26,18 @@ from worker_client.runtime.service_thread import STOP_S, ServiceThread
 from worker_client.runtime.trace import Copies
 from worker_client.staging import device
 from worker_client.staging.buffer_pool import BufferPool
-from worker_client.staging.split_call import Piece, SplitCall, cut
+from worker_client.staging.split_call import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from reducer.wire.constants import ReduceOp
     from worker_client.runtime.trace import Trace
     from worker_client.staging.device import Copy, Device
     from worker_client.staging.host_buffer import Flat
 
-    End = tuple[SplitCall, Device, Operation, Exception | None]  # of a piece
+    End = tuple[Operation, "DeviceCopies", Operation, Exception | None]  # of a call's piece
 
 # DDP's buckets come back every step, but those of the first step never do.
 BLOCK_TURNS = 1024
@@ -55,44 +54,67 @@ class DeviceCopies:
         flat: the tensor's bytes, on the device.
         device: where the tensor is.
         blocks: page-locked memory of that device.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(self, flat: Flat, device: Device, blocks: BufferPool[torch.Tensor]) -> None:
+        self.device = device
         self._flat = flat
-        self._device = device
         self._blocks = blocks
         self._block: torch.Tensor
+        self._ways: dict[Operation, tuple[torch.Tensor, torch.Tensor]] = {}  # back, of each piece
         self._back: Copy | None = None  # the last copy to the device
 
-    def ask(self, call: object, op: ReduceOp, timeout_s: float) -> list[Piece]:
+    def ask(self, whole: Operation) -> list[Operation]:
         """Ask for the copies to the host, behind what the caller's stream has to do.
+
+        Args:
+            whole: the call; its `view` becomes where the copies are.
+
+        Returns:
+            Its pieces.
 
         Raises:
             ConfigError: the caller's stream is being captured.
             DeviceError: the device failed.
         """
-        data, dtype = self._flat.data, self._flat.dtype
+        data = self._flat.data
         ends = cut(data.nbytes)
-        self._device.follow(data, self._flat.target)
+        self.device.follow(data, self._flat.target)
         self._block = self._blocks.take(data.nbytes)
-        pieces = []
+        whole.view = self._block.numpy().data
         try:
             for number, (start, end) in enumerate(ends, 1):
                 part = self._block[start:end]
-                copied = self._device.to_host(part, data[start:end])
+                copied = self.device.to_host(part, data[start:end])
                 what = None
                 if len(ends) > 1:  # from which ranks see that the whole differs in size
                     what = f"piece {number} of {len(ends)}, of {data.nbytes} bytes in all"
-                more = number < len(ends)
-                operation = Operation(
-                    part.numpy().data, dtype, op, what, timeout_s, call=call, more=more
+                piece = Operation(
+                    part.numpy().data,
+                    whole.dtype,
+                    whole.op,
+                    what,
+                    whole.timeout_s,
+                    call=whole.call,
+                    more=number < len(ends),
                 )
-                copy_back = partial(self._copy_back, data[start:end], part)
-                pieces.append(Piece(operation, copied.wait, copy_back))
+                piece.prepare = copied.wait
+                self._ways[piece] = data[start:end], part
         except BaseException:
             self._blocks.forget(self._block)
             raise
-        return pieces
+        return list(self._ways)
+
+    def bring_back(self, piece: Operation) -> None:
+        """Ask for the copy to the device of a piece that has its result.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        self._copy_back(*self._ways[piece])
 
     def settle(self, error: Exception | None) -> None:
         """Wait for the copies to the device, and give the memory back unless the device failed.
@@ -121,7 +143,7 @@ class DeviceCopies:
                 self._blocks.give_back(self._block)
 
     def _copy_back(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._back = self._device.to_device(target, source)
+        self._back = self.device.to_device(target, source)
 
 
 class DeviceStaging:
@@ -142,13 +164,13 @@ class DeviceStaging:
         self._devices: dict[torch.device, tuple[Device, BufferPool[torch.Tensor]]] = {}
         self._failure: Exception | None = None  # a piece was not contributed: the order is lost
         # Calls as they were made, each with its pieces; the first stays until it was submitted.
-        self._line: deque[tuple[SplitCall | None, Sequence[Piece]]] = deque()
+        self._line: deque[tuple[Operation | None, Sequence[Operation]]] = deque()
         # The first one is woken to look at the line, or to leave; the other one gets pieces that
         # have ended, and None: no more will be submitted.
         self._sending = ServiceThread[None]("to-host", self._send)
         self._returning: ServiceThread[End | None] = ServiceThread("to-device", self._return)
         self._threads = (self._sending, self._returning)
-        self._calls: set[SplitCall] = set()  # being submitted, or submitted and not ended
+        self._calls: set[Operation] = set()  # being submitted, or submitted and not ended
         self._closing = False
         # Guards `_closing` and `_devices`. A signal handler may take it again.
         self._lock = threading.RLock()
@@ -163,23 +185,13 @@ class DeviceStaging:
         """Whether the caller is in a callback of a call that has ended here."""
         return any(thread.is_current for thread in self._threads)
 
-    def all_reduce(
-        self,
-        call: object,
-        end: Callable[[Exception | None], object],
-        flat: Flat,
-        *,
-        op: ReduceOp,
-        timeout_s: float,
-    ) -> None:
+    def all_reduce(self, whole: Operation, flat: Flat) -> None:
         """Start an all-reduce of a tensor on a device.
 
         Args:
-            call: what its operations have in common.
-            end: called with its error or None when the result is on the device, once or more often.
+            whole: what is asked for, without its `view`; it ends when the result is on the device.
+                Its timeout is for each piece, from when that is in host memory.
             flat: the tensor's bytes.
-            op: reduction.
-            timeout_s: seconds for each piece, from when it is in host memory.
 
         Raises:
             ConfigError: the current stream is being captured.
@@ -190,20 +202,21 @@ class DeviceStaging:
         opened, blocks = self._open(flat.data.device)
         copies = DeviceCopies(flat, opened, blocks)
         try:
-            pieces = copies.ask(call, op, timeout_s)
+            pieces = copies.ask(whole)
         except DeviceError as error:
             self._failure = error
             raise
         steps = None
         if self._trace.timeline is not None:
             steps = Copies(self._trace, flat.data.nbytes)
-            pieces = [piece._replace(prepare=steps.copied(piece.prepare)) for piece in pieces]
-            end = steps.finished(end)
-        made = SplitCall(pieces, end, name=None, release=copies.settle)
+            whole.ended = steps.finished(whole.ended)
+        whole.split(pieces, copies.settle)
         for piece in pieces:
-            ended = partial(self._piece_ended, made, opened, piece.operation)
-            piece.operation.ended = ended if steps is None else steps.reduced(ended)
-        self._stand_in_line(made, pieces)
+            piece.ended = partial(self._piece_ended, whole, copies, piece)
+            if steps is not None:
+                piece.prepare = steps.copied(piece.prepare)
+                piece.ended = steps.reduced(piece.ended)
+        self._stand_in_line(whole, pieces)
 
     def follow(self, operation: Operation) -> None:
         """Submit an all-reduce of host memory when all calls before it were.
@@ -212,7 +225,7 @@ class DeviceStaging:
             LocalProtocolError: the client was shut down.
             DeviceError: a call before it could not be made.
         """
-        self._stand_in_line(None, [Piece(operation)])
+        self._stand_in_line(None, [operation])
 
     def stop(self, wait: bool) -> None:
         """Submit nothing any more, and end what has not; the client submits nothing, either.
@@ -242,18 +255,18 @@ class DeviceStaging:
                 thread.start()
             return self._devices[of]
 
-    def _stand_in_line(self, call: SplitCall | None, pieces: Sequence[Piece]) -> None:
+    def _stand_in_line(self, call: Operation | None, pieces: Sequence[Operation]) -> None:
         with self._lock:
             self._check()
             self._line.append((call, pieces))
         self._sending.queue.put(None)
 
     def _piece_ended(
-        self, call: SplitCall, opened: Device, operation: Operation, error: Exception | None
+        self, call: Operation, copies: DeviceCopies, piece: Operation, error: Exception | None
     ) -> None:
         if error is None:
-            self.bytes_reduced += operation.view.nbytes
-        self._returning.queue.put((call, opened, operation, error))
+            self.bytes_reduced += piece.view.nbytes
+        self._returning.queue.put((call, copies, piece, error))
 
     # -- the sending thread -------------------------------------------------------------------
 
@@ -283,11 +296,11 @@ class DeviceStaging:
             refusal = failure
             if refusal is None:
                 try:
-                    self._submit(piece.operation)
+                    self._submit(piece)
                 except ReductionError as error:
                     refusal = error
             if refusal is not None:
-                piece.operation.end(refusal)
+                piece.end(refusal)
         self._line.popleft()
         return failure
 
@@ -302,10 +315,16 @@ class DeviceStaging:
         """Take note of the end of a piece; return whether more may be submitted."""
         if end is None:
             return False
-        call, opened, operation, error = end
-        if call.all_ended(operation, error):
-            with ExitStack() as stack:
-                call.attempt(lambda: stack.enter_context(opened.returning()))
-                call.finish()
+        call, copies, piece, error = end
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(copies.device.returning())
+                if error is None and call.error is None:
+                    copies.bring_back(piece)
+            except Exception as failure:  # noqa: BLE001 (whoever waits gets it)
+                error = error or failure
+            call.piece_ended(piece, error)
+        if call.over:
+            call.view = memoryview(b"")  # the memory may be another call's now
             self._calls.discard(call)
         return True

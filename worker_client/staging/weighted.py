@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,24 +11,15 @@ from reducer.errors import ConfigError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.protocol.operation import Operation
 from worker_client.staging import casts
-from worker_client.staging.split_call import Piece
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.staging.host_buffer import HostBuffer
 
 _CASTS = casts.select()
 
 
-def weigh(
-    operation: Operation, buffer: HostBuffer, weight: float
-) -> tuple[list[Piece], Callable[[], None]]:
-    """Return what is to be all-reduced, and what then makes the mean of it.
+def weigh(operation: Operation, weight: float) -> list[Operation]:
+    """Return the pieces of a weighted mean, which is made of their results at its end.
 
     Args:
-        operation: the mean of `buffer` without weights.
-        buffer: which is overwritten.
+        operation: the mean without weights.
         weight: this rank's.
 
     Raises:
@@ -38,10 +28,11 @@ def weigh(
     check_weight(weight)
     if operation.op is not ReduceOp.MEAN:
         raise ConfigError("weight= makes a weighted mean: use op='mean'")
-    if buffer.dtype not in casts.FLOATS:
+    view, dtype, write_back = operation.view, operation.dtype, operation.write_back
+    if dtype not in casts.FLOATS:
         raise ConfigError(
-            f"weight= goes with float32 and float64, got {buffer.dtype.name.lower()}: convert the "
-            "data to float32 (and set REDUCTION_WIRE_DTYPE to send fewer bits)"
+            f"weight= goes with float32 and float64, got {dtype.name.lower()}: convert the data to "
+            "float32 (and set REDUCTION_WIRE_DTYPE to send fewer bits)"
         )
     name = operation.name or "a weighted mean"
     total = np.array([weight], np.float64)
@@ -54,8 +45,8 @@ def weigh(
         call=operation.call,
     )
     weighted = Operation(
-        buffer.view,
-        buffer.dtype,
+        view,
+        dtype,
         ReduceOp.MEAN,
         f"{name}: weighted",
         operation.timeout_s,
@@ -68,12 +59,14 @@ def weigh(
         mean = float(total[0])
         if mean == 0.0:
             raise ConfigError("all ranks' weights are 0: give at least one above 0")
-        _CASTS.divide(buffer.view, mean, buffer.dtype)
-        if buffer.write_back is not None:
-            buffer.write_back()
+        _CASTS.divide(view, mean, dtype)
+        if write_back is not None:
+            write_back()
 
-    scale = None if weight == 1.0 else partial(_scale, buffer.view, buffer.dtype, weight)
-    return [Piece(weights), Piece(weighted, scale)], divide
+    operation.write_back = divide
+    if weight != 1.0:
+        weighted.prepare = partial(_scale, view, dtype, weight)
+    return [weights, weighted]
 
 
 def check_weight(weight: object) -> None:
