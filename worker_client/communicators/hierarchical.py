@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import copy
 import json
-import queue
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -47,7 +47,8 @@ from worker_client.protocol.operation import Operation, reason, refused
 from worker_client.runtime.service_thread import ServiceThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from typing import TypeAlias
 
     from reducer.wire.messages import Straggler
     from worker_client.communicators.communicator import FlatCommunicator
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import Place
     from worker_client.protocol.spec import JobSpec
+
+    Step: TypeAlias = Callable[[], None]
 
 # Of a buffer, at a time: while one piece is on the network, the node works on the next one.
 PIECE_BYTES = 16 << 20
@@ -67,41 +70,6 @@ _SHORTEST_S = 0.001
 _NAME_SHOWN = 200
 _REFUSAL_SHOWN = 500
 _IN, _OUT = 0, 1  # the streams of steps 1 and 3
-
-
-class _Reduction:
-    """One all-reduce in progress.
-
-    Attributes:
-        operation: what was asked for.
-        until: when to give up, in seconds of the monotonic clock.
-        error: of this rank's parts.
-    """
-
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
-        self.until = time.monotonic() + operation.timeout_s
-        self.error: ReductionError | None = None
-
-    def pieces(self, ranks: int) -> Iterator[list[slice]]:
-        """Yield each piece of the buffer, cut into parts for the ranks of a node."""
-        size, nbytes = self.operation.dtype.itemsize, self.operation.view.nbytes
-        step = max(PIECE_BYTES, -(-nbytes // (MOST_PIECES * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT)
-        for start in range(0, max(nbytes, 1), step):
-            count = (min(start + step, nbytes) - start) // size
-            ends = [start + count * at // ranks * size for at in range(ranks + 1)]
-            yield [slice(low, high) for low, high in pairwise(ends)]
-
-
-class _Piece(NamedTuple):
-    """A piece that is on its way between the nodes; without parts, the end of one with none."""
-
-    reduction: _Reduction
-    parts: list[memoryview]
-    folded: Array | None
-    between: Operation | None
-    answer: queue.SimpleQueue[Exception | None]  # has its end
-    last: bool
 
 
 class HierarchicalCommunicator(Communicator):
@@ -121,9 +89,10 @@ class HierarchicalCommunicator(Communicator):
         self.place = place
         self._between = between
         self._node = node
-        self._first = ServiceThread[_Reduction | None]("hierarchy", self._fold_all)
-        self._second = ServiceThread[_Piece | None]("hierarchy", self._hand_out_all)
-        self._open: dict[_Reduction, None] = {}
+        # Each gets what it is to do: an all-reduce to fold, or a step; None has it look around.
+        self._first = ServiceThread[Operation | None]("hierarchy", self._fold_all)
+        self._second: ServiceThread[Step | None] = ServiceThread("hierarchy", self._hand_out_all)
+        self._open: dict[Operation, None] = {}
         self._broken: ReductionError | None = None
         self._leave_at = 0.0
         self._latest: Operation | None = None  # the first thread has taken
@@ -193,15 +162,15 @@ class HierarchicalCommunicator(Communicator):
         """Start an all-reduce; raise the error that ended this communicator, if one did."""
         if self._broken is not None:
             raise copy.copy(self._broken)
-        reduction = _Reduction(operation)
+        operation.deadline = time.monotonic() + operation.timeout_s
         try:
-            self._open[reduction] = None
-            self._first.queue.put(reduction)
+            self._open[operation] = None
+            self._first.queue.put(operation)
         except BaseException:  # an interrupt: nobody waits for it
-            self._open.pop(reduction, None)
+            self._open.pop(operation, None)
             raise
         # Where it has ended meanwhile, the second thread may have overlooked this.
-        if self._broken is not None and self._open.pop(reduction, reduction) is None:
+        if self._broken is not None and self._open.pop(operation, operation) is None:
             raise copy.copy(self._broken)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
@@ -230,57 +199,54 @@ class HierarchicalCommunicator(Communicator):
     # -- the first thread: within the node, and on to the reducers ------------------------------
 
     def _fold_all(self) -> None:
-        while (reduction := self._first.queue.get()) is not None:
+        while (asked := self._first.queue.get()) is not None:
             if self._broken is None:
-                self._try(self._fold, reduction)
+                self._try(partial(self._fold, asked))
             self._second.queue.put(None)  # the other thread may have to end all-reduces
 
-    def _fold(self, reduction: _Reduction) -> None:
-        asked, latest = reduction.operation, self._latest
+    def _fold(self, asked: Operation) -> None:
+        latest = self._latest
         call = asked.call or asked
         again = latest is not None and asked.call is latest.call and not latest.more
         if again and asked.refusal is not None:
-            self._conclude(reduction, None)  # all of that call was on its way when it was refused
+            self._conclude(asked, None)  # all of that call was on its way when it was refused
             return
         self._latest = asked
         if call is not self._failed:
-            self._failure = self._disagreement(reduction)
+            self._failure = self._disagreement(asked)
             self._failed = None if self._failure is None else call
             if self._failure is not None:
                 self._refuse(call, asked, self._failure)
         if call is self._failed:  # at all ranks of this node
-            reduction.error = self._failure
-            self._second.queue.put(_Piece(reduction, [], None, None, queue.SimpleQueue(), True))
+            self._second.queue.put(partial(self._conclude, asked, self._failure))
             return
         ranks, here = len(self.place.peers), self.place.local_rank
         op, between_op, within, _ = self._steps(asked)
-        pieces = list(reduction.pieces(ranks))
+        pieces = _cut(asked, ranks)
         for number, places in enumerate(pieces, 1):
             parts = [asked.view[place] for place in places]
             own = parts[here]
             rows = [
                 own if at == here else np.empty(own.nbytes, np.uint8).data for at in range(ranks)
             ]
-            self._node.exchange(_IN, parts, rows, reduction.until)
+            self._node.exchange(_IN, parts, rows, asked.deadline)
             folded = fold(rows, asked.dtype, op)
             if within != 1:
                 finish(folded, asked.dtype, within, folded.data)
-            answer: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
             between = Operation(
                 folded.data,
                 folded_as(asked.dtype),
                 between_op,
                 asked.name,
-                max(reduction.until - time.monotonic(), _SHORTEST_S),
+                max(asked.deadline - time.monotonic(), _SHORTEST_S),
                 call=call,
                 more=asked.more or number < len(pieces),
                 rounded=asked.rounded,
                 residual=None if asked.residual is None else asked.residual[places[here]],
-                ended=answer.put,
             )
             self._between.submit(between)
             last = number == len(pieces)
-            self._second.queue.put(_Piece(reduction, parts, folded, between, answer, last))
+            self._second.queue.put(partial(self._hand_out, asked, parts, folded, between, last))
 
     def _steps(self, asked: Operation) -> tuple[ReduceOp, ReduceOp, int, int]:
         """Return what is done within a node and between nodes, and what is divided by after each.
@@ -309,9 +275,8 @@ class HierarchicalCommunicator(Communicator):
                 )
             )
 
-    def _disagreement(self, reduction: _Reduction) -> ReductionError | None:
+    def _disagreement(self, asked: Operation) -> ReductionError | None:
         """See whether all ranks of this node ask for the same, and none has refused it."""
-        asked = reduction.operation
         fields = ("total_bytes", "dtype", "op", "name", "name")
         name = asked.name or ""
         mine = [
@@ -322,7 +287,7 @@ class HierarchicalCommunicator(Communicator):
             fingerprint(name),  # of what is not shown, too
             reason(asked.refusal)[:_REFUSAL_SHOWN],
         ]
-        answers = self._node.agree(_IN, json.dumps(mine).encode(), reduction.until)
+        answers = self._node.agree(_IN, json.dumps(mine).encode(), asked.deadline)
         said = [json.loads(answer) for answer in answers]
         first = self.place.peers[0]
         for rank, (*_, refusal) in zip(self.place.peers, said, strict=True):
@@ -339,53 +304,63 @@ class HierarchicalCommunicator(Communicator):
     # -- the second thread: the results, to the node --------------------------------------------
 
     def _hand_out_all(self) -> None:
-        while (piece := self._second.queue.get()) is not None or not self._node.stopped:
-            if piece is not None and self._broken is None:
-                self._try(self._hand_out, piece)
+        while (step := self._second.queue.get()) is not None or not self._node.stopped:
+            if step is not None and self._broken is None:
+                self._try(step)
             if self._broken is not None:
                 self._end_all()
         self._end_all()
 
-    def _hand_out(self, piece: _Piece) -> None:
-        reduction = piece.reduction
-        if piece.between is None or piece.folded is None:
-            self._conclude(reduction, reduction.error)
-            return
-        own = piece.parts[self.place.local_rank]
-        error = self._wait_for(piece, piece.between)
+    def _hand_out(
+        self,
+        asked: Operation,
+        parts: list[memoryview],
+        folded: Array,
+        between: Operation,
+        last: bool,
+    ) -> None:
+        """Give this rank's part of a piece to its node, and get the others' parts.
+
+        Args:
+            asked: what the piece is of.
+            parts: the piece, cut for the ranks of a node.
+            folded: this rank's part, which is on its way between the nodes ...
+            between: ... with this.
+            last: whether no piece follows.
+        """
+        own = parts[self.place.local_rank]
+        error = self._wait_for(between, asked)
         if isinstance(error, RankLostError):
             raise error  # without it there are no more all-reduces
-        asked = reduction.operation
-        asked.sequence = piece.between.sequence
+        asked.sequence = between.sequence
         if error is None:
-            finish(piece.folded, asked.dtype, self._steps(asked)[3], own)
-        reduction.error = reduction.error or error
-        until = reduction.until + GRACE_S
-        self._node.exchange(_OUT, [own] * len(piece.parts), piece.parts, until)
-        if piece.last:
-            mine = b"" if reduction.error is None else tell(reduction.error)
+            finish(folded, asked.dtype, self._steps(asked)[3], own)
+        asked.error = asked.error or error
+        until = asked.deadline + GRACE_S
+        self._node.exchange(_OUT, [own] * len(parts), parts, until)
+        if last:
+            mine = tell(asked.error) if isinstance(asked.error, ReductionError) else b""
             said = self._node.agree(_OUT, mine, until)
             first = next((one for one in said if one), b"")
-            self._conclude(reduction, reduction.error if first == mine else hear(first))
+            self._conclude(asked, asked.error if first == mine else hear(first))
 
-    def _wait_for(self, piece: _Piece, between: Operation) -> ReductionError | None:
+    def _wait_for(self, between: Operation, asked: Operation) -> ReductionError | None:
         """Wait for the end between the nodes and return the error, in this job's ranks."""
         across = self.place.across
-        while True:
-            with suppress(queue.Empty):
-                error = piece.answer.get(timeout=_TICK_S)
-                break
+        while not between.ends_within(_TICK_S):
             self._node.check(everybody=True)  # none of them can have this one's end
-            piece.reduction.operation.missing = tuple(across[node] for node in between.missing)
-        if error is None or isinstance(error, ReductionError):
-            return None if error is None else renumbered(error, across, "between nodes")
-        raise error
+            asked.missing = tuple(across[node] for node in between.missing)
+        try:
+            between.wait()
+        except ReductionError as error:
+            return renumbered(error, across, "between nodes")
+        return None
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def _try(self, step: Callable[[Any], None], item: Any) -> None:
+    def _try(self, step: Step) -> None:
         try:
-            step(item)
+            step()
         except ReductionError as error:
             self._break(error)
         except Exception as error:  # noqa: BLE001 (whoever waits gets it)
@@ -407,9 +382,21 @@ class HierarchicalCommunicator(Communicator):
 
     def _end_all(self) -> None:
         while self._open:
-            reduction, _ = self._open.popitem()
-            reduction.operation.end(self._broken)
+            asked, _ = self._open.popitem()
+            asked.end(self._broken)
 
-    def _conclude(self, reduction: _Reduction, error: ReductionError | None) -> None:
-        self._open.pop(reduction, None)
-        reduction.operation.end(error)
+    def _conclude(self, asked: Operation, error: Exception | None) -> None:
+        self._open.pop(asked, None)
+        asked.end(error)
+
+
+def _cut(asked: Operation, ranks: int) -> list[list[slice]]:
+    """Return the pieces of a buffer, each cut into parts for the ranks of a node."""
+    size, nbytes = asked.dtype.itemsize, asked.view.nbytes
+    step = max(PIECE_BYTES, -(-nbytes // (MOST_PIECES * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT)
+    pieces = []
+    for start in range(0, max(nbytes, 1), step):
+        count = (min(start + step, nbytes) - start) // size
+        ends = [start + count * at // ranks * size for at in range(ranks + 1)]
+        pieces.append([slice(low, high) for low, high in pairwise(ends)])
+    return pieces
