@@ -72,7 +72,7 @@ def test_a_result_that_does_not_fit_is_an_error(lone: Driven, change: dict) -> N
 
 def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
     session.submit(operation(timeout_s=5.0), 0.0)
-    assert session.earliest == 5.0
+    assert session.calls.active.earliest == 5.0
     assert session.tick(5.0 - LAST_S - 0.1) == []
     assert {link for link, _ in sent(session.tick(5.0 - LAST_S), M.STRAGGLERS)} == {0, 1}
     assert session.tick(4.9) == []

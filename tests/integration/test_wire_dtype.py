@@ -256,7 +256,7 @@ def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
 
 def open_at(client: Client) -> list[Operation]:
     """What is in progress at the reducers."""
-    return list(client._ordered.flat.driver._open)
+    return list(client._ordered.flat.driver.open)
 
 
 # -- errors -------------------------------------------------------------------------------------

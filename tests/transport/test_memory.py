@@ -169,7 +169,7 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(alone: Al
     done: list[list[int]] = []
     while len(done) < 2:
         transport.wait(5)
-        done += [e.sequences for e in transport.events() if isinstance(e, Completed)]
+        done += [e for e in transport.events() if isinstance(e, Completed)]
     assert done == [[1], [0]]
 
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import worst
@@ -114,7 +116,7 @@ class Client:
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
         self._trace = trace
-        self._staging = DeviceStaging(self._submit_in_turn, trace)
+        self._staging = DeviceStaging(ordered.submit, trace)
         self._stages = False  # whether there was a tensor on a device
         self._forks = service_thread.forks
         departure.fusion = fusion
@@ -285,7 +287,9 @@ class Client:
             try:
                 self._check_usable()
                 self._calls += 1
-                if self._piecewise and is_on_device(data):
+                self._since = time.monotonic()
+                array = type(data) is np.ndarray  # which is no tensor, and asked faster
+                if self._piecewise and not array and is_on_device(data):
                     refuse_extras(weight, residual, "tensors on a device")
                     return self._stage(call, data, op, timeout)
                 buffer = host_buffer(data)
@@ -531,11 +535,7 @@ class Client:
         if self._stages and not self._staging.in_order:
             self._staging.follow(operation)
         else:
-            self._submit_in_turn(operation)
-
-    def _submit_in_turn(self, operation: Operation) -> None:
-        self._since = time.monotonic()
-        self._ordered.submit(operation)
+            self._ordered.submit(operation)
 
     def _note_end(self, nbytes: int, error: Exception | None) -> None:
         """Take note that a call ends whose buffer has so many bytes; perhaps once more."""

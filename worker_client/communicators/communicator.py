@@ -235,7 +235,7 @@ class FlatCommunicator(Communicator):
 
     @property
     def busy(self) -> bool:
-        return self.driver.busy
+        return bool(self.driver.open)
 
     @property
     def in_callback(self) -> bool:

@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 
 
 class HandingOver:
-    """Finds which calls are unfinished.
-
-    Attributes:
-        done: they were handed over.
-    """
+    """Finds which calls are unfinished."""
 
     def __init__(self) -> None:
-        self.done = False
         self._asked: deque[int] = deque()  # numbers of what some rank may not have finished
 
     def asked(self, sequence: int, reached: int) -> None:
@@ -67,7 +62,6 @@ class HandingOver:
             done = operation is None and not failed
             chunks = [(offset, offset + len(result)) for offset, result in known.items()]
             calls.append(Unfinished(sequence, done, failed, chunks, operation, known))
-        self.done = True
         return calls
 
 

@@ -55,10 +55,14 @@ class Session:
         spec: who we are and where the reducers are.
         flight: class of what is in flight; whoever performs the actions also sends, after them,
             what its `refill` returns.
+
+    Attributes:
+        handed_over: all calls are brought to their end by other means.
     """
 
     def __init__(self, spec: JobSpec, flight: type[Flight]) -> None:
         self.spec = spec
+        self.handed_over = False
         self.links: list[Link] = []
         self._now = 0.0
         self._identity = Header(
@@ -150,11 +154,6 @@ class Session:
         return self.calls.watermark
 
     @property
-    def handed_over(self) -> bool:
-        """Whether all calls are brought to their end by other means."""
-        return self._handing.done
-
-    @property
     def lost_ranks(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
         return self._roll_call.lost
@@ -163,11 +162,6 @@ class Session:
     def straggler(self) -> Straggler | None:
         """The rank that the others wait for again and again; any thread may ask."""
         return worst([link.straggler for link in self.links if link.member])
-
-    @property
-    def earliest(self) -> float:
-        """No deadline is before this time, in seconds of the caller's clock."""
-        return self.calls.active.earliest
 
     # -- events -------------------------------------------------------------------------------
 
@@ -204,13 +198,13 @@ class Session:
         self.calls.number(operation)
         if operation.sequence % PLACES == FIRST_PLACE:
             self._agreement.called(now)
-        if self.spec.fallback and not self._handing.done:
+        if self.spec.fallback and not self.handed_over:
             self._handing.asked(operation.sequence, self.flight.reached)
         return self._move_on(self._go_on(operation, now))
 
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
         """Start what has its number, as soon as nothing stands in its way."""
-        if self._handing.done:
+        if self.handed_over:
             return [HandOver([Unfinished(operation.sequence, operation=operation)])]
         if self.calls.final is not None:
             return [Finish(operation, self.calls.final)]
@@ -371,11 +365,12 @@ class Session:
 
     def _hand_over(self) -> list[Action]:
         """Leave all calls to others, when nothing reads their buffers any more."""
-        if self._handing.done:
+        if self.handed_over:
             return []
         held, self._held = self._held, []
         waiting = {operation.sequence: operation for operation, _ in held}
         unfinished = self._handing.unfinished(self.flight, self.links, self.calls.active, waiting)
+        self.handed_over = True
         self.calls.freeze()
         for operation in self.calls.active.all():
             self.calls.leave(operation)

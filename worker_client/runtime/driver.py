@@ -53,6 +53,7 @@ class Driver:
     Attributes:
         closing: nothing may be submitted any more.
         settled: set once the session has joined, was refused, or has ended.
+        open: what was submitted and has not ended, besides what is in a callback just now.
     """
 
     def __init__(
@@ -64,12 +65,13 @@ class Driver:
     ) -> None:
         self.closing = False
         self.settled = threading.Event()
+        self.open: dict[Operation, None] = {}
         self._session = session
+        self._active = session.calls.active
         self._transport = transport
         self._left = left
         self._hand_over = hand_over
         self._queue: deque[Operation] = deque()
-        self._open: dict[Operation, None] = {}  # submitted, and not ended
         self._failing: ReductionError | None = None  # what is in progress is to end with it
         self._failure: BaseException | None = None  # of a thread that led for a while
         # Keeps the order of calls; guards `closing`. A signal handler may call `stop` any time.
@@ -94,11 +96,6 @@ class Driver:
         """Whether this thread leads: it is in a callback, or in a signal handler meanwhile."""
         return self._leader == threading.get_ident()
 
-    @property
-    def busy(self) -> bool:
-        """Whether an all-reduce is in progress, besides the one whose callback this is."""
-        return bool(self._open)
-
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce.
 
@@ -110,10 +107,10 @@ class Driver:
                 if self.closing:
                     raise LocalProtocolError("this client was shut down")
                 first = not self._queue
-                self._open[operation] = None
+                self.open[operation] = None
                 self._queue.append(operation)
         except BaseException:  # an interrupt, perhaps: nobody waits for it
-            self._open.pop(operation, None)
+            self.open.pop(operation, None)
             raise
         if not self._lead_with(self._start_now) and first:
             self._wake()  # otherwise the leader was woken already
@@ -127,7 +124,7 @@ class Driver:
         """
         if service_thread.forks != self._forks or self._session.handed_over:
             return
-        if self.in_callback:
+        if self._leader == threading.get_ident():
             raise LocalProtocolError(
                 "waiting here would last for ever: this is a callback of an all-reduce, or a "
                 "signal handler that interrupted a wait for one"
@@ -140,10 +137,15 @@ class Driver:
             ):
                 # An interrupt may end this wait, which loses nothing, ...
                 self._transport.wait(min(self._patience(now), until - now))
-                self._step(self._advance)
+                try:
+                    self._advance()
+                except BaseException as error:  # ... but one in here may leave things half done
+                    self._failure = error
+                    self._resume.put(None)
+                    raise  # as it is: it may come out of a signal handler, for whoever is above
             self._waits += 1
 
-        if self._lead_with(lead, until) and self._open:
+        if self._lead_with(lead, until) and self.open:
             self._resume.put(None)
         self._waited_at = time.monotonic()
 
@@ -266,21 +268,23 @@ class Driver:
     # -- what the leader does -----------------------------------------------------------------
 
     def _patience(self, now: float) -> float:
-        left_s = self._session.earliest - now
+        left_s = self._active.earliest - now
         return IDLE_S if left_s >= IDLE_S else max(0.0, left_s)
 
     def _start(self) -> None:
-        """Start what has been submitted, and send what there is room for."""
+        """Start what has been submitted."""
         while self._queue:
-            self._do(self._session.submit(self._queue.popleft(), time.monotonic()))
-        self._transport.refill()
+            if actions := self._session.submit(self._queue.popleft(), time.monotonic()):
+                self._do(actions)
 
     def _advance(self) -> None:
         """Do everything that is due."""
         session = self._session
         for event in self._transport.events():
             self._do(self._take(event))
-        self._start()
+        if self._queue:
+            self._start()
+        self._transport.refill()
         if self._failing is not None:
             error, self._failing = self._failing, None
             self._do(session.fail(error))
@@ -297,21 +301,18 @@ class Driver:
             self.settled.set()
 
     def _start_now(self) -> None:
-        self._step(self._start)
-
-    def _step(self, step: Callable[[], None]) -> None:
-        """Do a step as a leader that is not the driver's own thread."""
+        """Start it and send it, as a leader that is not the driver's own thread."""
         try:
-            step()
-        except BaseException as error:
-            # ... but one in here, such as Ctrl-C, may leave things half done.
+            self._start()
+            self._transport.refill()
+        except BaseException as error:  # as in `wait`
             self._failure = error
             self._resume.put(None)
-            raise  # as it is: it may come out of a signal handler, for whoever is above
+            raise
 
     def _take(self, event: Event) -> list[Action]:
         if isinstance(event, Completed):
-            return self._session.completed(event.sequences, time.monotonic())
+            return self._session.completed(event, time.monotonic())
         if isinstance(event, Connected):
             return self._session.connected(event.link)
         if isinstance(event, Disconnected):
@@ -334,17 +335,17 @@ class Driver:
                 self._hand_over(action.calls)
                 for call in action.calls:
                     if call.operation is not None:
-                        self._open.pop(call.operation, None)
+                        self.open.pop(call.operation, None)
 
     def _finish(self, operation: Operation, error: ReductionError | None) -> None:
         # Whoever hears of an error may write to the buffer, and other ranks must not see that.
         if error is not None and operation.sequence >= 0:
             self._transport.detach(operation)
         try:
-            self._open.pop(operation, None)
+            self.open.pop(operation, None)
             operation.end(error)
         except BaseException:
-            self._open[operation] = None  # an interrupt: it ends in `_close`
+            self.open[operation] = None  # an interrupt: it ends in `_close`
             raise
 
     def _close(self, error: ReductionError) -> None:
@@ -363,8 +364,8 @@ class Driver:
                     self._transport.close()
                 finally:
                     self._left()
-                    for operation in list(self._open):
+                    for operation in list(self.open):
                         operation.end(error)
-                    self._open.clear()
+                    self.open.clear()
                     self.settled.set()  # who waits for that finds that it has ended
                     self._leader = 0

@@ -78,7 +78,7 @@ class _FaultyTransport(_AnyTransport):
     def events(self) -> Iterator[Event]:
         for event in super().events():
             if isinstance(event, Completed):
-                for _ in event.sequences:
+                for _ in event:
                     self._hit(Place.WORKER_COMPLETED)
             yield event
 

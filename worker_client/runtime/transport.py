@@ -52,10 +52,8 @@ class Message(NamedTuple):
     payload: Buffer
 
 
-class Completed(NamedTuple):
-    """All results of these all-reduces are in their buffers."""
-
-    sequences: list[int]
+class Completed(list[int]):
+    """Numbers of all-reduces of which all results are in their buffers."""
 
 
 Event = Connected | Disconnected | Refused | Message | Completed

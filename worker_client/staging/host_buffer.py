@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,19 @@ def host_buffer(data: Any) -> HostBuffer:
         ConfigError: the type, dtype or device is not supported, or the array is read-only.
     """
     if isinstance(data, np.ndarray):
-        return _of_array(data)
+        array = data if type(data) is np.ndarray else _plain(data)
+        dtype = _NATIVE.get(array.dtype) or _dtype_of(array)
+        flags = array.flags
+        if not flags.writeable:
+            raise ConfigError(
+                "the array is read-only, and the result replaces its contents: copy it"
+            )
+        if flags.c_contiguous:
+            flat = array if array.ndim == 1 else array.reshape(-1)  # a call less, mostly
+            return HostBuffer(flat.view(np.uint8).data, dtype, None)
+        copy = np.ascontiguousarray(array)
+        write_back = partial(np.copyto, array, copy)
+        return HostBuffer(copy.reshape(-1).view(np.uint8).data, dtype, write_back)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(data, torch.Tensor):
         return _of_tensor(data)
@@ -77,24 +90,19 @@ def find_dtype(name: str) -> DType:
         ) from None
 
 
-def _of_array(array: np.ndarray[Any, Any]) -> HostBuffer:
-    if type(array) is not np.ndarray:
-        if isinstance(array, np.ma.MaskedArray):
-            raise ConfigError("a masked array cannot be reduced: use array.filled(0)")
-        array = np.asarray(array)  # a matrix, for one, would stay two-dimensional
-    dtype = _NATIVE.get(array.dtype)
-    if dtype is None:  # a type that NumPy has learnt from another package, or an error
-        dtype = find_dtype(array.dtype.name)
-        if not array.dtype.isnative:
-            raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
-    flags = array.flags
-    if not flags.writeable:
-        raise ConfigError("the array is read-only, and the result replaces its contents: copy it")
-    if flags.c_contiguous:
-        flat = array if array.ndim == 1 else array.reshape(-1)  # a call less for the most frequent
-        return HostBuffer(flat.view(np.uint8).data, dtype, None)
-    copy = np.ascontiguousarray(array)
-    return HostBuffer(copy.reshape(-1).view(np.uint8).data, dtype, lambda: np.copyto(array, copy))
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the array of a subclass, such as a matrix, which would stay two-dimensional."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise ConfigError("a masked array cannot be reduced: use array.filled(0)")
+    return np.asarray(array)
+
+
+def _dtype_of(array: np.ndarray[Any, Any]) -> DType:
+    """Return a type that NumPy has learnt from another package, or say what is wrong with it."""
+    dtype = find_dtype(array.dtype.name)
+    if not array.dtype.isnative:
+        raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
+    return dtype
 
 
 class Flat(NamedTuple):
