@@ -446,11 +446,11 @@ def check_agreement(header: Header, first: Header | None) -> None:
     """
     if first is None:
         return
-    if header.total_bytes != first.total_bytes:
-        raise _mismatch(header, "total_bytes", first.rank, first.total_bytes, header.total_bytes)
-    if header.dtype != first.dtype:
+    if header.dtype != first.dtype:  # before the size, which follows from it
         names = DType(first.dtype).name.lower(), DType(header.dtype).name.lower()
         raise _mismatch(header, "dtype", first.rank, *names)
+    if header.total_bytes != first.total_bytes:
+        raise _mismatch(header, "total_bytes", first.rank, first.total_bytes, header.total_bytes)
     if header.op != first.op:
         names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
         raise _mismatch(header, "op", first.rank, *names)

@@ -277,6 +277,9 @@ def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None, bound: fl
         assert np.abs(results[0] - want).max() <= bound * np.abs(scaled).max()
         some = [client.all_reduce(np.ones(9), weight=client.rank or None) for client in clients]
         assert all(isinstance(error, MismatchError) for error in errors_of(some))
+        if wire_dtype is not None:
+            some = [c.all_reduce(given[2].copy(), exact=c.rank % 2 == 0) for c in clients]
+            assert {error.field for error in errors_of(some)} == {"exact"}
         check(clients, "float64", "mean", 100)
 
 

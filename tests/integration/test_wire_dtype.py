@@ -182,6 +182,26 @@ def test_tensors_and_strided_memory(job: Job, wire: str) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_is_to_be_exact_travels_as_it_is(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
+    for count in (SMALL, LARGE):
+        given = [values(rank, count) for rank in range(2)]
+        expected = (given[0] + given[1]).tobytes()
+        ends = reduced(clients, [a.copy() for a in given], "sum", exact=True)
+        assert [a.tobytes() for a in ends] == [expected] * 2
+        works = [
+            client.all_reduce(given[client.rank].copy(), "sum", name=f"{at}", exact=at % 2 == 0)
+            for at in range(4)
+            for client in clients
+        ]
+        ends = [work.wait(30).tobytes() for work in works]
+        assert ends[0:2] == ends[4:6] == [expected] * 2
+        assert ends[2:4] == ends[6:8] == [oracle(given, wire, ReduceOp.SUM).tobytes()] * 2
+    weighted = reduced(clients, [a.copy() for a in given], weight=2.0, exact=True)
+    assert [a.tobytes() for a in weighted] == [((given[0] + given[1]) / 2).tobytes()] * 2
+
+
 def test_special_values_arrive(job: Job) -> None:
     clients = job(2, wire_dtype="fp16")
     given = [np.resize(np.float32([np.nan, np.inf, -np.inf, 1e6, -0.0, 1.0]), SMALL), None]
@@ -287,6 +307,19 @@ def test_other_sizes_that_fill_as_many_blocks_are_noticed(
         assert isinstance(error, MismatchError)
         assert any(f"of {4 * count} bytes in all" in str(error) for count in counts)
     check(clients, SMALL, "int8")
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_ranks_that_disagree_on_what_is_exact_are_named(job: Job, wire: str) -> None:
+    clients = job(2, wire_dtype=wire, timeout=3)
+    as_sent = {"bf16": "bfloat16", "int8": "block8"}[wire]
+    for name, said in ((None, {"float32", as_sent}), ("x", {True, False})):
+        works = [c.all_reduce(values(0, SMALL), name=name, exact=c.rank == 0) for c in clients]
+        for error in errors_of(works, within_s=2):
+            assert isinstance(error, MismatchError)
+            assert error.field == ("dtype" if name is None else "exact")
+            assert {error.expected, error.got} == said
+    check(clients, SMALL, wire)
 
 
 def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
@@ -439,6 +472,8 @@ def test_residuals_that_do_not_fit(job: Job) -> None:
             client.all_reduce(data, residual=wrong)
     with pytest.raises(ConfigError, match="its own size"):
         client.all_reduce(data, residual=np.zeros(5, np.float32))
+    with pytest.raises(ConfigError, match="exact=True casts nothing"):
+        client.all_reduce(data, residual=np.zeros(SMALL, np.float32), exact=True)
     (plain,) = job(1, job="plain")
     with pytest.raises(ConfigError, match="set REDUCTION_WIRE_DTYPE=bf16"):
         plain.all_reduce(data, residual=np.zeros(SMALL, np.float32))

@@ -53,8 +53,10 @@ def submissions(request: pytest.FixtureRequest, notified: list[float]) -> Submis
 
 @pytest.fixture
 def submit(submissions: Submissions) -> Submit:
-    def submit(data: Any, op: Any = "sum", name: Any = "x", timeout: Any = None) -> Any:
-        return submissions.submit(data, op, name, timeout)
+    def submit(
+        data: Any, op: Any = "sum", name: Any = "x", timeout: Any = None, exact: bool = False
+    ) -> Any:
+        return submissions.submit(data, op, name, timeout, exact)
 
     return submit
 
@@ -87,6 +89,15 @@ def test_what_an_array_is(submissions: Submissions, submit: Submit, dtype: DType
         submissions.requests.clear()
 
 
+def test_a_name_may_be_exact_at_one_time_and_not_at_another(
+    submissions: Submissions, submit: Submit
+) -> None:
+    array = np.ones(5, np.float32)
+    for exact in (False, True, True, False):
+        assert submit(array, exact=exact).tensor.exact is exact
+        submissions.requests.clear()
+
+
 def test_the_memory_is_what_was_accepted(submit: Submit) -> None:
     array = np.arange(4, dtype=np.float32)
     request = submit(array)
@@ -112,7 +123,7 @@ def test_a_name_may_stand_for_something_else_later(
         (np.ones(5, np.int32), "sum"),
         (np.ones(10, np.float32)[::2], "sum"),
     ]:
-        seen.append(submit(data, op).tensor[1:])
+        seen.append(submit(data, op).tensor[1:4])
         submissions.requests.clear()
     assert seen == [
         (DType.FLOAT32, ReduceOp.SUM, 16),

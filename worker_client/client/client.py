@@ -17,9 +17,9 @@ from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
-from worker_client.staging.arguments import parse, refuse_extras
+from worker_client.staging.arguments import parse, parse_op, refuse_extras
 from worker_client.staging.device_copies import DeviceStaging
-from worker_client.staging.host_buffer import flatten, host_buffer, is_on_device
+from worker_client.staging.host_buffer import DTYPES, flatten, host_buffer, is_on_device
 from worker_client.staging.split_call import submit_pieces
 from worker_client.staging.weighted import weigh
 
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from worker_client.runtime.trace import Trace
     from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
+
+
+_EXACT_RESIDUAL = (
+    "residual= keeps what the cast takes away, and exact=True casts nothing: leave one of them out"
+)
 
 
 class Departure:
@@ -239,6 +244,7 @@ class Client:
         timeout: float | str | None = None,
         weight: float | None = None,
         residual: Any = None,
+        exact: bool = False,
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -269,6 +275,8 @@ class Client:
                 to the wire's type takes away is kept there and added to the next call that is given
                 it (error feedback). Owned by the call until it has returned. As `weight`, without
                 a name and in host memory.
+            exact: whether `data` travels as it is, whatever the wire's type; the same at every
+                rank.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
@@ -281,7 +289,7 @@ class Client:
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
             check = partial(self._check_named, weight, residual)
-            return self._fusion.submit(data, op, name, timeout, check)
+            return self._fusion.submit(data, op, name, timeout, exact=exact, check=check)
         call = object()
         with self._order:
             try:
@@ -307,9 +315,11 @@ class Client:
                     lead=self._ordered.wait,
                     ended=partial(self._note_end, view.nbytes),
                 )
-                if self._casts:
+                if self._casts and not exact:
                     operation.rounded = self._wire.rounds(dtype, reduction, view.nbytes)
                 if residual is not None:
+                    if exact:
+                        raise ConfigError(_EXACT_RESIDUAL)
                     operation.residual = self._wire.residual(residual, buffer)
                 if weight is not None:
                     self._start_weighted(operation, weight)
@@ -351,6 +361,18 @@ class Client:
             return
         with self._order:
             self._give_up(object(), why)
+
+    def rounds(self, data: Any, op: str | ReduceOp = ReduceOp.MEAN) -> bool:
+        """Say whether `all_reduce(data, op)`, without a name, rounds it to the wire's type.
+
+        Args:
+            data: NumPy array or torch tensor.
+            op: reduction.
+        """
+        if not self._casts or (self._piecewise and is_on_device(data)):
+            return False
+        dtype = DTYPES.get(str(data.dtype).removeprefix("torch."))
+        return dtype is not None and self._wire.rounds(dtype, parse_op(op), data.nbytes)
 
     def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
         """Say which tensors may be packed into one buffer, so that each travels as it would alone.

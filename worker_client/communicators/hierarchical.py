@@ -277,7 +277,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _disagreement(self, asked: Operation) -> ReductionError | None:
         """See whether all ranks of this node ask for the same, and none has refused it."""
-        fields = ("total_bytes", "dtype", "op", "name", "name")
+        fields = ("total_bytes", "dtype", "op", "name", "name", "exact")
         name = asked.name or ""
         mine = [
             asked.view.nbytes,
@@ -285,6 +285,7 @@ class HierarchicalCommunicator(Communicator):
             asked.op.name,
             name[:_NAME_SHOWN] or "no name",
             fingerprint(name),  # of what is not shown, too
+            not asked.rounded,
             reason(asked.refusal)[:_REFUSAL_SHOWN],
         ]
         answers = self._node.agree(_IN, json.dumps(mine).encode(), asked.deadline)

@@ -82,6 +82,7 @@ cdef class Known:
     cdef object op  # as the caller gave it
     cdef object dtype
     cdef Py_ssize_t nbytes
+    cdef bint exact
 
 
 cdef class CompiledSubmissions:
@@ -102,7 +103,7 @@ cdef class CompiledSubmissions:
         self._notify, self._lock, self._lead = changed.notify_all, lock, lead
         self._timeout_s, self._threshold = timeout_s, threshold
 
-    def submit(self, data, op, name, timeout):
+    def submit(self, data, op, name, timeout, bint exact):
         cdef object made = CompiledRequest()  # a variable of C's type could not hold the class
         cdef RequestState request = <RequestState>made
         cdef object dtype = borrow(request, data)
@@ -114,9 +115,11 @@ cdef class CompiledSubmissions:
             or known.op is not op
             or known.dtype is not dtype
             or known.nbytes != request._nbytes
+            or known.exact != exact
         ):
             reduction, timeout_s = parse(dtype, op, name, timeout, self._timeout_s)
-            known = self.learn(Tensor(name, dtype, reduction, request._nbytes), op)
+            tensor = Tensor(name, dtype, reduction, request._nbytes, exact)
+            known = self.learn(tensor, op)
         now = _now()
         request.tensor, request.data, request.missing = known.tensor, data, ()
         request.begun, request.deadline = now, now + timeout_s
@@ -140,7 +143,7 @@ cdef class CompiledSubmissions:
     cdef Known learn(self, tensor, op):
         cdef Known known = Known()
         known.tensor, known.op = tensor, op
-        _, known.dtype, _, known.nbytes = tensor
+        _, known.dtype, _, known.nbytes, known.exact = tensor
         if len(self._known) >= _MOST_TENSORS:
             self._known = {}
         self._known[tensor.name] = known

@@ -153,6 +153,8 @@ class Fusion:
         op: str | ReduceOp,
         name: str,
         timeout: float | str | None,
+        *,
+        exact: bool = False,
         check: Callable[[], None] | None = None,
     ) -> Work:
         """Start the all-reduce of a tensor, as soon as all ranks have submitted it.
@@ -162,6 +164,7 @@ class Fusion:
             op: reduction.
             name: the same at every rank, and not that of another one in progress.
             timeout: until it fails.
+            exact: whether it travels as it is.
             check: called first; raises a ReductionError if the call may not be made.
 
         Raises:
@@ -173,7 +176,7 @@ class Fusion:
                 check()
             if not self._begun:
                 self._begin()
-            return self._submissions.submit(data, op, name, timeout)
+            return self._submissions.submit(data, op, name, timeout, exact)
         except LocalProtocolError:
             raise  # there are no calls any more
         except BaseException as error:
@@ -428,7 +431,7 @@ class Fusion:
                 self.decline(tensor.name, error)
             else:
                 with suppress(ReductionError):  # the client was shut down, as others hear
-                    self.submit(data, tensor.op, tensor.name, None)
+                    self.submit(data, tensor.op, tensor.name, None, exact=tensor.exact)
 
     def _rebase(self, bases: Mapping[str, int]) -> None:
         if not bases:
@@ -561,7 +564,7 @@ class Fusion:
             finish(error)
 
     def _is_rounded(self, tensor: Tensor) -> bool:
-        return self._wire.rounds(tensor.dtype, tensor.op, tensor.nbytes)
+        return not tensor.exact and self._wire.rounds(tensor.dtype, tensor.op, tensor.nbytes)
 
     def _finish(self, request: Request, error: Exception | None) -> None:
         request.end(error)

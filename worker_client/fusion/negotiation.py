@@ -25,7 +25,7 @@ A round is one sum of bytes, in which every rank has a section of its own, and z
     T/8 bytes which of the T known tensors it has, a bit each
 
 and, if anybody announces something, a second sum with all announcements, JSON, in rank order: a
-list for each tensor ([name, dtype, op, bytes, call]), each call given up
+list for each tensor ([name, dtype, op, bytes, exact, call]), each call given up
 ([name, call, reason, ranks that it was for in vain or null]), and bases ([{name: calls}]).
 """
 
@@ -56,7 +56,7 @@ MOST_KNOWN = 8192
 
 _HEAD = struct.Struct("<BBI")
 _AGES = 256  # that a byte tells apart; those of two ranks differ by one at most
-_TENSOR = ("name", "dtype", "op", "nbytes", "call")  # of an announcement
+_TENSOR = ("name", "dtype", "op", "nbytes", "exact", "call")  # of an announcement
 
 
 class Tensor(NamedTuple):
@@ -66,6 +66,7 @@ class Tensor(NamedTuple):
     dtype: DType
     op: ReduceOp
     nbytes: int
+    exact: bool = False
 
 
 class Key(NamedTuple):
@@ -287,8 +288,10 @@ class Negotiation:
         end, length = self._ends[rank], self._lengths[rank]
         said = json.loads(self._announced[end - length : end].tobytes()) if length else []
         keys = [
-            Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes), call)
-            for name, dtype, op, nbytes, call in (one for one in said if len(one) == len(_TENSOR))
+            Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes, exact), call)
+            for name, dtype, op, nbytes, exact, call in (
+                one for one in said if len(one) == len(_TENSOR)
+            )
         ]
         given_up = [
             GivenUp(name, call, why, None if missing is None else tuple(missing))
@@ -299,7 +302,7 @@ class Negotiation:
         return keys, given_up, next((one[0] for one in said if len(one) == 1), {})
 
     def _learn(self, key: Key) -> None:
-        (name, dtype, op, nbytes), call = key
+        (name, dtype, op, nbytes, exact), call = key
         calls = self._indices.setdefault(key.tensor, {})
         if call in calls:
             return
@@ -308,7 +311,7 @@ class Negotiation:
         calls[call] = len(self._known)
         self._known.append(key.tensor)
         self._calls.append(call)
-        self._note(f"{name} {dtype:d} {op:d} {nbytes} {call}")
+        self._note(f"{name} {dtype:d} {op:d} {nbytes} {exact:d} {call}")
 
     def _go_on(self, complete: list[int]) -> list[Tensor]:
         """Let each of these bits mean the next call of its tensor; return the tensors."""
@@ -364,7 +367,8 @@ class Negotiation:
 
 def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchError:
     one, other = ({"call": key.call, **key.tensor._asdict()} for key in (expected, got))
-    field = next(name for name in ("call", "dtype", "op", "nbytes") if one[name] != other[name])
+    fields = ("call", "dtype", "op", "nbytes", "exact")
+    field = next(name for name in fields if one[name] != other[name])
     says, other_says = (
         value.name if isinstance(value := of[field], (DType, ReduceOp)) else value
         for of in (one, other)
@@ -396,7 +400,7 @@ def group(
     done: list[list[Tensor]] = []
     filling: dict[tuple[int, int, bool], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        _, dtype, op, nbytes = tensor
+        _, dtype, op, nbytes, _ = tensor
         is_rounded = rounded(tensor)
         if nbytes >= threshold or (is_rounded and apart):
             done.append([tensor])

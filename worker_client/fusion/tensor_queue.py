@@ -108,7 +108,7 @@ class Submissions(Protocol):
     news_until: float
 
     def submit(
-        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None
+        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None, exact: bool
     ) -> Request:
         """Accept a tensor; the arguments are those of `Client.all_reduce`.
 
@@ -311,11 +311,11 @@ class PlainSubmissions:
         self._threshold = threshold
 
     def submit(
-        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None
+        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None, exact: bool
     ) -> Request:
         buffer = host_buffer(data)
         reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self._timeout_s)
-        tensor = Tensor(name, buffer.dtype, reduction, buffer.view.nbytes)
+        tensor = Tensor(name, buffer.dtype, reduction, buffer.view.nbytes, exact)
         now = time.monotonic()
         with self._lock:
             if self.refusal is not None:
