@@ -6,6 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Parameter
     from torch.nn.parallel import DistributedDataParallel
     from typing_extensions import Unpack
 
@@ -62,12 +65,20 @@ def init(**settings: Unpack[InitSettings]) -> Client:
     return client
 
 
-def attach(ddp_model: DistributedDataParallel, client: Client | None = None) -> Client:
+def attach(
+    ddp_model: DistributedDataParallel,
+    client: Client | None = None,
+    *,
+    exclude: Callable[[str, Parameter], bool] | None = None,
+) -> Client:
     """Let a DDP model's gradients be averaged by the reducers: the one line.
 
     Args:
         ddp_model: the wrapped model, before its first backward pass.
         client: the one to use; `init()`'s by default.
+        exclude: with a wire dtype: called with the name of each of the module's parameters and the
+            parameter; returns whether its gradients stay exact, the same at every rank. Those
+            smaller than 16 KiB do anyway.
 
     Returns:
         The client in use.
@@ -76,7 +87,7 @@ def attach(ddp_model: DistributedDataParallel, client: Client | None = None) -> 
         ConfigError: the model is wrapped in a way that a communication hook cannot serve; the
             message says what to change.
     """
-    used: Client = import_module("worker_client.ddp").attach(ddp_model, client)
+    used: Client = import_module("worker_client.ddp").attach(ddp_model, client, exclude=exclude)
     return used
 
 

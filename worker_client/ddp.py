@@ -8,7 +8,9 @@ its own work, which leaves the model fit for the next step.
 
 # No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
 import logging
-from typing import TYPE_CHECKING, Any, Optional
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed.GradBucket is
@@ -19,12 +21,15 @@ import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
 from worker_client.staging.weighted import check_weight
+from worker_client.staging.wire_rule import SMALLEST_BYTES
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from worker_client.client.client import Client
+
+    Exclude = Callable[[str, torch.nn.Parameter], bool]
 
 DEFAULT_BUCKET_CAP_MB = 64  # for DDP's bucket_cap_mb: large buckets keep the network busy
 
@@ -33,23 +38,57 @@ _OUTSIDE_BACKWARD = -1
 log = logging.getLogger(__name__)
 
 
+class _Call(NamedTuple):
+    """An all-reduce of a part of a bucket.
+
+    Attributes:
+        data: the part, or a copy; reduced in place.
+        exact: whether it travels as it is.
+        residual: as of `Client.all_reduce`.
+        finish: called when it has ended well.
+    """
+
+    data: torch.Tensor
+    exact: bool = False
+    residual: torch.Tensor | None = None
+    finish: Optional["Callable[[], object]"] = None
+
+
 class ReductionState:
-    """What `reduction_hook` needs between calls.
+    """What `reduction_hook` needs between calls; `state_of` returns that of an attached model.
+
+    With a wire dtype each gradient travels as it would alone, however DDP fills its buckets: one of
+    16 KiB and more is rounded, in a call of its own, and the smaller ones of a bucket share a call
+    in which they stay exact.
 
     Args:
         client: the one to use; `worker_client.init()`'s by default.
         weight: of this rank's gradients in their mean; see the property.
-        error_feedback: keep, for each bucket, what the cast to the wire's type takes away, and add
-            it to the next step's gradients: a further float32 buffer for each. By default that is
-            done for buckets in host memory that travel in 8 bits. What reducers take away when they
-            round the mean, half a step of a block at most (1/254 of its largest value), is not
-            kept.
+        error_feedback: keep, for each parameter, what the cast to the wire's type takes away from
+            its gradient, and add it to the next step's: a further float32 tensor for each. By
+            default that is done for gradients in host memory that travel in 8 bits. What reducers
+            take away when they round the mean, half a step of a block at most (1/254 of its largest
+            value), is not kept.
+        named_parameters: the model's, as its `named_parameters()` gives them. `exclude` and
+            `state_dict` need them.
+        exclude: called once with each name and parameter; returns whether its gradients stay exact
+            whatever their size, the same at every rank.
 
     Raises:
-        ConfigError: `error_feedback` without a wire dtype, or `weight` is none.
+        ConfigError: `error_feedback` without a wire dtype, `exclude` without named_parameters, or
+            `weight` is none.
     """
 
-    __slots__ = ("_client", "_error", "_residuals", "_task", "_weight", "error_feedback")
+    __slots__ = (
+        "_client",
+        "_error",
+        "_excluded",
+        "_names",
+        "_residuals",
+        "_task",
+        "_weight",
+        "error_feedback",
+    )
 
     def __init__(
         self,
@@ -57,6 +96,8 @@ class ReductionState:
         *,
         weight: float | None = None,
         error_feedback: bool | None = None,
+        named_parameters: Optional["Iterable[tuple[str, torch.nn.Parameter]]"] = None,
+        exclude: Optional["Exclude"] = None,
     ) -> None:
         self._client: Client | None = worker_client.init() if client is None else client
         if error_feedback and self.client.wire_dtype == "float32":
@@ -64,14 +105,21 @@ class ReductionState:
                 "error_feedback=True keeps what the cast takes away, and nothing is cast: set "
                 "REDUCTION_WIRE_DTYPE=bf16, or leave it out"
             )
+        if exclude is not None and named_parameters is None:
+            raise ConfigError(f"exclude= is asked of names: {_NAMED}")
         self.error_feedback = error_feedback
         self.weight = weight
         self._begin()
+        for name, parameter in named_parameters or ():
+            self._names[parameter] = name
+            if exclude is not None and exclude(name, parameter):
+                self._excluded.add(parameter)
 
     def _begin(self) -> None:
-        # By a bucket's index: the parameters in it, and what casts have taken away from their
-        # gradients. DDP makes other buckets after the first step.
-        self._residuals: dict[int, tuple[list[int], torch.Tensor]] = {}
+        self._names: dict[torch.Tensor, str] = {}  # of parameters
+        self._excluded: set[torch.Tensor] = set()
+        # By parameter, and in its memory format, as its gradient is in a bucket.
+        self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._error: ReductionError | None = None
         self._task = _OUTSIDE_BACKWARD  # the backward pass that was last prepared to raise
 
@@ -119,26 +167,91 @@ class ReductionState:
             check_weight(weight)
         self._weight = weight
 
-    def residual(self, bucket: GradBucket) -> torch.Tensor | None:
-        """Return what casts have taken away from a bucket's gradients, to be updated in place."""
-        buffer = bucket.buffer()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold of this rank: its residuals, by parameters' names.
+
+        Each rank has its own, and loads its own. As those of torch's modules, they are the tensors
+        that the next backward pass changes. A training that goes on from a checkpoint with them
+        ends with the bits of one that was not interrupted.
+
+        Raises:
+            ConfigError: a parameter's name is not known.
+        """
+        if unnamed := sum(parameter not in self._names for parameter in self._residuals):
+            raise ConfigError(f"{unnamed} parameters with residuals have no name: {_NAMED}")
+        return {"residuals": {self._names[p]: kept for p, kept in self._residuals.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with a checkpoint's residuals, which are copied; those of before are dropped.
+
+        Args:
+            state_dict: what `state_dict` has returned at this rank.
+
+        Raises:
+            ConfigError: it is of another model.
+        """
+        residuals = state_dict["residuals"]
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        if unknown := sorted(set(residuals) - set(parameters)):
+            raise ConfigError(
+                f"residuals of {unknown[0]!r}, which is no parameter here: load them into the "
+                f"model that they are of. {_NAMED}"
+            )
+        loaded = {}
+        for name, kept in residuals.items():
+            parameter = parameters[name]
+            if kept.shape != parameter.shape:
+                raise ConfigError(
+                    f"residuals of {name!r} have the shape {tuple(kept.shape)}, the parameter has "
+                    f"{tuple(parameter.shape)}: load them into the model that they are of"
+                )
+            loaded[parameter] = _like(parameter).copy_(kept)
+        self._residuals = loaded
+
+    def calls(self, bucket: GradBucket) -> list[_Call]:
+        """Return the all-reduces that a bucket makes, the same at every rank."""
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        if buffer.layout is not torch.strided or not self.client.rounds(buffer):
+            return [_Call(buffer, exact=True)]
+        gradients = buffer.split_with_sizes([parameter.numel() for parameter in parameters])
+        large, small = [], []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient.nbytes < SMALLEST_BYTES:
+                small.append(gradient)
+            else:
+                large.append((parameter, gradient, parameter in self._excluded))
+        if all(exact for *_, exact in large):
+            return [_Call(buffer, exact=True)]
+        calls = []
+        if small:
+            packed = torch.cat(small)
+            calls.append(_Call(packed, exact=True, finish=partial(_unpack, packed, small)))
+        for parameter, gradient, exact in large:
+            residual = None if exact else self._residual(parameter)
+            calls.append(_Call(gradient, exact=exact, residual=residual))
+        return calls
+
+    def _residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
         feedback = self.error_feedback
         if feedback is None:
             # A residual goes with data in host memory.
-            feedback = self.client.wire_dtype == "block8" and buffer.device.type == "cpu"
-        if not feedback or buffer.dtype != torch.float32:
+            feedback = self.client.wire_dtype == "block8" and parameter.device.type == "cpu"
+        if not feedback:
             return None
-        parameters = [id(parameter) for parameter in bucket.parameters()]
-        known, residual = self._residuals.get(bucket.index(), (None, None))
-        if residual is None or known != parameters:
-            residual = torch.zeros_like(buffer)
-            self._residuals[bucket.index()] = parameters, residual
-        return residual
+        if parameter not in self._residuals:
+            self._residuals[parameter] = _like(parameter)
+        return self._residuals[parameter].as_strided((parameter.numel(),), (1,))
 
     def start(
-        self, buffer: torch.Tensor, residual: torch.Tensor | None = None
+        self, buffer: torch.Tensor, calls: Optional["list[_Call]"] = None
     ) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging `buffer` over all ranks, in place, and return a future of it."""
+        """Start averaging `buffer` over all ranks, in place, and return a future of it.
+
+        Args:
+            buffer: of a bucket.
+            calls: what is made of it; by default one call.
+        """
+        calls = [_Call(buffer)] if calls is None else calls
         # Whoever waits for a future that knows the device has its stream wait for the result.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]
@@ -156,16 +269,21 @@ class ReductionState:
                 # failed there is no stream that a result could be ordered on.
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        def on_done(done: "concurrent.futures.Future[Any]") -> None:
-            finish(done.exception())
-
-        try:
-            weight = 0.0 if self._weight is not None and not in_backward else self._weight
-            work = self.client.all_reduce(buffer, ReduceOp.MEAN, weight=weight, residual=residual)
-        except ReductionError as error:
-            finish(error)
-        else:
-            work.future().add_done_callback(on_done)
+        weight = 0.0 if self._weight is not None and not in_backward else self._weight
+        end = _LastOf(calls, finish)
+        for call in calls:  # also after one that was refused: all ranks make the same calls
+            try:
+                work = self.client.all_reduce(
+                    call.data,
+                    ReduceOp.MEAN,
+                    weight=weight,
+                    residual=call.residual,
+                    exact=call.exact,
+                )
+            except ReductionError as error:  # noqa: PERF203 (there are few)
+                end(error)
+            else:
+                work.future().add_done_callback(end.of_work)
         return future
 
     def _prepare_to_raise(self) -> bool:
@@ -190,6 +308,45 @@ class ReductionState:
             raise error
 
 
+class _LastOf:
+    """Calls `finish` when the last of a bucket's calls has ended, with the first error or None."""
+
+    def __init__(
+        self, calls: list[_Call], finish: "Callable[[BaseException | None], None]"
+    ) -> None:
+        self._calls = calls
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._left = len(calls)
+        self._error: BaseException | None = None
+
+    def of_work(self, done: "concurrent.futures.Future[Any]") -> None:
+        self(done.exception())
+
+    def __call__(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left:
+                return
+        if self._error is None:
+            for call in self._calls:
+                if call.finish is not None:
+                    call.finish()
+        self._finish(self._error)
+
+
+def _unpack(packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    for part, result in zip(
+        parts, packed.split_with_sizes([part.numel() for part in parts]), strict=True
+    ):
+        part.copy_(result)
+
+
+def _like(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+
+
 def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: average a bucket over all ranks through the reducers.
 
@@ -203,9 +360,9 @@ def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.F
     if isinstance(bucket, tuple):
         raise ConfigError(_PYTHON_REDUCER)
     if not torch._C._autograd._profiler_enabled():  # noqa: SLF001 (no public name)
-        return state.start(bucket.buffer(), state.residual(bucket))
+        return state.start(bucket.buffer(), state.calls(bucket))
     with record_function(f"reduction: bucket {bucket.index()}") as shown:
-        future = state.start(bucket.buffer(), state.residual(bucket))
+        future = state.start(bucket.buffer(), state.calls(bucket))
         # The range lasts until the result is there.
         shown_until: torch.futures.Future[torch.Tensor]
         shown_until = shown._call_end_callbacks_on_future(future)  # noqa: SLF001 (as torch's own)
@@ -216,6 +373,7 @@ def attach(
     ddp_model: DistributedDataParallel,
     client: Optional["Client"] = None,
     *,
+    exclude: Optional["Exclude"] = None,
     wrapper: Optional["Callable[[Any], Any]"] = None,
 ) -> "Client":
     """Register `reduction_hook` with a DDP model; `worker_client.attach` describes it.
@@ -223,11 +381,13 @@ def attach(
     Args:
         ddp_model: as there.
         client: as there.
+        exclude: as there.
         wrapper: applied to the hook, such as PyTorch's `fp16_compress_wrapper`.
     """
     model = getattr(ddp_model, "_orig_mod", ddp_model)  # torch.compile(DDP(...))
     _check(model)
-    state = ReductionState(client)
+    named = model.module.named_parameters()
+    state = ReductionState(client, named_parameters=named, exclude=exclude)
     group = model.process_group
     mine, theirs = (state.client.rank, state.client.world_size), (group.rank(), group.size())
     # Process groups cannot grow: where ranks may join, each has a group of its own.
@@ -256,6 +416,23 @@ def attach(
     return state.client
 
 
+def state_of(ddp_model: DistributedDataParallel) -> ReductionState:
+    """Return the state of an attached model's hook: its weight, and what a checkpoint must hold.
+
+    Raises:
+        ConfigError: the model is not attached.
+    """
+    model = getattr(ddp_model, "_orig_mod", ddp_model)
+    for _, state in getattr(model, "_comm_hooks", ()):
+        if isinstance(state, ReductionState):
+            return state
+    raise ConfigError("the model has no reduction_hook: call worker_client.attach(model) first")
+
+
+_NAMED = (
+    "make the state with ReductionState(named_parameters=model.named_parameters()), or by "
+    "worker_client.attach(model)"
+)
 _SECOND_HOOK = (
     "the model already has a communication hook, and DDP takes one: remove the other "
     "attach() or register_comm_hook() call, or pass it our hook, such as "

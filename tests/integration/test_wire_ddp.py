@@ -14,7 +14,7 @@ RANK = ("-m", "tests.integration.wire_ddp")
 @pytest.fixture(scope="module", params=["bf16", "fp16", "int8"])
 def compressed(request: pytest.FixtureRequest, pool: list[str]) -> list[dict]:
     given = environments(2, pool, REDUCTION_WIRE_DTYPE=request.param)
-    return run(given, *RANK, "stock,plain,feedback,default,weighted,wrapper")
+    return run(given, *RANK, "stock,plain,feedback,default,weighted,wrapper,one_step")
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,21 @@ def test_feedback_is_the_default_in_8_bits_alone(compressed: list[dict]) -> None
         assert rank["default"] == rank[same]
 
 
-def test_residuals_are_kept_for_each_bucket(compressed: list[dict]) -> None:
+def test_a_gradient_travels_as_it_would_alone(compressed: list[dict]) -> None:
+    for rank in compressed:
+        assert rank["one_step"] == {
+            "exact": ["0.bias", "2.weight", "2.bias", "4.weight", "4.bias"],
+            "rounded": ["0.weight"],
+            "neither": [],
+        }
+
+
+def test_residuals_are_kept_for_each_parameter_that_is_rounded(compressed: list[dict]) -> None:
     for rank in compressed:
         assert rank["plain"]["residuals"] == []
-        assert len(rank["feedback"]["residuals"]) >= 2
-        assert max(rank["feedback"]["residuals"]) > 0
+        assert len(rank["feedback"]["residuals"]) == 2
+        assert min(rank["feedback"]["residuals"]) > 0
+        assert "2 parameters with residuals have no name" in rank["feedback"]["checkpoint"]
         assert rank["feedback"]["digest"] != rank["plain"]["digest"]
 
 

@@ -6,6 +6,7 @@ Started as `python -m tests.integration.wire_ddp CASES` with torchrun's environm
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,13 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
+from bench import block8_oracle
 from tests.integration.ddp_cases import digest
 from tests.ranks import refusal, write_result
 from worker_client.ddp import ReductionState, reduction_hook
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STEPS = 40
 BATCHES = (5, 24, 11)  # samples of each rank in a step
@@ -27,7 +32,7 @@ EARLY = 8  # steps that rank 0 leaves out in the case "join"
 def make(bucket_cap_mb: float = 0.1) -> DistributedDataParallel:
     """Two buckets and more, smooth layers, float64 where nothing shall be rounded."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(20, 200), torch.nn.Tanh(), torch.nn.Linear(200, 200)]
+    layers = [torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 200)]
     layers += [torch.nn.Tanh(), torch.nn.Linear(200, 1)]
     return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)
 
@@ -62,12 +67,47 @@ def train(case: str) -> dict[str, object]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return {"loss": total_loss(ddp), "digest": digest(ddp), "residuals": residuals(state)}
+    return {
+        "loss": total_loss(ddp),
+        "digest": digest(ddp),
+        "residuals": residuals(state),
+        "checkpoint": refusal(state.state_dict) if state else "",
+    }
 
 
 def residuals(state: ReductionState | None) -> list[float]:
-    """Largest residual of each bucket."""
-    return [r.abs().max().item() for _, r in state._residuals.values()] if state else []
+    """Largest residual of each parameter that has one."""
+    return [kept.abs().max().item() for kept in state._residuals.values()] if state else []
+
+
+def one_step(wire: str) -> dict[str, list[str]]:
+    """Gradients of a first step, in which a layer is excluded, by what each is bit for bit."""
+    ddp = make()
+    rank = dist.get_rank()
+    own = make().module
+    loss_of(own, samples(0, rank)).backward()
+    both = [[torch.empty_like(p.grad) for _ in range(2)] for p in own.parameters()]
+    for gathered, parameter in zip(both, own.parameters(), strict=True):
+        dist.all_gather(gathered, parameter.grad)
+    worker_client.attach(ddp, exclude=lambda name, _: name == "2.weight")
+    loss_of(ddp, samples(0, rank)).backward()
+    found: dict[str, list[str]] = {"exact": [], "rounded": [], "neither": []}
+    for (name, parameter), given in zip(ddp.module.named_parameters(), both, strict=True):
+        exact = (given[0] + given[1]) / 2
+        as_rounded = rounded_mean(wire, [gradient.numpy().reshape(-1) for gradient in given])
+        of = {"exact": exact.numpy().tobytes(), "rounded": as_rounded.tobytes()}
+        got = parameter.grad.numpy().tobytes()
+        found[next((kind for kind, bits in of.items() if bits == got), "neither")].append(name)
+    return found
+
+
+def rounded_mean(wire: str, given: list[np.ndarray]) -> np.ndarray:
+    """The mean of what travels, rounded once more, of a gradient that travels alone."""
+    if wire == "block8":
+        return block8_oracle.reduced(given, mean=True)
+    narrow = getattr(torch, wire)
+    total = sum(torch.from_numpy(gradient).to(narrow).float() for gradient in given)
+    return (total / 2).to(narrow).float().numpy()
 
 
 def alone(early: int) -> dict[str, object]:
@@ -99,6 +139,8 @@ def main(cases: str) -> None:
             results[case] = alone(EARLY if case == "alone-join" else 0)
         elif case == "refused":
             results[case] = refusal(ReductionState, error_feedback=True)
+        elif case == "one_step":
+            results[case] = one_step(worker_client.init().wire_dtype)
         else:
             results[case] = train(case)
     client = worker_client.init()
