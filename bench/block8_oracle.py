@@ -10,8 +10,13 @@ import numpy as np
 VALUES, BYTES = 252, 256
 
 
-def travels(values: np.ndarray) -> np.ndarray:
-    """Return float32 values as the bytes that are sent: one row for each block."""
+def travels(values: np.ndarray, *, dithered: bool = False) -> np.ndarray:
+    """Return float32 values as the bytes that are sent: one row for each block.
+
+    Args:
+        values: of one dimension.
+        dithered: whether as reducers send them.
+    """
     filled = np.zeros(-(-values.size // VALUES) * VALUES, np.float32)
     filled[: values.size] = values.reshape(-1)
     rows = filled.reshape(-1, VALUES)
@@ -20,6 +25,8 @@ def travels(values: np.ndarray) -> np.ndarray:
         m = np.abs(rows).max(axis=1, initial=0)
         scale = m / np.float32(127)
         products = rows * (np.float32(127) / m)[:, None]
+        if dithered:
+            products = products + dither(rows)
     bad = ~np.isfinite(rows).all(axis=1)
     tiny = ~bad & (m < 2.0**-100)
     usual = ~(bad | tiny)
@@ -29,6 +36,18 @@ def travels(values: np.ndarray) -> np.ndarray:
     # np.round takes of two integers the even one, and float64 holds the product exactly.
     sent[usual, 4:] = np.round(products[usual].astype(np.float64)).astype(np.int8).view(np.uint8)
     return sent
+
+
+def dither(rows: np.ndarray) -> np.ndarray:
+    """Return what a reducer adds to each value of rows of 252 before it rounds it."""
+    # In 64 bits, of which the lower 32 count, with one byte's place in a block for each column.
+    bits = rows.view(np.uint32).astype(np.uint64)
+    low = np.uint64(2**32 - 1)
+    place = np.arange(4, 256, dtype=np.uint64)
+    h = ((bits ^ (place * np.uint64(2654435761) & low)) * np.uint64(2246822507)) & low
+    h = ((h ^ (h >> np.uint64(15))) * np.uint64(3266489909)) & low
+    twelve = (h // np.uint64(2**20)).astype(np.float64)
+    return ((twelve + 0.5) / 4096 - 0.5).astype(np.float32)
 
 
 def arrives(sent: np.ndarray, count: int | None = None) -> np.ndarray:
@@ -48,7 +67,7 @@ def folded(inputs: list[np.ndarray], *, mean: bool = False) -> np.ndarray:
             total = total + arrives(sent)
         if mean:
             total = total / np.float32(len(inputs))
-    return travels(total)
+    return travels(total, dithered=True)
 
 
 def reduced(given: list[np.ndarray], *, mean: bool) -> np.ndarray:

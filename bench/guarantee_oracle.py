@@ -104,11 +104,11 @@ class Oracle:
                 )
             total = _folded(parts, fold)
             if not whole and rounded:
-                total = _through(total, shape.wire_dtype)
+                total = _through(total, shape.wire_dtype, dithered=True)
             if call.op == "mean":
                 total = total / total.dtype.type(shape.ranks)
             if whole and rounded:
-                total = _through(total, shape.wire_dtype)
+                total = _through(total, shape.wire_dtype, dithered=True)
             if call.weights is not None:
                 ranks = [rank for group in shape.groups for rank in group]
                 total = total / total.dtype.type(_mean_weight(call.weights, ranks))
@@ -179,10 +179,11 @@ def is_rounded(call: Call, wire_dtype: str) -> bool:
     )
 
 
-def _through(values: Array, wire_dtype: str) -> Array:
-    """Round float32 values to what travels, and return that as float32."""
+def _through(values: Array, wire_dtype: str, *, dithered: bool = False) -> Array:
+    """Round float32 values to what travels, as reducers do if so, and return that as float32."""
     if wire_dtype == "int8":
-        return block8_oracle.arrives(block8_oracle.travels(values), values.size)
+        sent = block8_oracle.travels(values, dithered=dithered)
+        return block8_oracle.arrives(sent, values.size)
     dtype = "bfloat16" if wire_dtype == "bf16" else "float16"
     return widen(narrow(values, dtype), dtype)
 

@@ -66,9 +66,8 @@ class ReductionState:
         weight: of this rank's gradients in their mean; see the property.
         error_feedback: keep, for each parameter, what the cast to the wire's type takes away from
             its gradient, and add it to the next step's: a further float32 tensor for each. By
-            default that is done for gradients in host memory that travel in 8 bits. What reducers
-            take away when they round the mean, half a step of a block at most (1/254 of its largest
-            value), is not kept.
+            default that is done for gradients in host memory that travel in 8 bits. Rounding of the
+            mean, at the reducers, takes nothing away on average.
         named_parameters: the model's, as its `named_parameters()` gives them. `exclude` and
             `state_dict` need them.
         exclude: called once with each name and parameter; returns whether its gradients stay exact

@@ -25,8 +25,22 @@ INLINE v_f32 block8_values(const unsigned char *block, size_t v, v_f32 scale) {
     return scale * __builtin_convertvector(q, v_f32);
 }
 
-/* Rounds a block. Lanes without meaning may hold anything. */
-INLINE void block8_round(unsigned char *block, v_f32 x[BLOCK8_VECTORS]) {
+/* What is added to x * (127 / m), with x in vector `v` of the block, before it is rounded to
+ * nearest: between -1/2 and 1/2, and as evenly spread as the last bits of x are. It has 12 bits, so
+ * that an integer, of which the multiplication leaves 2^-15 more or less, stays what it is. */
+INLINE v_f32 block8_dither(v_f32 x, size_t v) {
+    v_u32 at = {0};
+    for (size_t lane = 0; lane < BLOCK8_LANES; lane++) {
+        at[lane] = (uint32_t)(v * BLOCK8_LANES + lane) * 0x9e3779b1u;
+    }
+    v_u32 mixed = ((v_u32)x ^ at) * 0x85ebca6bu;
+    mixed = (mixed ^ mixed >> 15) * 0xc2b2ae35u;
+    v_f32 steps = __builtin_convertvector((v_i32)(mixed >> 20), v_f32);
+    return (steps - 2047.5f) * 0x1p-12f;
+}
+
+/* Rounds a block: to nearest, or dithered. Lanes without meaning may hold anything. */
+INLINE void block8_round(unsigned char *block, v_f32 x[BLOCK8_VECTORS], int dithered) {
     UNROLL for (size_t v = 0; v * BLOCK8_LANES < BLOCK8_SCALE; v++) {
         v_u32 means = {0};
         for (size_t lane = 0; lane < BLOCK8_LANES; lane++) {
@@ -53,8 +67,12 @@ INLINE void block8_round(unsigned char *block, v_f32 x[BLOCK8_VECTORS]) {
         scale = largest >= 0x7f800000 ? __builtin_nanf("") : 0.0f;
     } else {
         UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
+            v_f32 steps = x[v] * by;
+            if (dithered) {
+                steps += block8_dither(x[v], v);
+            }
             /* 1.5 * 2^23: the sum's last bit is worth one, and its last byte is the integer. */
-            v_i32 q = (v_i32)(x[v] * by + 0x1.8p23f);
+            v_i32 q = (v_i32)(steps + 0x1.8p23f);
             store_bytes((int8_t *)block + v * BLOCK8_LANES, q);
         }
     }

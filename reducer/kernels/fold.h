@@ -5,7 +5,7 @@
  *     acc = in[0][i];  acc = acc (op) in[1][i];  ...  acc = acc (op) in[n-1][i];  out[i] = acc
  *
  * 16-bit floating types and the values of blocks accumulate in float, other types in themselves;
- * the result is rounded once, a block as a whole (block8.h).
+ * the result is rounded once, a block as a whole and dithered (block8.h).
  * The bits are the same in every variant and on every CPU:
  *   - a mean is the sum divided by n in the accumulator's type, before the rounding;
  *   - integers wrap modulo 2^bits;

@@ -223,7 +223,7 @@ INLINE void block8_fold(void *out, const void *const *in, size_t n, size_t count
                 acc[v] /= (float)n;
             }
         }
-        block8_round((unsigned char *)out + at, acc);
+        block8_round((unsigned char *)out + at, acc, 1);
     }
 }
 

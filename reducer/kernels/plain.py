@@ -114,9 +114,9 @@ def _step(acc: Array, x: Array, op: ReduceOp) -> None:
 
 
 def _narrow(acc: Array, dtype: DType) -> Array:
-    """Round to the element's type: to nearest, ties to even."""
+    """Round to the element's type: to nearest, ties to even; blocks with a dither."""
     if dtype is DType.BLOCK8:
-        return block8.rounded(acc)
+        return block8.rounded(acc, dithered=True)
     if dtype is DType.FLOAT16:
         return acc.astype(np.float16)
     if dtype is DType.BFLOAT16:

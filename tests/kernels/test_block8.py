@@ -134,10 +134,12 @@ def test_by_hand(variant: Kernels) -> None:
         data[4 : 4 + len(q)] = np.array(q, np.int8).view(np.uint8)
         return data
 
-    # 127 + 127 = 254, whose scale is 2; -63 and 63 are ties of it: to the even -32 and 32.
+    # 127 + 127 = 254, whose scale is 2: -63 and 63 are 31.5 steps. What is added to them is -0.443,
+    # mixed of 0xc27c0000 and byte 5, and -0.260, of 0x427c0000 and byte 6; to the mean -0.416 and
+    # 0.077, of other bits.
     one, other = sent(1.0, 127, -64, 64, 3), sent(1.0, 127, 1, -1, -3)
     out = fold(variant, [one, other], ReduceOp.SUM)[0]
-    assert out.tobytes() == sent(2.0, 127, -32, 32).tobytes()
+    assert out.tobytes() == sent(2.0, 127, -32, 31).tobytes()
     assert fold(variant, [one, other], ReduceOp.MEAN)[0].tobytes() == (
         sent(1.0, 127, -32, 32).tobytes()
     )
@@ -150,6 +152,29 @@ def test_by_hand(variant: Kernels) -> None:
     out = fold(variant, [blocks, blocks], ReduceOp.SUM)
     assert out[0].tobytes() == bytes.fromhex("0000c07f") + bytes(252)
     assert out[1].tobytes() == sent(2.0, 127, 5).tobytes()
+
+
+def test_what_is_a_step_stays_what_it_is(variant: Kernels) -> None:
+    rng = np.random.default_rng(0)
+    sent = oracle.travels(rng.standard_normal(oracle.VALUES * 500).astype(np.float32))
+    assert fold(variant, [sent], ReduceOp.SUM)[:, 4:].tobytes() == sent[:, 4:].tobytes()
+    assert fold(variant, [sent] * 3, ReduceOp.MEAN)[:, 4:].tobytes() == sent[:, 4:].tobytes()
+
+
+def test_rounding_of_means_takes_nothing_away_on_average(variant: Kernels) -> None:
+    # What one of 8 ranks sends is an eighth of a step in the mean; to nearest it would become 0.
+    blocks, ranks = 2000, 8
+    rng = np.random.default_rng(0)
+    scales = rng.uniform(0.5, 2, blocks).astype(np.float32)
+    inputs = np.zeros((ranks, blocks, oracle.BYTES), np.uint8)
+    inputs[:, :, :4] = scales.view(np.uint8).reshape(-1, 4)
+    inputs[:, :, 4] = 127
+    inputs[0, :, 5:] = 1
+    results = oracle.arrives(fold(variant, list(inputs), ReduceOp.MEAN)).reshape(blocks, -1)
+    share = (results[:, 1:] / scales[:, None]).mean()
+    assert share == pytest.approx(1 / ranks, rel=0.02)  # seven standard deviations
+    of_places = (results[:, 1:] / scales[:, None]).mean(axis=0)
+    assert of_places.std() < 1.3 * np.sqrt(1 / ranks * (1 - 1 / ranks) / blocks)
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])

@@ -104,7 +104,7 @@ INLINE void store_block8(void *floats, const v_f32 x[BLOCK8_VECTORS]) {
 INLINE void narrow_block8_piece(unsigned char *out, const void *in) {
     v_f32 x[BLOCK8_VECTORS];
     load_block8(x, in);
-    block8_round(out, x);
+    block8_round(out, x, 0);
 }
 
 INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual) {
@@ -114,7 +114,7 @@ INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
         x[v] += rest[v];
     }
-    block8_round(out, x);
+    block8_round(out, x, 0);
     v_f32 scale = block8_scale(out) + (v_f32){0};
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
         rest[v] = finite_or_zero(x[v] - block8_values(out, v, scale));

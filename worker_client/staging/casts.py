@@ -84,6 +84,17 @@ class PlainCasts:
                 numbers[part] = _one_nan(numbers[part] / numbers.dtype.type(by))
 
 
+def dither(values: Bytes, out: Bytes) -> None:
+    """Round float32 `values`, whole blocks, to BLOCK8 in `out` as reducers round results."""
+    rows = np.frombuffer(values, "<f4").reshape(-1, BLOCK_VALUES)
+    blocks = np.frombuffer(out, block8.ELEMENT)
+    step = _STEP // BLOCK_VALUES
+    with np.errstate(all="ignore"):
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            blocks[part] = block8.rounded(rows[part], dithered=True)
+
+
 def select(name: str | None = None) -> Casts:
     """Return the variant called `name`, or the best one that this machine can run.
 
