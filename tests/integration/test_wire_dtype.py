@@ -464,12 +464,44 @@ def test_error_feedback_makes_up_for_rounding(job: Job, wire: str) -> None:
     assert error < plain / 1.5  # what is left is the rounding of results, which nobody keeps
 
 
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_calls_with_names_keep_what_calls_without_keep(job: Job, wire: str) -> None:
+    # bf16 tensors are packed, one of them without a residual, and a cycle packs all of a step.
+    clients = job(2, wire_dtype=wire, cycle_time=0.05)
+    sizes = [SMALL, SMALL + 300, SMALL + 77, SMALL - 1]
+
+    def residuals() -> list[list[Any]]:
+        every = [[np.zeros(size, np.float32) for _ in clients] for size in sizes]
+        every[1] = [None, None]
+        return every
+
+    named, plain = residuals(), residuals()
+    for step in range(3):
+        given = [[values(10 * step + c.rank, size) for c in clients] for size in sizes]
+        expected = [
+            reduced(clients, [a.copy() for a in arrays], residual=kept)
+            for arrays, kept in zip(given, plain, strict=True)
+        ]
+        works = [
+            client.all_reduce(array, name=f"{at}", residual=kept)
+            for at in range(len(sizes))
+            for client, array, kept in zip(clients, given[at], named[at], strict=True)
+        ]
+        ends = [work.wait(20).tobytes() for work in works]
+        assert ends == [array.tobytes() for arrays in expected for array in arrays]
+    for at, (kept, others) in enumerate(zip(named, plain, strict=True)):
+        for one, other in zip(kept, others, strict=True):
+            assert (one is None) or (one.tobytes() == other.tobytes())
+            assert (one is None) or (one.any() == (at != 3)), "of what is small nothing is cast"
+
+
 def test_residuals_that_do_not_fit(job: Job) -> None:
     (client,) = job(1, wire_dtype="bf16")
     data = values(0, SMALL)
     for wrong in (np.zeros(SMALL), np.zeros(2 * SMALL, np.float32)[::2]):
-        with pytest.raises(ConfigError, match="contiguous float32"):
-            client.all_reduce(data, residual=wrong)
+        for name in (None, "x"):
+            with pytest.raises(ConfigError, match="contiguous float32"):
+                client.all_reduce(data, name=name, residual=wrong)
     with pytest.raises(ConfigError, match="its own size"):
         client.all_reduce(data, residual=np.zeros(5, np.float32))
     with pytest.raises(ConfigError, match="exact=True casts nothing"):

@@ -39,11 +39,6 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 
-_EXACT_RESIDUAL = (
-    "residual= keeps what the cast takes away, and exact=True casts nothing: leave one of them out"
-)
-
-
 class Departure:
     """What is done after the farewell of a client, by the thread that has said it.
 
@@ -273,8 +268,8 @@ class Client:
                 adds up.
             residual: contiguous float32 array or tensor like `data`, zeros at first: what the cast
                 to the wire's type takes away is kept there and added to the next call that is given
-                it (error feedback). Owned by the call until it has returned. As `weight`, without
-                a name and in host memory.
+                it (error feedback). Owned by the call until it has returned, with a name until it
+                has ended. For data in host memory.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
 
@@ -288,8 +283,10 @@ class Client:
         """
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
-            check = partial(self._check_named, weight, residual)
-            return self._fusion.submit(data, op, name, timeout, exact=exact, check=check)
+            check = partial(self._check_named, weight, residual, exact)
+            return self._fusion.submit(
+                data, op, name, timeout, exact=exact, residual=residual, check=check
+            )
         call = object()
         with self._order:
             try:
@@ -298,7 +295,7 @@ class Client:
                 self._since = time.monotonic()
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
                 if self._piecewise and not array and is_on_device(data):
-                    refuse_extras(weight, residual, "tensors on a device")
+                    refuse_extras("tensors on a device", weight=weight, residual=residual)
                     return self._stage(call, data, op, timeout)
                 buffer = host_buffer(data)
                 reduction, timeout_s = parse(buffer.dtype, op, None, timeout, self.timeout_s)
@@ -318,8 +315,7 @@ class Client:
                 if self._casts and not exact:
                     operation.rounded = self._wire.rounds(dtype, reduction, view.nbytes)
                 if residual is not None:
-                    if exact:
-                        raise ConfigError(_EXACT_RESIDUAL)
+                    _check_residual(exact)
                     operation.residual = self._wire.residual(residual, buffer)
                 if weight is not None:
                     self._start_weighted(operation, weight)
@@ -572,9 +568,11 @@ class Client:
         if self._staging.is_this_thread or self._ordered.in_callback:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
 
-    def _check_named(self, weight: float | None, residual: Any) -> None:
+    def _check_named(self, weight: float | None, residual: Any, exact: bool) -> None:
         self._check_usable()
-        refuse_extras(weight, residual, "calls that have names")
+        refuse_extras("calls that have names", weight=weight)
+        if residual is not None:
+            _check_residual(exact)
 
     def _check_usable(self) -> None:
         if service_thread.forks != self._forks:
@@ -583,3 +581,11 @@ class Client:
                 "worker) cannot use it"
             )
         self._ordered.check()
+
+
+def _check_residual(exact: bool) -> None:
+    if exact:
+        raise ConfigError(
+            "residual= keeps what the cast takes away, and exact=True casts nothing: leave one of "
+            "them out"
+        )

@@ -49,7 +49,7 @@ for _code, _dtype in {
 cdef class RequestState:
     """The attributes of a request; see `worker_client.fusion.tensor_queue.Request`."""
 
-    cdef public object tensor, data, write_back, error, missing
+    cdef public object tensor, data, write_back, error, missing, residual
     cdef public Py_ssize_t call
     cdef public int warnings
     cdef public double begun, deadline

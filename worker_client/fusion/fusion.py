@@ -36,7 +36,7 @@ from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.host_buffer import host_buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from worker_client.communicators.communicator import Communicator
     from worker_client.fusion.negotiation import Decision, Tensor
@@ -155,6 +155,7 @@ class Fusion:
         timeout: float | str | None,
         *,
         exact: bool = False,
+        residual: Any = None,
         check: Callable[[], None] | None = None,
     ) -> Work:
         """Start the all-reduce of a tensor, as soon as all ranks have submitted it.
@@ -165,6 +166,7 @@ class Fusion:
             name: the same at every rank, and not that of another one in progress.
             timeout: until it fails.
             exact: whether it travels as it is.
+            residual: as there.
             check: called first; raises a ReductionError if the call may not be made.
 
         Raises:
@@ -176,7 +178,13 @@ class Fusion:
                 check()
             if not self._begun:
                 self._begin()
-            return self._submissions.submit(data, op, name, timeout, exact)
+            if residual is None:
+                return self._submissions.submit(data, op, name, timeout, exact)
+            kept = self._wire.residual(residual, host_buffer(data))
+            with self._changed:  # the thread shall not have it before
+                request = self._submissions.submit(data, op, name, timeout, exact)
+                request.residual = kept
+            return request
         except LocalProtocolError:
             raise  # there are no calls any more
         except BaseException as error:
@@ -510,15 +518,22 @@ class Fusion:
         if len(requests) == 1:
             (request,) = requests
             self._start(
-                communicator, request.view, requests, lambda error: self._finish(request, error)
+                communicator,
+                request.view,
+                requests,
+                lambda error: self._finish(request, error),
+                residual=request.residual,
             )
             return
         nbytes = sum(request.tensor.nbytes for request in requests)
         memory = self._buffers.take(nbytes)
         packed = memory.data[:nbytes]
         self._submissions.pack(requests, packed)
+        kept = _packed_residuals(requests, nbytes)
 
         def unpack(error: Exception | None) -> None:
+            if kept is not None:
+                _unpack_residuals(requests, kept)
             if error is None:
                 self._submissions.unpack(requests, packed)
             else:
@@ -528,7 +543,7 @@ class Fusion:
             self._note_end()
             self._buffers.give_back(memory)
 
-        self._start(communicator, packed, requests, unpack)
+        self._start(communicator, packed, requests, unpack, residual=kept)
 
     def _start(
         self,
@@ -536,6 +551,8 @@ class Fusion:
         view: memoryview,
         requests: Sequence[Request],
         finish: Callable[[Exception | None], object],
+        *,
+        residual: memoryview | None,
     ) -> None:
         first = requests[0].tensor
         name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
@@ -556,6 +573,7 @@ class Fusion:
             name,
             timeout_s,
             rounded=self._is_rounded(first),
+            residual=residual,
             ended=ended,
         )
         try:
@@ -589,3 +607,27 @@ def fusion_buffers() -> BufferPool[np.ndarray[Any, np.dtype[np.uint8]]]:
         return np.empty(max(SMALLEST_BUFFER_BYTES, 1 << (nbytes - 1).bit_length()), np.uint8)
 
     return BufferPool(allocate, most=IDLE_BUFFERS, larger=True)
+
+
+def _packed_residuals(requests: Sequence[Request], nbytes: int) -> memoryview | None:
+    """Return the residuals of tensors that travel together, zeros where there is none."""
+    if all(request.residual is None for request in requests):
+        return None
+    packed = np.zeros(nbytes, np.uint8).data
+    for place, residual in _places(requests):
+        packed[place] = residual
+    return packed
+
+
+def _unpack_residuals(requests: Sequence[Request], packed: memoryview) -> None:
+    for place, residual in _places(requests):
+        residual[:] = packed[place]
+
+
+def _places(requests: Sequence[Request]) -> Iterator[tuple[slice, memoryview]]:
+    """Yield each residual, and where it is among those of tensors that travel together."""
+    end = 0
+    for request in requests:
+        begin, end = end, end + request.tensor.nbytes
+        if request.residual is not None:
+            yield slice(begin, end), request.residual

@@ -32,6 +32,7 @@ class Request(Work):
         begun, deadline: in seconds of the monotonic clock.
         warnings: how often it was said that it waits.
         missing: ranks that it waits for, as far as is known.
+        residual: as of `Operation`; set by whoever submits it.
     """
 
     __slots__ = STATELESS
@@ -42,6 +43,7 @@ class Request(Work):
     deadline: float
     warnings: int
     missing: tuple[int, ...]
+    residual: memoryview | None
 
     @property
     def view(self) -> memoryview:
@@ -256,6 +258,7 @@ class PlainRequest(Request):
         "deadline",
         "error",
         "missing",
+        "residual",
         "tensor",
         "warnings",
         "write_back",
@@ -280,6 +283,7 @@ class PlainRequest(Request):
         self.deadline = now + timeout_s
         self.warnings = 0
         self.missing = ()
+        self.residual = None
         self._lead = lead
         self._ended = False
         self.error = None

@@ -46,14 +46,15 @@ def parse(
     return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
 
 
-def refuse_extras(weight: float | None, residual: Any, what: str) -> None:
-    """Refuse what only plain calls can have.
+def refuse_extras(what: str, *, weight: float | None = None, residual: Any = None) -> None:
+    """Refuse what only some calls can have.
 
     Raises:
         ConfigError: one of them was given.
     """
-    if weight is not None or residual is not None:
-        raise ConfigError(f"weight= and residual= do not go with {what}")
+    for name, value in (("weight", weight), ("residual", residual)):
+        if value is not None:
+            raise ConfigError(f"{name}= does not go with {what}")
 
 
 def _check_name(name: object) -> None:
