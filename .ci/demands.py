@@ -60,7 +60,10 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_modules("hosting"), (f"{JOBS}embedded.py",)),
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (
-        _modules("accelerate collectives ddp fsdp jax keras lightning packing tensorflow torchft"),
+        _modules(
+            "accelerate collectives ddp fsdp jax keras lightning local_sgd packing tensorflow "
+            "torchft"
+        ),
         (FRAMEWORKS,),
     ),
     ("worker_client/torch_backend/*", (FRAMEWORKS,)),

@@ -7,8 +7,11 @@ classes as arguments; but whatever is found in that attribute is asked.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import worker_client
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from worker_client.client.client import Client
 
 _DDP_TYPES = ("MULTI_CPU", "MULTI_GPU")  # names in accelerate.DistributedType
+_REDUCED = {torch.float32, torch.float64, torch.float16, torch.bfloat16}
 
 
 class ReductionHandler:
@@ -58,6 +62,9 @@ class ReductionHandler:
 
 def attach(accelerator: Any, client: Client | None = None) -> Client:
     """Let reducers average the gradients of all models that `accelerator` will prepare.
+
+    ``accelerator.reduce()`` of a floating tensor goes through them, too, so that Accelerate's
+    `LocalSGD` averages weights there.
 
     Args:
         accelerator: an `accelerate.Accelerator` before its `prepare()`; that of a transformers
@@ -96,10 +103,40 @@ def attach(accelerator: Any, client: Client | None = None) -> Client:
     given = accelerator.ddp_handler
     if isinstance(given, ReductionHandler):
         raise ConfigError("attach() was called before with this accelerator: call it once")
+    if client is None and dist.get_backend() == "reduction":
+        raise ConfigError(
+            "the process group's backend is 'reduction', through which reducers average all that "
+            "Accelerate does already: leave out attach(), or the init_process_group() before"
+        )
     wrapper = _wrapper(given)
     used = worker_client.init() if client is None else client
     accelerator.ddp_handler = ReductionHandler(used, given, wrapper)
+    accelerator.reduce = partial(_reduce, used, accelerator.reduce)
     return used
+
+
+def _reduce(
+    client: Client,
+    theirs: Callable[[Any, str, float], Any],
+    tensor: Any,
+    reduction: str = "sum",
+    scale: float = 1.0,
+) -> Any:
+    """Stand in for `Accelerator.reduce`, which does what reducers are not asked for.
+
+    Args:
+        client: makes the all-reduces.
+        theirs: Accelerate's own.
+        tensor: to reduce, or lists and dicts of tensors.
+        reduction: ``"sum"`` or ``"mean"``, or another one that Accelerate knows.
+        scale: of use on TPUs only.
+    """
+    floating = isinstance(tensor, torch.Tensor) and tensor.dtype in _REDUCED
+    if not floating or reduction not in {"sum", "mean"}:
+        return theirs(tensor, reduction, scale)
+    reduced = tensor.detach().clone()
+    client.all_reduce(reduced, reduction).wait()
+    return reduced
 
 
 def _wrapper(given: Any) -> Callable[[Any], Any] | None:

@@ -16,9 +16,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+
 from reducer.errors import ConfigError
 from worker_client import config, ddp
 from worker_client.client import bootstrap
+from worker_client.local_sgd import PeriodicModelAverager, post_local_sgd
 
 if TYPE_CHECKING:
     from worker_client.client.client import Client
@@ -53,10 +59,14 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
             is called for each `fit`, and what it made is shut down when `fit` ends.
         bucket_cap_mb: DDP's, 64 by default.
         ddp_comm_wrapper: applied to the hook, such as PyTorch's `fp16_compress_wrapper`.
+        ddp_comm_hook: PyTorch's `post_localSGD_hook`, which averages gradients for some steps only.
+        ddp_comm_state: its `PostLocalSGDState`.
+        model_averaging_period: steps from one averaging of the weights to the next, after these.
         options: any other arguments of Lightning's `DDPStrategy`, and so of DDP.
 
     Raises:
-        ConfigError: another communication hook is asked for.
+        ConfigError: another communication hook is asked for, or one of the last three arguments
+            without the others.
     """
 
     def __init__(
@@ -65,18 +75,38 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
         client: Client | None = None,
         bucket_cap_mb: float = ddp.DEFAULT_BUCKET_CAP_MB,
         ddp_comm_wrapper: Any = None,
+        ddp_comm_hook: Any = None,
+        ddp_comm_state: Any = None,
+        model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
-        for name in ("ddp_comm_hook", "ddp_comm_state", "model_averaging_period"):
-            if options.get(name) is not None:
-                raise ConfigError(
-                    f"{name}= asks for another communication hook, and DDP takes one: leave it "
-                    "out, or use Lightning's DDPStrategy without reducers"
-                )
-        super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
+        if ddp_comm_hook not in {None, post_localSGD_hook}:
+            raise ConfigError(
+                "ddp_comm_hook= asks for another communication hook, and DDP takes one: leave it "
+                "out, or use Lightning's DDPStrategy without reducers"
+            )
+        local = ddp_comm_hook is not None
+        if isinstance(ddp_comm_state, PostLocalSGDState) != local or (
+            (model_averaging_period is not None) != local
+        ):
+            raise ConfigError(
+                "ddp_comm_hook=post_localSGD_hook, ddp_comm_state=PostLocalSGDState(...) and "
+                "model_averaging_period= go together: give all three, or none"
+            )
+        # Not the hook, which Lightning would register.
+        super().__init__(
+            bucket_cap_mb=bucket_cap_mb,
+            ddp_comm_state=ddp_comm_state,
+            model_averaging_period=model_averaging_period,
+            **options,
+        )
         self.client = client
         self._given = client
         self._wrapper = ddp_comm_wrapper
+        if local:
+            first_steps = post_local_sgd(ddp_comm_state)
+            outer = ddp_comm_wrapper or (lambda hook: hook)
+            self._wrapper = lambda hook: outer(first_steps(hook))
         self._ours = False
         self._failed = False
 
@@ -86,6 +116,13 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
         self._failed = False
         self._ours = self._given is None and not bootstrap.DEFAULT.exists
         self.client = ddp.attach(self.model, self._given, wrapper=self._wrapper)
+
+    def _enable_model_averaging(self) -> None:
+        """Let reducers average the weights; Lightning calls this after `configure_ddp`."""
+        super()._enable_model_averaging()
+        self._model_averager = PeriodicModelAverager(
+            self._model_averaging_period, self._ddp_comm_state.start_localSGD_iter, self.client
+        )
 
     def on_exception(self, exception: BaseException) -> None:
         """Remember that this rank may be the only one to tear down; Lightning calls this first."""

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 import worker_client  # noqa: E402
 from tests.ranks import refusal, write_result  # noqa: E402
 from worker_client import accelerate as ours  # noqa: E402
+from worker_client.torch_backend import bytes_reduced  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -208,6 +209,20 @@ def refusals() -> dict[str, str]:
     }
 
 
+def backend() -> dict[str, Any]:
+    """Return what a Trainer comes to over the backend, and what is said to who names it there."""
+    from transformers import TrainingArguments  # noqa: PLC0415
+
+    try:
+        TrainingArguments(FOLDER, use_cpu=True, ddp_backend="reduction")
+    except ValueError as error:
+        said = str(error)
+    torch.distributed.init_process_group("reduction")
+    seen = {**transformed(False), "said": said, "reduced": bytes_reduced()}
+    torch.distributed.barrier()
+    return seen
+
+
 def alone() -> dict[str, str]:
     """Return what is said to a process that no launcher started."""
     return {"alone": refusal(ours.attach, make())}
@@ -224,6 +239,7 @@ GROUPS = {
     "accelerate": lambda: both(accelerated),
     "transformers": lambda: both(transformed),
     "refusals": refusals,
+    "backend": backend,
     "alone": alone,
 }
 seen = GROUPS[GROUP]()

@@ -118,6 +118,15 @@ def test_the_trainer_of_transformers_keeps_its_own_choices(
         assert seen["resumed"]["bytes"] == seen["default"]["bytes"] / 2
 
 
+def test_the_trainer_takes_a_process_group_of_the_backend_that_it_would_not_make(
+    transformers: list[dict[str, Any]], tmp_path: Path, servers: list[str]
+) -> None:
+    for rank, other in zip(cases(tmp_path, "backend", servers), transformers, strict=True):
+        assert rank["said"].startswith("Your assigned backend reduction is not available")
+        assert rank["default"]["digest"] == other["stock"]["default"]["digest"]
+        assert rank["reduced"] > 0
+
+
 def test_an_embedded_job_needs_no_reducers(tmp_path: Path) -> None:
     for rank in cases(tmp_path, "transformers", []):
         assert rank["ours"]["default"]["digest"] == rank["stock"]["default"]["digest"]

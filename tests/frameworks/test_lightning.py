@@ -83,7 +83,7 @@ def test_processes_on_several_machines(options: list[dict[str, Any]]) -> None:
     ("case", "fix"),
     [
         ("hook", "Lightning's DDPStrategy without reducers"),
-        ("averaging", "leave it out"),
+        ("averaging", "give all three, or none"),
         ("devices", "devices=1 and num_nodes=2"),
         ("machines", "devices=2 and num_nodes=2"),
         ("launcher", "did not set RANK and MASTER_PORT: start the script with torchrun"),
