@@ -13,6 +13,21 @@ if TYPE_CHECKING:
 MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than a step takes
 HEARTBEATS_PER_S = 1024  # bytes, generously
 JUDGED_S = 0.08  # of a message that has begun: in less, one heartbeat would be too much
+# TCP sends what was lost again after 0.2 s and a round trip at the least, and after twice as long
+# when that is lost as well. A patience is for near networks, where a second is five such times: at
+# a distance it is five round trips longer.
+SPARE_ROUND_TRIPS = 5
+
+
+def is_lost(silent_s: float, patience_s: float, round_trip_s: float) -> bool:
+    """Whether a peer has been silent for too long.
+
+    Args:
+        silent_s: for how long, seconds.
+        patience_s: how long it may be in a near network.
+        round_trip_s: the shortest of its connection; 0 if that is not known.
+    """
+    return silent_s > patience_s + SPARE_ROUND_TRIPS * round_trip_s
 
 
 class ServingTime:

@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 CURVE_FRAME_BYTES = 33  # that CURVE adds to each frame: a command's name, a nonce, flags, a MAC
 PARTIAL_BYTES = 1 << 10  # of a message that are more than heartbeats
 
-# struct tcp_info of linux/tcp.h: eight bytes, 24 numbers of 32 bits, two of 64, then these.
+# struct tcp_info of linux/tcp.h: eight bytes, 24 numbers of 32 bits, two of 64, then these. The
+# last one is newer than the others.
 _HEARD, _ACKED, _RECEIVED = 52, 120, 128
 _TCP_INFO_BYTES = 136
+_SHORTEST_ROUND_TRIP = 148
+_WHOLE_TCP_INFO_BYTES = 152
 _COUNT = struct.Struct("@Q")
-_MILLISECONDS = struct.Struct("@I")
+_MILLISECONDS = _MICROSECONDS = struct.Struct("@I")
+_UNKNOWN = 0xFFFFFFFF
 _QUEUE = struct.Struct("@i")
 
 
@@ -40,11 +44,13 @@ class Traffic(NamedTuple):
         read: bytes by libzmq, from the peer.
         written: bytes by libzmq, to the peer.
         silent_s: since bytes have come from the peer; 0 if there are some that libzmq has not read.
+        round_trip_s: the shortest; 0 if the kernel cannot tell.
     """
 
     read: int
     written: int
     silent_s: float = 0.0
+    round_trip_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +65,7 @@ class Reception:
         heard: when something had come from the peer, as far as is known, by that clock. A process
             that did not run could hear nobody, so what the kernel says of that time does not count.
         silent_s: since then at that look, or since more of a message had come that is not whole.
+        round_trip_s: as of `Traffic`, at that look.
         whole: when that was, or nothing was known to be missing of one.
         unread: bytes that libzmq had read from the peer then, and nobody had taken.
         beyond: bytes read that were no messages, as heartbeats are.
@@ -70,6 +77,7 @@ class Reception:
     looked: float = 0.0
     heard: float = 0.0
     silent_s: float = 0.0
+    round_trip_s: float = 0.0
     whole: float = 0.0
     unread: int = 0
     beyond: float = 0.0
@@ -96,6 +104,7 @@ class Reception:
             self.whole = now
         self.heard = max(self.heard, now - passed.silent_s)
         self.silent_s = now - min(self.heard, self.whole)
+        self.round_trip_s = passed.round_trip_s
         self.looked = now
         return progress
 
@@ -109,6 +118,15 @@ def wire_bytes(sizes: Iterable[int], extra: int) -> int:
     """
     lengths = [size + extra for size in sizes]
     return sum(length + (9 if length > 255 else 2) for length in lengths)
+
+
+def round_trip_s(connection: socket.socket) -> float:
+    """Return the shortest round trip of a connection, seconds; 0 if the kernel cannot tell."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WHOLE_TCP_INFO_BYTES)
+    except OSError:  # it has ended, or is none of TCP's
+        return 0.0
+    return _round_trip_s(info)
 
 
 def name(descriptor: int) -> tuple[object, ...] | None:
@@ -140,7 +158,7 @@ def traffic(descriptor: int, expected: tuple[object, ...]) -> Traffic | None:
             return None
         try:
             unread = _queue(duplicate.fileno(), termios.FIONREAD)
-            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _WHOLE_TCP_INFO_BYTES)
             if len(info) < _TCP_INFO_BYTES:
                 return None
             unsent = _queue(duplicate.fileno(), termios.TIOCOUTQ)
@@ -148,7 +166,8 @@ def traffic(descriptor: int, expected: tuple[object, ...]) -> Traffic | None:
             return None
     received, acknowledged = _count(info, _RECEIVED), _count(info, _ACKED)
     silent_ms = 0 if unread else int(_MILLISECONDS.unpack_from(info, _HEARD)[0])
-    return Traffic(max(0, received - unread), acknowledged + unsent, silent_ms / 1000)
+    read = max(0, received - unread)
+    return Traffic(read, acknowledged + unsent, silent_ms / 1000, _round_trip_s(info))
 
 
 def end(descriptor: int, expected: tuple[object, ...]) -> bool:
@@ -196,6 +215,13 @@ def _ends(connection: socket.socket) -> tuple[object, ...] | None:
 
 def _queue(descriptor: int, which: int) -> int:
     return int(_QUEUE.unpack(fcntl.ioctl(descriptor, which, bytes(_QUEUE.size)))[0])
+
+
+def _round_trip_s(info: bytes) -> float:
+    if len(info) < _WHOLE_TCP_INFO_BYTES:
+        return 0.0
+    found = int(_MICROSECONDS.unpack_from(info, _SHORTEST_ROUND_TRIP)[0])
+    return 0.0 if found == _UNKNOWN else found / 1e6
 
 
 def _count(info: bytes, offset: int) -> int:

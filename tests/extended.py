@@ -326,6 +326,13 @@ ROWS = (
     ),
     Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
     Row(
+        "tests/lab/test_far_jobs.py",
+        (
+            "tests/transport/test_guard_members.py::test_each_job_is_patient",
+            "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+        ),
+    ),
+    Row(
         "tests/lab/test_stragglers.py",
         ("tests/engine/test_lateness.py", "tests/reducer/test_http.py::test_what_the_others_lose"),
     ),

@@ -121,7 +121,8 @@ class WorkerConfig(BaseSettings):
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
     """Most bytes that this rank has in flight over all reducers; raised to two chunks for each
     reducer if it is less. ``auto`` follows the measured rate and round trip, up to 16 MiB: enough
-    for a 10 Gbit/s link with a round trip of 10 ms."""
+    for a 10 Gbit/s link with a round trip of 10 ms. Beyond that, write the rate times the round
+    trip, and five times as much where packets are lost (docs/performance.md#long-distances)."""
 
     timeout: Seconds = 300.0
     """Time after which an all-reduce fails and names the ranks that are missing. Long by default,
@@ -147,7 +148,8 @@ class WorkerConfig(BaseSettings):
         Field(ge=SHORTEST_PATIENCE_MS / 1000, le=LONGEST_PATIENCE_MS / 1000, validate_default=True),
     ] = PATIENCE_MS / 1000
     """How long a reducer or a rank may be silent before it counts as lost, 0.5 s to 60 s and two
-    heartbeats at least, the same at every rank. Raise it for networks with long pauses, or for
+    heartbeats at least, the same at every rank; five round trips of the network come on top. Raise
+    it for networks with long pauses, or for
     processes that a debugger stops (docs/failures.md#slow-networks-and-stopped-processes); a
     reducer or rank that vanishes is then noticed later."""
 

@@ -15,7 +15,12 @@ from reducer.clock import Silence
 from reducer.errors import ConfigError
 from reducer.runtime import _loop
 from reducer.runtime.transport import HUNG_UP, LINGER_MS, Line, Load, Transport, explain_bind
-from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, REDUCER_HEARTBEAT_MS
+from reducer.wire.constants import (
+    HEADER_BYTES,
+    MAX_CHUNK_BYTES,
+    REDUCER_HEARTBEAT_MS,
+    SHORTEST_PATIENCE_MS,
+)
 from reducer.zmtp import sodium
 
 if TYPE_CHECKING:
@@ -35,11 +40,13 @@ class _Line(Line):
     """One connection of `_loop.Sockets`.
 
     Attributes:
+        descriptor: of its socket.
         number: of it.
         silence: its peer's.
     """
 
     name: tuple[object, ...]
+    descriptor: int
     sockets: _loop.Sockets
     number: int
     silence: Silence
@@ -51,7 +58,11 @@ class _Line(Line):
             return None
         read, unread, unsent, waits = found
         silent_s = self.silence.listen(read, now, partial=unread >= tcp_connections.PARTIAL_BYTES)
-        return Load(read, unread, unsent, 0.0 if waits else silent_s)
+        if waits or silent_s < SHORTEST_PATIENCE_MS / 1000:
+            return Load(read, unread, unsent, 0.0 if waits else silent_s)
+        passed = tcp_connections.traffic(self.descriptor, self.name)
+        far_s = passed.round_trip_s if passed else 0.0
+        return Load(read, unread, unsent, silent_s, round_trip_s=far_s)
 
     def end(self) -> bool:
         return self.sockets.hang_up(self.number)
@@ -147,7 +158,9 @@ class CompiledTransport(Transport):
             else:
                 name = tcp_connections.name(descriptor) or NAMELESS
                 self._open.add(number)
-                changes.append((number, _Line(name, self.sockets, number, Silence(now))))
+                changes.append(
+                    (number, _Line(name, descriptor, self.sockets, number, Silence(now)))
+                )
         return changes
 
     def refuse(self, why: str) -> None:

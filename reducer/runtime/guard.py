@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reducer.clock import is_lost
 from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.errors import CapacityError, RemoteProtocolError
 
@@ -176,7 +177,10 @@ class Guard:
                 much = load.unread > job.max_chunk_bytes + SLACK_BYTES
                 if connection.is_stuck(patience, now, endless=much and not load.progress):
                     stuck.append(member)
-                elif load.silent_s > job.patience_s and not connection.ended:
+                elif (
+                    is_lost(load.silent_s, job.patience_s, load.round_trip_s)
+                    and not connection.ended
+                ):
                     silent.append((member, connection, load.silent_s))
             held[member.peer] = member.held + connection.held
             beside = max(beside, connection.held)

@@ -138,7 +138,8 @@ class PlainLine(tcp_connections.Reception, Line):
         progress = self.listen(passed, taken, now)
         self.least = min(self.least, given - passed.written)
         self.unsent = given - passed.written - self.least
-        return Load(passed.read, self.unread, self.unsent, self.silent_s, progress)
+        silent_s, far_s = self.silent_s, self.round_trip_s
+        return Load(passed.read, self.unread, self.unsent, silent_s, progress, far_s)
 
     def end(self) -> bool:
         """End it under libzmq's hands, which then closes it."""

@@ -37,6 +37,7 @@ class Load(NamedTuple):
         unsent: bytes that were given to it, and that the kernel has not taken.
         silent_s: for how long nothing has come, or no more of a message that has begun.
         progress: whether anything was taken since the load before.
+        round_trip_s: the connection's shortest, while it is silent; 0 if that is not known.
     """
 
     read: int
@@ -44,6 +45,7 @@ class Load(NamedTuple):
     unsent: int
     silent_s: float
     progress: bool = True
+    round_trip_s: float = 0.0
 
 
 class Line(ABC):

@@ -105,6 +105,28 @@ def test_a_far_network_gets_what_it_holds() -> None:
     assert path.windows[0] == pytest.approx(2 * MIB + 1.2e6, rel=0.01)
 
 
+def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network() -> None:
+    # Of 200 ms, whose chunks take 600 ms: their contributions wait for what was lost.
+    path = Path(1, rate=6e6, rtt_s=0.2)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, MOST_BYTES, 1.0, 0.2)
+    for now in range(40):
+        flow.begin(64 * MIB, now)
+        path.received[0] += int(0.5 * min(path.rate, path.windows[0] / 0.6))
+        flow.end(64 * MIB, now + 0.5)
+    assert flow.rate == pytest.approx(6e6, rel=0.01)
+    assert path.windows[0] == pytest.approx(BUSY_BYTES + 5 * 0.2 * 6e6, rel=0.01)
+
+
+def test_a_link_that_waits_keeps_its_window() -> None:
+    path, flow = one_link(rate=1.2e8, rtt_s=0.010, most=MOST_BYTES)
+    run(flow, path, 5)
+    before = path.windows[0]
+    path.rate = 0.0
+    run(flow, path, 2 * SAMPLES)
+    assert path.windows[0] == before > BUSY_BYTES
+
+
 def test_never_more_than_the_reducer_allows() -> None:
     path, flow = one_link(rate=1e10, rtt_s=0.1, most=MIB)
     run(flow, path, 5)

@@ -20,6 +20,8 @@ BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait
 MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
 LOOK_S = 0.2  # while a large one is in progress
 SAMPLES = 16  # the best rate of so many measurements counts
+FAR_S = 0.01  # the round trip from which on a network is a far one
+FAR_ROUND_TRIPS = 5  # that a chunk takes there, if packets are lost: each holds up what comes later
 
 
 def most_per_link(window_bytes: int, chunk_bytes: int, reducers: int) -> int:
@@ -42,9 +44,12 @@ class FlowControl:
 
     A link's window is the product of its rate and its shortest round trip, and what it takes
     besides to keep both ends busy. A window that is too small for the distance so grows with every
-    look until the rate grows no more. A reducer that owns less than others gets less, so
-    that all are done at the same time: contributions to it must not fill the network card's queue,
-    while those to a larger owner wait at its end of the network, where all ranks meet.
+    look until the rate grows no more. In a far network it is the product with several round trips:
+    TCP sends lost packets again, and hands out what came after them only then, at the reducer, at
+    the ranks, and for each rank whose contribution is missing. A reducer that owns less than others
+    gets less, so that all are done at the same time: contributions to it must not fill the network
+    card's queue, while those to a larger owner wait at its end of the network, where all ranks
+    meet.
 
     Args:
         flight: whose windows are set.
@@ -60,19 +65,22 @@ class FlowControl:
         self._forced = forced
         self._most: dict[int, int] = {}
         self._shares: dict[int, float] = {}
+        self._round_trips: dict[int, int] = {}  # of the distance that a window is made for
         self._rates: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
         self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
 
-    def admit(self, link: int, most: int, share: float) -> None:
+    def admit(self, link: int, most: int, share: float, round_trip_s: float = 0.0) -> None:
         """Begin with a link that the reducer has opened.
 
         Args:
             link: its index.
             most: the window that the reducer allows, bytes.
             share: what the reducer owns, relative to the one that owns most, 0 to 1.
+            round_trip_s: of the network alone, seconds; 0 if that is not known.
         """
+        self._round_trips[link] = FAR_ROUND_TRIPS if round_trip_s >= FAR_S else 1
         self._most[link] = most
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
@@ -120,8 +128,10 @@ class FlowControl:
             stats = self._flight.stats(link)
             received = stats.bytes_received - self._received[link]
             self._received[link] = stats.bytes_received
-            self._rates[link].append(received / elapsed)
-            self._set_window(link, max(self._rates[link]) * stats.min_rtt_s)
+            if received:  # a link that waits says nothing about what it can carry
+                self._rates[link].append(received / elapsed)
+            distance_s = self._round_trips[link] * stats.min_rtt_s
+            self._set_window(link, max(self._rates[link], default=0.0) * distance_s)
 
     def _set_window(self, link: int, distance: float) -> None:
         most = self._most[link]

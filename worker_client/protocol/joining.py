@@ -151,7 +151,8 @@ class Joining:
             raise _foreign(link)
         link.incarnation = welcome.incarnation
         self._refused.discard(link.index)
-        self._flow.admit(link.index, header.window, self._plan.share(link))
+        share = self._plan.share(link)
+        self._flow.admit(link.index, header.window, share, link.round_trip_s)
         self._flight.open(link.index)
         connects = []
         if not self.complete:

@@ -32,6 +32,7 @@ class Link:
         address: ``host:port``, for errors.
         state: as in `reducer.wire.states`.
         up: whether the transport is connected.
+        round_trip_s: the shortest of that connection when it was made; 0 if that is not known.
         incarnation: what the reducer called itself when it welcomed us last; "" if it never did.
         spent: the one that was lost with something in progress, and the last all-reduce of that.
         unreachable: why, while it is not connected.
@@ -51,6 +52,7 @@ class Link:
         "proof",
         "reducer",
         "refusal",
+        "round_trip_s",
         "spent",
         "state",
         "straggler",
@@ -66,6 +68,7 @@ class Link:
         self.address = address
         self.state = LinkState.STRANGER
         self.up = False
+        self.round_trip_s = 0.0
         self.incarnation = ""
         self.spent: tuple[str, int] = ("", -1)
         self.unreachable = "is not connected"

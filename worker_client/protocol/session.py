@@ -165,9 +165,15 @@ class Session:
 
     # -- events -------------------------------------------------------------------------------
 
-    def connected(self, index: int) -> list[Action]:
-        """Introduce ourselves to a reducer that the transport has reached."""
+    def connected(self, index: int, round_trip_s: float = 0.0) -> list[Action]:
+        """Introduce ourselves to a reducer that the transport has reached.
+
+        Args:
+            index: of the link.
+            round_trip_s: the connection's shortest, seconds; 0 if that is not known.
+        """
         link = self.links[index]
+        link.round_trip_s = round_trip_s
         actions = self.disconnected(index, "was connected anew") if link.up else []
         if Reset(index) in actions:
             return actions  # the connection that is there now is closed as well

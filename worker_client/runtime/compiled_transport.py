@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from zmq import curve_public
 from zmq.utils import z85
 
-from reducer.clock import ServingTime, Silence
+from reducer import tcp_connections
+from reducer.clock import ServingTime, Silence, is_lost
 from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
@@ -176,10 +177,15 @@ class CompiledTransport(Transport):
                 continue
             read, partial = self._loop.received(link)
             silent_s = way.silence.listen(read, now, partial=partial)
-            if silent_s > self._patience_s and not _unread(way.socket):
+            far_s = self.round_trip_s(link) if silent_s > self._patience_s else 0.0
+            if is_lost(silent_s, self._patience_s, far_s) and not _unread(way.socket):
                 way.silent_s = silent_s
                 with contextlib.suppress(OSError):  # it has just ended by itself
                     way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees that, after what has come
+
+    def round_trip_s(self, link: int) -> float:
+        way = self._ways[link]
+        return 0.0 if way.socket is None else tcp_connections.round_trip_s(way.socket)
 
     def wake(self) -> None:
         self._loop.wake()

@@ -314,7 +314,8 @@ class Driver:
         if isinstance(event, Completed):
             return self._session.completed(event, time.monotonic())
         if isinstance(event, Connected):
-            return self._session.connected(event.link)
+            round_trip_s = self._transport.round_trip_s(event.link)
+            return self._session.connected(event.link, round_trip_s)
         if isinstance(event, Disconnected):
             return self._session.disconnected(event.link, event.reason)
         if isinstance(event, Refused):

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from reducer import tcp_connections
-from reducer.clock import ServingTime
+from reducer.clock import ServingTime, is_lost
 from reducer.tcp_connections import CURVE_FRAME_BYTES, wire_bytes
 from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MAX_CHUNK_BYTES
 from worker_client.protocol.spec import HEARTBEATS
@@ -221,7 +221,7 @@ class PlainTransport(Transport):
         return CURVE_FRAME_BYTES if keyed else 0
 
     def _is_lost(self, line: tcp_connections.Reception) -> bool:
-        return line.silent_s > self._heartbeats.patience_s
+        return is_lost(line.silent_s, self._heartbeats.patience_s, line.round_trip_s)
 
     def _why_gone(self, link: int) -> str:
         """Say how a connection has ended, as far as that can be told."""

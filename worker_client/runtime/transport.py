@@ -115,6 +115,11 @@ class Transport(ABC):
         The driver calls it between events, several times in `reducer.clock.MOST_S`.
         """
 
+    def round_trip_s(self, link: int) -> float:
+        """Return the shortest round trip of a link's connection, seconds; 0 if nobody knows."""
+        del link
+        return 0.0
+
     @abstractmethod
     def wake(self) -> None:
         """Make `wait` return at once. The caller sees to it that one thread calls at a time."""

@@ -1,0 +1,82 @@
+"""Jobs whose ranks and reducers are far apart: nobody is lost who is only late."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench import pool
+from bench.fault_job import Job
+from lab import Lab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROUND_TRIP_S = 0.2
+PATIENCE_S = 1.0  # by default, where the network is near
+PAUSE_S = 1.3  # longer than that, and shorter than with five round trips more
+AWAY_S = 1.0  # that a rank may take to come back
+WORKERS = 2
+ELEMENTS = 16 * 1024
+
+
+@contextmanager
+def far_job(mbit: float = 100, loss_percent: float = 0) -> Iterator[tuple[Job, pool.Reducer]]:
+    """Two ranks and a reducer that are working."""
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler")
+    lab = Lab(WORKERS + 1, mbit, round_trip_ms=1000 * ROUND_TRIP_S, loss_percent=loss_percent)
+    with lab:
+        (reducer,) = pool.start(lab.hosts[WORKERS:])
+        try:
+            with Job(lab, lab.hosts[:WORKERS], [reducer.address]) as job:
+                job.begin(ELEMENTS)
+                assert job.wait_for_steps(3, 20)
+                yield job, reducer
+        finally:
+            reducer.stop()
+
+
+def check(job: Job, more: int) -> None:
+    """So many more all-reduces end well, and nobody has been lost."""
+    assert job.wait_for_steps(job.done + more, 40)
+    assert [told.failure for told in job.told] == [None] * WORKERS
+    assert [told.losses for told in job.told] == [[]] * WORKERS
+    assert all(step.wrong == 0 for told in job.told for step in told.steps)
+    assert not any(told.over for told in job.told)
+
+
+@pytest.mark.parametrize("impl", ["compiled", "plain"])
+@pytest.mark.parametrize("who", ["rank", "reducer"])
+def test_who_is_silent_for_some_round_trips_more_is_not_lost(
+    namespaces: None, monkeypatch: pytest.MonkeyPatch, who: str, impl: str
+) -> None:
+    monkeypatch.setenv("REDUCTION_IMPL", impl)
+    with far_job() as (job, reducer):
+        tell = reducer.process.send_signal if who == "reducer" else job.ranks[1].signal
+        tell(signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        tell(signal.SIGCONT)
+        check(job, 3)
+
+
+def test_who_is_silent_for_longer_is_named(namespaces: None) -> None:
+    with far_job() as (job, _):
+        job.ranks[1].signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        assert job.wait_for_failure(20, [0])
+        failure = job.told[0].failure
+        assert failure is not None
+        assert (failure.error, failure.rank) == ("RankLostError", 1)
+        lasted = PATIENCE_S + 5 * ROUND_TRIP_S
+        assert lasted < failure.at - stopped < lasted + AWAY_S + ROUND_TRIP_S + 1
+
+
+def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces: None) -> None:
+    with far_job(loss_percent=1) as (job, _):
+        check(job, 15)
