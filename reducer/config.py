@@ -37,7 +37,7 @@ WORKER_SETTINGS = (
     *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
     *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "fallback"),
     *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience"),
-    *("wait_for_reducers", "dump"),
+    *("wait_for_reducers", "dump", "interface"),
 )
 KernelName = Literal["avx512", "avx2", "generic", "numpy"]
 ImplName = Literal["compiled", "plain"]

@@ -103,6 +103,12 @@ class WorkerConfig(BaseSettings):
     """``1``: every rank also hosts a reducer if there are fewer servers than ranks (mixed); ``0``:
     ranks never host one. By default ranks host reducers only if there are no servers."""
 
+    interface: str = ""
+    """Where the reducer that this rank hosts listens, and other ranks reach it: an interface's name
+    such as ``eth1``, an address, or a network such as ``10.0.0.0/8``, which can be the same at
+    every rank. By default the address that leads to MASTER_ADDR. It takes the place of
+    REDUCTION_BIND. The network of the way to a pool is that of REDUCTION_SERVERS."""
+
     job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default the ranks agree through the process group on a
     name that no other run has; without a process group it is the launcher's name for the job
@@ -227,6 +233,13 @@ class WorkerConfig(BaseSettings):
         if len(set(cleaned)) != len(cleaned):
             raise ValueError(f"an address appears twice in {','.join(cleaned)}")
         return cleaned
+
+    @field_validator("interface")
+    @classmethod
+    def _check_interface(cls, value: str) -> str:
+        if value and bind_is_set():
+            raise ValueError("unset REDUCTION_BIND, which says as well where this rank listens")
+        return value
 
     @field_validator("job")
     @classmethod

@@ -33,6 +33,8 @@ WAYS: list[tuple[str, str, Any]] = [
     ("servers", "", ()),
     ("embedded", "1", True),
     ("embedded", "false", False),
+    ("interface", "eth1", "eth1"),
+    ("interface", "10.0.0.0/8", "10.0.0.0/8"),
     ("job", "digits", "digits"),
     ("job", "x" * 122, "x" * 122),
     ("generation", "3", 3),
@@ -81,6 +83,7 @@ WAYS: list[tuple[str, str, Any]] = [
 DEFAULTS = {
     "servers": (),
     "embedded": None,
+    "interface": "",
     "job": None,
     "generation": 0,
     "chunk_bytes": 0,

@@ -585,4 +585,4 @@ def _embed(settings: WorkerConfig, group: Rendezvous | None) -> Hosted:
         )
     from worker_client.client import hosting  # noqa: PLC0415 (loads the reducer's code)
 
-    return hosting.start(group, encrypt=_encrypts(settings))
+    return hosting.start(group, settings.interface, encrypt=_encrypts(settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import secrets
@@ -9,7 +10,9 @@ import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reducer.errors import ConfigError
 from worker_client import config
+from worker_client.client.interfaces import addresses, choose
 from worker_client.communicators.placement import host_identity
 from worker_client.runtime.credentials import Curve, make_pair
 from worker_client.runtime.service_thread import leave_in_child
@@ -45,24 +48,25 @@ class Hosted:
     secret: bytes = field(repr=False)
 
 
-def start(group: Rendezvous, *, encrypt: bool) -> Hosted:
+def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
     """Start this rank's reducer and learn where those of the others are.
 
     They admit the ranks of this group alone, to which its store gives a secret of the job.
 
     Args:
         group: the job's members.
+        interface: where this rank's listens, as of `choose`; empty for the way to the other ranks.
         encrypt: have keys as well, made here, where other machines can reach a reducer.
 
     Raises:
-        ConfigError: a setting of the reducer is wrong.
+        ConfigError: a setting of the reducer is wrong, or there is no such interface.
     """
     # The one place where a worker runs a reducer's code; most workers never load it.
     from reducer.server import Server  # noqa: PLC0415
     from reducer.units import is_loopback  # noqa: PLC0415
 
     several_hosts = len(set(group.gather("host", host_identity()))) > 1
-    settings = _settings(several_hosts)
+    settings = _settings(interface, several_hosts=several_hosts)
     if group.rank == 0:
         group.share("secret", secrets.token_hex(SECRET_BYTES))
     secret = bytes.fromhex(group.read("secret", 0))
@@ -94,10 +98,14 @@ def start(group: Rendezvous, *, encrypt: bool) -> Hosted:
     return Hosted(server, tuple(address for address, _, _ in offers), curves, secret)
 
 
-def _settings(several_hosts: bool) -> ReducerConfig:
+def _settings(interface: str, *, several_hosts: bool) -> ReducerConfig:
     from reducer import config as reducer_config  # noqa: PLC0415
 
-    bind = None if config.bind_is_set() else f"tcp://{_own_address(several_hosts)}:0"
+    bind = None
+    if interface:
+        bind = f"tcp://{_chosen_address(interface, several_hosts)}:0"
+    elif not config.bind_is_set():
+        bind = f"tcp://{_own_address(several_hosts)}:0"
     return reducer_config.load(bind=bind, insecure=True)  # it takes no strangers, without keys too
 
 
@@ -107,6 +115,17 @@ def _keyring(pair: KeyPair, public: list[str]) -> Keyring:
     from reducer.runtime.keyring import Keyring  # noqa: PLC0415
 
     return Keyring(pair, AllowList({key: frozenset({ANY}) for key in public}))
+
+
+def _chosen_address(interface: str, several_hosts: bool) -> str:
+    """Return an address that the setting means, an IPv6 one in brackets."""
+    address = ipaddress.ip_address(choose(interface, addresses()))
+    if several_hosts and address.is_loopback:
+        raise ConfigError(
+            f"REDUCTION_INTERFACE: other hosts cannot reach {address}, and this job has ranks on "
+            "several: name an interface that they share"
+        )
+    return f"[{address}]" if address.version == 6 else str(address)
 
 
 def _own_address(several_hosts: bool) -> str:

@@ -1,0 +1,87 @@
+"""Which of a machine's addresses REDUCTION_INTERFACE means."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+import pytest
+
+from reducer.errors import ConfigError
+from worker_client import config
+from worker_client.client import hosting
+from worker_client.client.interfaces import addresses, choose
+
+FOUND = {
+    "lo": ["127.0.0.1", "::1"],
+    "eth0": ["10.1.0.7"],
+    "eth1": ["192.168.3.9", "192.168.4.9", "fd00::9"],
+    "eth2": ["fd00:1::9"],
+}
+
+
+def test_all_interfaces_are_found() -> None:
+    expected = {}
+    for name, there in psutil.net_if_addrs().items():
+        ipv4 = {one.address for one in there if one.family == socket.AF_INET}
+        ipv6 = {one.address for one in there if one.family == socket.AF_INET6}
+        ipv6 = {
+            one for one in ipv6 if not ipaddress.ip_address(one.partition("%")[0]).is_link_local
+        }
+        if ipv4 | ipv6:
+            expected[name] = ipv4 | ipv6
+    assert {name: set(there) for name, there in addresses().items()} == expected
+    assert addresses()["lo"][0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "meant"),
+    [
+        ("eth0", "10.1.0.7"),
+        ("eth1", "192.168.3.9"),
+        ("eth2", "fd00:1::9"),
+        ("192.168.4.9", "192.168.4.9"),
+        ("192.168.4.0/24", "192.168.4.9"),
+        ("192.168.4.1/24", "192.168.4.9"),
+        ("10.0.0.0/8", "10.1.0.7"),
+        ("fd00::/64", "fd00::9"),
+    ],
+)
+def test_a_name_an_address_or_a_network_will_do(wanted: str, meant: str) -> None:
+    assert choose(wanted, FOUND) == meant
+
+
+@pytest.mark.parametrize("wanted", ["eth9", "10.2.0.0/16", "10.1.0.8", "fd01::/64", "eth"])
+def test_the_error_names_what_there_is(wanted: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        choose(wanted, FOUND)
+    for part in (
+        "no interface of this machine has the name or an address of " + repr(wanted),
+        "eth0 (10.1.0.7), eth1 (192.168.3.9 192.168.4.9 fd00::9)",
+        "lo (127.0.0.1 ::1)",
+        "a network such as 10.0.0.0/8",
+    ):
+        assert part in str(found.value)
+
+
+def test_a_rank_listens_there() -> None:
+    assert hosting._settings("lo", several_hosts=False).bind == "tcp://127.0.0.1:0"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_rank_listens_at_an_ipv6_address() -> None:
+    assert hosting._settings("::1", several_hosts=False).bind == "tcp://[::1]:0"
+
+
+def test_what_other_hosts_cannot_reach_is_refused() -> None:
+    with pytest.raises(ConfigError, match="other hosts cannot reach 127"):
+        hosting._settings("lo", several_hosts=True)
+
+
+def test_where_to_listen_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_INTERFACE", "eth1")
+    assert config.load().interface == "eth1"
+    monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")
+    with pytest.raises(ConfigError, match="REDUCTION_INTERFACE: unset REDUCTION_BIND"):
+        config.load()

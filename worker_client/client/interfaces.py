@@ -1,0 +1,73 @@
+"""Network interfaces of this machine, and the address that `REDUCTION_INTERFACE` means."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reducer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_LIST_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h
+_REQUEST = struct.Struct("@16s4x4s16x")  # struct ifreq with an IPv4 address
+_MOST = 1024  # addresses
+_IPV6 = Path("/proc/net/if_inet6")
+_ANYWHERE = "00"  # an IPv6 address's scope, if other networks know it
+
+
+def addresses() -> dict[str, list[str]]:
+    """Return the IPv4 and then the IPv6 addresses of each interface that has some, by its name.
+
+    IPv6 addresses that only their own link knows are left out.
+    """
+    found: dict[str, list[str]] = {}
+    buffer = array.array("B", bytes(_MOST * _REQUEST.size))
+    place, room = buffer.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _LIST_ADDRESSES, struct.pack("@iP", room, place))
+    used = struct.unpack("@iP", answer)[0]
+    for name, address in _REQUEST.iter_unpack(buffer.tobytes()[:used]):
+        interface = name.partition(b"\0")[0].decode().partition(":")[0]  # eth0:1 is eth0's
+        found.setdefault(interface, []).append(socket.inet_ntoa(address))
+    if _IPV6.exists():
+        for line in _IPV6.read_text().splitlines():
+            digits, _, _, scope, _, interface = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if scope == _ANYWHERE or address.is_loopback:
+                found.setdefault(interface, []).append(str(address))
+    return found
+
+
+def choose(wanted: str, found: Mapping[str, list[str]]) -> str:
+    """Return the address that is meant.
+
+    Args:
+        wanted: an interface's name, an address, or a network such as ``10.0.0.0/8``.
+        found: as `addresses` returns them.
+
+    Raises:
+        ConfigError: there is none; the message names those that there are.
+    """
+    if wanted in found:
+        return found[wanted][0]
+    try:
+        network = ipaddress.ip_network(wanted, strict=False)
+    except ValueError:
+        network = None
+    if network is not None:
+        for address in (address for interface in found.values() for address in interface):
+            if ipaddress.ip_address(address) in network:
+                return address
+    there = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
+    raise ConfigError(
+        f"REDUCTION_INTERFACE: no interface of this machine has the name or an address of "
+        f"{wanted!r}; there are {there}. Write one of these names, an address, or a network such "
+        "as 10.0.0.0/8"
+    )
