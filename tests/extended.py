@@ -325,6 +325,7 @@ ROWS = (
         ("tests/integration/test_failures.py", "tests/integration/test_ddp.py"),
     ),
     Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
+    Row("tests/bench/test_far.py", ("tests/bench/test_allreduce.py::test_results_say_how_far",)),
     Row("tests/lab/test_interface.py", ("tests/worker_client/test_interfaces.py",)),
     Row(
         "tests/lab/test_far_jobs.py",

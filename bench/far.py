@@ -1,0 +1,113 @@
+"""A pool at a distance: several all-reduces in flight, beside iperf3 with as many streams.
+
+    python -m bench.far --round-trip-ms 200 --loss-percent 1 --congestion bbr
+
+README.md defines every option and figure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from subprocess import DEVNULL, PIPE
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bench import options, pool
+from bench.crew import CrewError
+from bench.ranks import Ranks
+from lab import Lab, LabUnavailable
+
+if TYPE_CHECKING:
+    from lab import Host
+
+PORT = 6000  # of iperf3's first server on a host
+LISTEN_S = 1.0
+PATIENCE_S = 900.0
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 2,
+    reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each reducer.")] = 1,
+    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
+    round_trip_ms: Annotated[float, typer.Option(help="Between two hosts.")] = 200.0,
+    loss_percent: Annotated[float, typer.Option(help="Packets that are lost on the way.")] = 1.0,
+    congestion: Annotated[str, typer.Option(help="How TCP chooses its rate.")] = "bbr",
+    size: Annotated[str, typer.Option(help="Bytes of an all-reduce.")] = "8MiB",
+    in_flight: Annotated[int, typer.Option(min=1, help="All-reduces at once.")] = 6,
+    count: Annotated[int, typer.Option(min=2, help="All-reduces in all.")] = 140,
+    iperf_s: Annotated[int, typer.Option(min=1, help="How long iperf3 measures.")] = 15,
+) -> None:
+    """All-reduce over a long distance; print the rate, and who was called lost."""
+    (nbytes,) = options.sizes(size)
+    arguments = {"nbytes": nbytes, "in_flight": in_flight, "count": count}
+    os.environ["REDUCTION_THREADS"] = str(threads)  # of the reducers, which inherit it
+    lab = Lab(
+        workers + reducers,
+        mbit,
+        round_trip_ms=round_trip_ms,
+        loss_percent=loss_percent,
+        congestion=congestion,
+    )
+    try:
+        with lab:
+            rates = iperf(lab.hosts[:workers], lab.hosts[workers:], threads, iperf_s)
+            running = pool.start(lab.hosts[workers:])
+            servers = [reducer.address for reducer in running]
+            with Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks:
+                said: list[dict[str, Any]] = []
+                while len(said) < workers:
+                    if (one := ranks.hear(PATIENCE_S)) is None:
+                        raise ranks.stalled("a rank said nothing")
+                    said.append(one)
+    except (CrewError, LabUnavailable) as error:
+        sys.exit(f"bench.far: {error}")
+    ends = [max(one["ends"][at] for one in said) for at in range(count)]
+    half = count // 2
+    steady = nbytes * (count - half) / (ends[-1] - ends[half - 1]) / 1e6
+    whole = nbytes * count / ends[-1] / 1e6
+    wrong = sum(one["wrong"] for one in said)
+    losses = sum(one["losses"] for one in said)
+    reached = sum(rates) / len(rates) / 1e6
+    print(
+        f"# links of {mbit:g} Mbit/s, {round_trip_ms:g} ms, {loss_percent:g} % lost, TCP "
+        f"{congestion}; {workers} ranks, {reducers} reducers of {threads} threads, {count} "
+        f"all-reduces of {nbytes} bytes, {in_flight} at once"
+    )
+    print(f"{'iperf3 MB/s':>12} {'second half':>12} {'all':>8} {'s':>7} {'wrong':>6} {'losses':>7}")
+    print(f"{reached:>12.2f} {steady:>12.2f} {whole:>8.2f} {ends[-1]:>7.1f} {wrong:>6} {losses:>7}")
+    sys.exit(int(wrong > 0 or losses > 0))
+
+
+def iperf(workers: list[Host], reducers: list[Host], streams: int, seconds: int) -> list[float]:
+    """Load all links both ways at once, with so many streams of each pair.
+
+    Returns:
+        Bytes per second that each worker sends, and then those that each receives.
+    """
+    for host in reducers:
+        for at in range(len(workers)):
+            host.start(["iperf3", "-s", "-1", "-p", str(PORT + at)], stdout=DEVNULL)
+    time.sleep(LISTEN_S)
+    sent, received = [0.0] * len(workers), [0.0] * len(workers)
+    clients = []
+    for at, worker in enumerate(workers):
+        for host in reducers:
+            client = ["iperf3", "-c", host.address, "-p", str(PORT + at), "-P", str(streams)]
+            client += ["--bidir", "-O", str(seconds), "-t", str(seconds), "-J"]
+            clients.append((at, worker.start(client, stdout=PIPE)))
+    for at, process in clients:
+        end = json.loads(process.communicate()[0] or "{}").get("end", {})
+        if "sum_received" not in end:
+            raise LabUnavailable("iperf3 failed: install the package iperf3, 3.7 or later")
+        sent[at] += end["sum_received"]["bits_per_second"] / 8
+        received[at] += end["sum_received_bidir_reverse"]["bits_per_second"] / 8
+    return sent + received
+
+
+if __name__ == "__main__":
+    typer.run(main)
