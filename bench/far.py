@@ -64,6 +64,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                     if (one := ranks.hear(PATIENCE_S)) is None:
                         raise ranks.stalled("a rank said nothing")
                     said.append(one)
+                ranks.tell("done")
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.far: {error}")
     ends = [max(one["ends"][at] for one in said) for at in range(count)]
