@@ -61,8 +61,8 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (
         _modules(
-            "accelerate collectives ddp fsdp jax keras lightning local_sgd packing tensorflow "
-            "torchft"
+            "accelerate collectives ddp fsdp jax keras lightning local_sgd outer packing "
+            "tensorflow torchft"
         ),
         (FRAMEWORKS,),
     ),
