@@ -4,8 +4,8 @@
     python -m bench.sites --mbit 100 --round-trip-ms 100 --kinds alone,diloco,streaming
 
 Each site is a host of the lab with one rank of an example, and one more has a reducer. Printed are
-the loss on text that no site has seen, the time of a site's step in the median of all turns, and
-what the site's network card has sent, headers and all.
+the loss on text that no site has seen, a step's time, what of it was spent in outer steps, waiting
+or adding, and what a site's network card has sent, headers and all: medians of all turns.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ KINDS = {
     "ddp": ("gpt_text.py",),
     "alone": ("diloco_gpt.py", "--alone"),
     "diloco": ("diloco_gpt.py", "--fragments", "1", "--delay", "0"),
-    "streaming": ("diloco_gpt.py", "--fragments", "2", "--delay", "20"),
+    "streaming": ("diloco_gpt.py", "--fragments", "2", "--delay", "25"),
 }
 PATIENCE_S = 3000.0
-_SAID = re.compile(r"loss (?P<loss>[\d.]+), weights (?P<weights>\w+), .*, (?P<seconds>[\d.]+) s")
+_SAID = re.compile(
+    r"loss (?P<loss>[\d.]+), weights (?P<weights>\w+), .*reduced, (?P<seconds>[\d.]+) s"
+    r"(, (?P<outer>[\d.]+) s in outer)?"
+)
 
 
 class Turn(NamedTuple):
@@ -46,11 +49,14 @@ class Turn(NamedTuple):
     Attributes:
         loss: on held-back text, in nats a letter.
         step_s: seconds of a step, in the mean.
+        outer_s: those of them in `OuterOptimizer.step`, in which the site does not train; of the
+            slowest site, as the others wait for it as well.
         sent: bytes that a site's card has sent; of the site with most.
     """
 
     loss: float
     step_s: float
+    outer_s: float
     sent: int
 
 
@@ -84,10 +90,10 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             reducer.stop()
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.sites: {error}")
-    print(f"{'':10}{'loss':>9}{'step ms':>9}{'sent MB':>9}")
+    print(f"{'':10}{'loss':>9}{'step ms':>9}{'outer ms':>10}{'sent MB':>9}")
     for kind, made in turns.items():
-        loss, step_s, sent = (statistics.median(column) for column in zip(*made, strict=True))
-        print(f"{kind:10}{loss:9.4f}{1000 * step_s:9.2f}{sent / 1e6:9.2f}")
+        loss, step_s, outer_s, used = map(statistics.median, zip(*made, strict=True))
+        print(f"{kind:10}{loss:9.4f}{1000 * step_s:9.2f}{1000 * outer_s:10.3f}{used / 1e6:9.2f}")
 
 
 def train(hosts: list[Host], arguments: list[str], steps: int, environment: dict[str, str]) -> Turn:
@@ -127,7 +133,8 @@ def train(hosts: list[Host], arguments: list[str], steps: int, environment: dict
         raise CrewError("the sites have not ended with the same weights")
     seconds = max(float(found["seconds"]) for found in said)
     used = [sent(host) - then for host, then in zip(hosts, before, strict=True)]
-    return Turn(float(said[0]["loss"]), seconds / steps, max(used))
+    outer_s = min(float(found["outer"] or 0) for found in said)
+    return Turn(float(said[0]["loss"]), seconds / steps, outer_s / steps, max(used))
 
 
 def sent(host: Host) -> int:

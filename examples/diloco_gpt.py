@@ -35,9 +35,16 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = GPT()
     outer = OuterOptimizer(
-        model, client, every=options.every, fragments=options.fragments, delay=options.delay
+        model,
+        client,
+        every=options.every,
+        fragments=options.fragments,
+        delay=options.delay,
+        lr=0.8,
+        momentum=0.6,  # a training of few outer steps gains little from those long ago
     )
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    outer_s = 0.0  # in which the network, or an outer step, kept this site from training
     begun = time.perf_counter()
     for step in range(options.steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, options.steps)
@@ -45,12 +52,14 @@ def main() -> None:
         text.loss(model).backward()
         optimizer.step()
         if not options.alone:
+            before = time.perf_counter()
             outer.step()
+            outer_s += time.perf_counter() - before
     seconds = time.perf_counter() - begun
     outer.finish()
     print(
         f"rank {client.rank}: loss {text.held_back_loss(model):.8g}, weights {digest(model)}, "
-        f"{client.bytes_reduced} bytes reduced, {seconds:.1f} s",
+        f"{client.bytes_reduced} bytes reduced, {seconds:.1f} s, {outer_s:.2f} s in outer steps",
         flush=True,
     )
     client.shutdown()

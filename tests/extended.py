@@ -231,8 +231,10 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tests/lab/test_delay.py": {
         "test_a_round_trip_takes_as_long_as_was_asked_for[100]": (
             "test_a_round_trip_takes_as_long_as_was_asked_for[20]",
+            "test_a_round_trip_takes_as_long_as_was_asked_for[200]",
+            "test_every_host_is_as_far_from_every_other",
+            "test_the_links_have_their_rate",
         ),
-        "test_the_links_have_their_rate": ("test_every_host_is_as_far_from_every_other",),
     },
     "tests/lab/test_faults.py": {
         "test_a_reducer_whose_cable_is_pulled": (
