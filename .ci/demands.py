@@ -48,8 +48,8 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_modules("failover shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
     (_modules("fallback handover process_group"), (f"{JOBS}fallback.py",)),
     (
-        _modules("elastic communicator membership replay_log reconcile"),
-        ("tests/memberships", f"{JOBS}elastic.py", "tests/lab/test_elastic.py"),
+        _modules("elastic communicator membership replay_log reconcile lobby admission"),
+        ("tests/memberships", f"{JOBS}elastic.py", f"{JOBS}join.py", "tests/lab/test_elastic.py"),
     ),
     (_modules("lifecycle operation"), (f"{JOBS}rank_loss.py",)),
     (

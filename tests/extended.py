@@ -128,7 +128,8 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_a_minority_does_not_go_on": ("test_several_die_at_about_the_same_time",),
     },
     "tests/integration/test_join.py": {
-        "test_four_ranks_become_three_four_six_and_five": (
+        "test_a_rank_that_is_lost_and_one_that_takes_its_place": (
+            "test_four_ranks_become_three_four_six_and_five",
             "test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost",
             "test_ranks_are_lost_while_others_join",
             "test_many_changes_while_reducers_come_and_go",

@@ -135,7 +135,7 @@ def _reduce(
     if not floating or reduction not in {"sum", "mean"}:
         return theirs(tensor, reduction, scale)
     reduced = tensor.detach().clone()
-    client.all_reduce(reduced, reduction).wait()
+    client.all_reduce(reduced, reduction, exact=True).wait()  # weights, or what a user measures
     return reduced
 
 

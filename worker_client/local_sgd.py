@@ -92,7 +92,7 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
             tensor = parameter.detach()
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         packs = [(some, torch.cat([t.reshape(-1) for t in some])) for some in alike.values()]
-        for work in [self._client.all_reduce(pack, "mean") for _, pack in packs]:
+        for work in [self._client.all_reduce(pack, "mean", exact=True) for _, pack in packs]:
             work.wait()
         for some, pack in packs:
             means = torch.split_with_sizes(pack, [tensor.numel() for tensor in some])
