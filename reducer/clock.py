@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reducer.wire.constants import LONGEST_PATIENCE_MS
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,7 +29,9 @@ def is_lost(silent_s: float, patience_s: float, round_trip_s: float) -> bool:
         patience_s: how long it may be in a near network.
         round_trip_s: the shortest of its connection; 0 if that is not known.
     """
-    return silent_s > patience_s + SPARE_ROUND_TRIPS * round_trip_s
+    # What a peer has to do with its round trip must not keep its place for ever.
+    longest_s = max(patience_s, LONGEST_PATIENCE_MS / 1000)
+    return silent_s > min(patience_s + SPARE_ROUND_TRIPS * round_trip_s, longest_s)
 
 
 class ServingTime:

@@ -28,6 +28,7 @@ pseudo-gradients travel in 8 bits, and what that takes away from one is added to
 from __future__ import annotations
 
 import json
+import math
 import struct
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,10 +46,12 @@ if TYPE_CHECKING:
     from worker_client.client.client import Client
     from worker_client.work import Work
 
-# What a rank says with its pseudo-gradient: 1, which a rank that is lost does not say; its outer
-# steps so far, learning rate, momentum.
-_SAID = struct.Struct("<?qdd")
+# What a rank says with its pseudo-gradient: 1, which a rank that is lost does not say; the
+# fragment, the step it is in, its outer steps so far, learning rate, momentum.
+_SAID = struct.Struct("<?qqqdd")
 _FIELDS = (
+    ("fragment", "the fragment"),
+    ("step", "the step that they are in"),
     ("steps", "the outer steps that they have made, as an averaging has failed at some of them"),
     ("lr", "the outer learning rate"),
     ("momentum", "the outer momentum"),
@@ -61,11 +64,12 @@ ALPHA = 0.5
 class OuterOptimizer:
     """Makes outer steps with the mean of what the ranks have learned.
 
-    Every rank makes one when its model is complete, which gives it rank 0's parameters, and calls
-    `step` after each step of its own optimizer. Parameters may be of any floating type and on any
-    device. What the ranks have in common is kept in host memory as float32: three times the model's
-    size, and twice more where pseudo-gradients are rounded. Buffers, such as running means, remain
-    each rank's own.
+    Every rank makes one when its model is complete, which gives it rank 0's parameters, and then
+    loads what it has saved of all three: the model, its own optimizer, and this. It calls `step`
+    after each step of its own optimizer. Parameters may be of any floating type and on any device.
+    What the ranks have in common is kept in host memory as float32: three times the model's size,
+    and twice more where pseudo-gradients are rounded. Each rank's own remain parameters that
+    require no gradient when this is made, and buffers, such as running means.
 
     Args:
         model: whose parameters that require a gradient are averaged, the same at every rank.
@@ -109,17 +113,22 @@ class OuterOptimizer:
         self._steps = 0
         self.lr = lr
         self.momentum = momentum
-        self._fragments = [_Fragment(self._client, part) for part in _parts(parameters, fragments)]
-        if not self._client.newcomer:  # which gets the others' state: `load_state_dict`
+        self._fragments = [
+            _Fragment(self._client, at, part)
+            for at, part in enumerate(_parts(parameters, fragments), 1)
+        ]
+        self._joining = self._client.newcomer  # it gets the others' state: `load_state_dict`
+        if not self._joining:
             self._begin_alike()
 
     @property
     def averaging(self) -> bool:
         """Whether a mean is on its way, or waits for its step; the same at every rank.
 
-        Meanwhile no ranks can join: `worker_client.elastic.sync` is for the steps between.
+        Meanwhile no ranks can join: `worker_client.elastic.sync` is for the steps between, which
+        there are if `fragments` times `delay` is less than `every`.
         """
-        return any(fragment.merges_at is not None for fragment in self._fragments)
+        return any(fragment.merges_at < math.inf for fragment in self._fragments)
 
     def step(self) -> None:
         """Count a step of this rank's own optimizer, and average what is due.
@@ -131,29 +140,33 @@ class OuterOptimizer:
                 averaging has failed at all of them, the next one makes up for it.
         """
         self._steps += 1
-        for fragment in self._fragments:
-            if fragment.merges_at == self._steps:
-                fragment.merge(self._alpha)
         count = len(self._fragments)
+        failed = self._merge(self._steps, self._alpha)
+        # Also after an error: the other ranks may have had none, and begin.
         for at, fragment in enumerate(self._fragments, 1):
             if self._steps % self._every == at * self._every // count % self._every:
-                fragment.begin(self.lr, self.momentum, self._steps + self._delay)
-                if not self._delay:
-                    fragment.merge(self._alpha)
+                fragment.begin(self._steps, self.lr, self.momentum, self._steps + self._delay)
+        if not self._delay:
+            failed += self._merge(self._steps, self._alpha)
+        if failed:
+            raise failed[0]
 
     def finish(self) -> None:
-        """Average all that the ranks have learned; they end with the same parameters.
+        """Average what the ranks have learned since the last time.
+
+        They end with the same parameters, but for those that require no gradient. It is an outer
+        step, and none of what was just averaged.
 
         Raises:
             MismatchError, ReductionError: as `step`.
         """
+        failed = self._merge(self._steps + self._delay, self._alpha)
         for fragment in self._fragments:
-            if fragment.merges_at is not None:
-                fragment.merge(self._alpha)
-        for fragment in self._fragments:
-            fragment.begin(self.lr, self.momentum, self._steps)
-        for fragment in self._fragments:
-            fragment.merge(0.0)
+            if fragment.alike_at != self._steps:
+                fragment.begin(self._steps, self.lr, self.momentum, self._steps)
+        failed += self._merge(self._steps, 0.0)
+        if failed:
+            raise failed[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs besides the model and the rank's own optimizer.
@@ -166,6 +179,8 @@ class OuterOptimizer:
         """
         return {
             "steps": self._steps,
+            "every": self._every,
+            "delay": self._delay,
             "rank": self._client.rank,
             "lr": self.lr,
             "momentum": self.momentum,
@@ -176,7 +191,8 @@ class OuterOptimizer:
         """Go on from what `state_dict` has returned, with a model of the same parameters.
 
         Raises:
-            ConfigError: the state is that of another model, or of other fragments.
+            ConfigError: the state is that of another model, or of other fragments; or this rank
+                has joined others, and has other arguments than they.
         """
         sizes = [fragment.outer.numel() for fragment in self._fragments]
         others = [saved["outer"].numel() for saved in state["fragments"]]
@@ -185,11 +201,24 @@ class OuterOptimizer:
                 f"the state is of {len(others)} fragments of {others} values, and this model has "
                 f"{len(sizes)} of {sizes}: give OuterOptimizer the model and fragments= of then"
             )
+        for name, mine in (("every", self._every), ("delay", self._delay)):
+            if self._joining and state[name] != mine:
+                raise ConfigError(
+                    f"OuterOptimizer: the ranks that this one joins have {name}={state[name]}, and "
+                    f"this one {name}={mine}: give it the same"
+                )
+        self._joining = False
         self._steps = state["steps"]
         self.lr, self.momentum = state["lr"], state["momentum"]
         own = state["rank"] == self._client.rank
         for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved, own=own)
+
+    def _merge(self, until: int, alpha: float) -> list[ReductionError]:
+        """Merge what is to be merged in this step or before; return the errors."""
+        due = [one for one in self._fragments if one.merges_at <= until]
+        found = [one.merge(self._steps, alpha) for one in due]
+        return [error for error in found if error is not None]
 
     def _begin_alike(self) -> None:
         """Have every rank begin with rank 0's parameters, if all were given the same arguments."""
@@ -232,14 +261,20 @@ class _Fragment:
 
     Args:
         client: the job's.
+        number: its place among the fragments, from 1.
         parameters: of this rank.
 
     Attributes:
         outer: the outer parameters, one after another.
+        alike_at: the step in which the rank's own parameters became these; -1 if they are not.
     """
 
-    def __init__(self, client: Client, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, client: Client, number: int, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
         self._client = client
+        self._number = number
+        self.alike_at = -1
         self._parameters = parameters
         self.outer = torch.empty(sum(one.numel() for one in parameters))
         self._read(self.outer)
@@ -250,34 +285,53 @@ class _Fragment:
         self._averaging: _Averaging | None = None
 
     @property
-    def merges_at(self) -> int | None:
-        """The step in which the mean that is on its way is merged."""
-        return None if self._averaging is None else self._averaging.merges_at
+    def merges_at(self) -> float:
+        """The step in which the mean that is on its way is merged; infinity if there is none."""
+        return math.inf if self._averaging is None else self._averaging.merges_at
 
-    def begin(self, lr: float, momentum: float, merges_at: int) -> None:
+    @torch.no_grad()
+    def begin(self, step: int, lr: float, momentum: float, merges_at: int) -> None:
         """Start averaging what the ranks have learned."""
-        self._read(self._gradient)
-        torch.sub(self.outer, self._gradient, out=self._gradient)
+        if self._averaging is not None:  # it was left behind by an interrupt
+            self._wait()
+            self._drop()
+        for gradient, outer, parameter in zip(
+            self._views(self._gradient), self._views(self.outer), self._parameters, strict=True
+        ):
+            # From what the rank went on from: the outer parameter, rounded to its own type.
+            gradient.copy_(outer.to(parameter.dtype)).sub_(parameter.to(gradient))
         said = np.zeros((self._client.world_size, _SAID.size), np.uint8)
-        mine = _SAID.pack(True, self._made, lr, momentum)
+        mine = _SAID.pack(True, self._number, step, self._made, lr, momentum)
         said[self._client.rank] = np.frombuffer(mine, np.uint8)
         before = None if self._residual is None else self._residual.clone()
-        alike = self._client.all_reduce(said, "sum")
-        mean = self._client.all_reduce(self._gradient, "mean", residual=self._residual)
+        told = False
+        try:
+            alike = self._client.all_reduce(said, "sum")
+            told = True
+            mean = self._client.all_reduce(self._gradient, "mean", residual=self._residual)
+        except BaseException as error:
+            if not told:  # the other ranks make both calls
+                self._client.decline(error)
+            raise
         self._averaging = _Averaging(merges_at, lr, momentum, (alike, mean), said, before)
 
-    def merge(self, alpha: float) -> None:
-        """Make the outer step, and have the rank go on from there."""
-        averaging = self._arrived()
+    def merge(self, step: int, alpha: float) -> ReductionError | None:
+        """Make the outer step, and have the rank go on from there; or return why there is none."""
+        averaging, error = self._arrived()
         self._averaging = None
+        if error is not None:
+            return error
+        lr, momentum = averaging.lr, averaging.momentum
         # Products and sums one by one: what torch does in one go is rounded once or twice, as the
         # processor has it, and the ranks' processors may differ.
-        step, velocity = self._gradient, self._velocity
-        velocity.mul_(averaging.momentum).add_(step)
-        step.add_(velocity * averaging.momentum).mul_(averaging.lr)
-        self.outer.sub_(step)
+        gradient, velocity = self._gradient, self._velocity
+        velocity.mul_(momentum).add_(gradient)
+        gradient.add_(velocity * momentum).mul_(lr)
+        self.outer.sub_(gradient)
         self._made += 1
         self.restore(alpha)
+        self.alike_at = -1 if alpha else step
+        return None
 
     @torch.no_grad()
     def restore(self, alpha: float) -> None:
@@ -289,7 +343,11 @@ class _Fragment:
                 parameter.copy_(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        averaging = None if self._averaging is None else self._arrived()
+        averaging = None
+        if self._averaging is not None:
+            averaging, error = self._arrived()
+            if error is not None:
+                raise error
         return {
             "made": self._made,
             "outer": self.outer.clone(),
@@ -300,32 +358,43 @@ class _Fragment:
 
     def load_state_dict(self, state: dict[str, Any], *, own: bool) -> None:
         if self._averaging is not None:
-            self._arrived()  # until then it is written to
+            self._wait()  # until then this memory is written to
+        self._averaging = None
+        self.alike_at = -1
         self._made = state["made"]
         self.outer.copy_(state["outer"])
         self._velocity.copy_(state["velocity"])
         if self._residual is not None:
             saved = state["residual"] if own else None
             self._residual.zero_() if saved is None else self._residual.copy_(saved)
-        self._averaging = None
         if state["averaging"] is not None:
             merges_at, lr, momentum, mean = state["averaging"]
             self._gradient.copy_(mean)
             self._averaging = _Averaging(merges_at, lr, momentum)
 
-    def _arrived(self) -> _Averaging:
+    def _arrived(self) -> tuple[_Averaging, ReductionError | None]:
         """Wait for the mean; without one, what the rank has learned stays its own."""
         assert self._averaging is not None
-        failed = [error for work in self._averaging.works if (error := _failure(work))]
-        if not failed and self._averaging.said is not None:
-            failed = _differences(self._averaging.said)
+        averaging = self._averaging
+        failed = self._wait()
+        if not failed and averaging.said is not None:
+            failed = _differences(averaging.said)
         if failed:
-            if self._residual is not None and self._averaging.residual is not None:
-                self._residual.copy_(self._averaging.residual)
-            self._averaging = None
-            raise failed[0]
-        self._averaging = self._averaging._replace(works=(), said=None, residual=None)
-        return self._averaging
+            self._drop()
+            return averaging, failed[0]
+        self._averaging = averaging._replace(works=(), said=None, residual=None)
+        return self._averaging, None
+
+    def _wait(self) -> list[ReductionError]:
+        """Wait for the all-reduces in progress, and return their errors."""
+        works = () if self._averaging is None else self._averaging.works
+        return [error for work in works if (error := _failure(work))]
+
+    def _drop(self) -> None:
+        """Forget the mean that is on its way: what was sent for it counts as not sent."""
+        averaging, self._averaging = self._averaging, None
+        if self._residual is not None and averaging is not None and averaging.residual is not None:
+            self._residual.copy_(averaging.residual)
 
     @torch.no_grad()
     def _read(self, flat: torch.Tensor) -> None:

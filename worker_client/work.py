@@ -99,6 +99,9 @@ class Work:
         if not self._ended:
             with suppress(queue.Empty):
                 waiter.get(timeout=bound_s)
+            if not self._ended:
+                with self._lock:
+                    self._waiters = tuple(one for one in self._waiters or () if one is not waiter)
 
     def done(self) -> bool:
         """Whether the all-reduce has ended, well or badly."""
@@ -145,9 +148,10 @@ class Work:
                 self.error = error
                 self._ended = True
             future = self._future
-            waiters, self._waiters = self._waiters, None
+            waiters = self._waiters
         for waiter in waiters or ():
             waiter.put(None)
+        self._waiters = None  # only now: after an interrupt above, it is ended again
         if future is not None and not future.done():
             self._settle(future)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from reducer.errors import ConfigError, MismatchError, ReductionTimeout
+from reducer.errors import ConfigError, MismatchError, ReductionError, ReductionTimeout
 from tests.conftest import joined, local_pool
 from tests.integration.calls import process_of
 from worker_client import elastic
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker_client.client.client import Client
+    from worker_client.work import Work
 
 F = np.float32
 STREAMING = {"every": 4, "fragments": 2, "delay": 3, "lr": 0.7, "momentum": 0.9}
@@ -188,7 +189,10 @@ def test_ranks_begin_as_rank_0_and_end_alike(pool: list[str]) -> None:
         assert weights(ranks[1].model) == weights(ranks[0].model) == weights(layers(seed=0))
         each(clients, lambda client: ranks[client.rank].train(11).outer.finish())
         assert weights(ranks[1].model) == weights(ranks[0].model)
-        assert weights(ranks[0].model) == b"".join(outer_state(ranks[0])[::2])
+        ended = weights(ranks[0].model)
+        assert ended == b"".join(outer_state(ranks[0])[::2])
+        each(clients, lambda client: ranks[client.rank].outer.finish())
+        assert weights(ranks[0].model) == ended, "nothing was learned since"
 
 
 def test_a_checkpoint_amid_an_averaging_goes_on_with_the_same_bits(pool: list[str]) -> None:
@@ -259,6 +263,69 @@ def test_ranks_that_differ_are_told(pool: list[str], fault: str) -> None:
         assert [outer_state(rank) for rank in ranks] == outer
 
 
+class Fails:
+    """An all-reduce that ends well, and is told to one rank as a failure."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        raise ReductionTimeout("too late at this rank", missing=())
+
+
+def test_an_averaging_that_has_failed_at_one_rank_alone(pool: list[str]) -> None:
+    # Where one fragment is merged the other one begins: after an error, too.
+    settings = {"every": 2, "fragments": 2, "delay": 1}
+    with joined(2, servers=pool, job="outer") as clients:
+        ranks = each(clients, lambda client: Rank(client, settings).train(3))
+        saved = [rank.saved() for rank in ranks]
+        each(clients, lambda client: ranks[client.rank].train(4))
+        first, second = (one._averaging for one in ranks[0].outer._fragments)
+        assert first is None
+        assert second is not None
+        works = tuple(Fails(work) for work in second.works)
+        ranks[0].outer._fragments[1]._averaging = second._replace(works=works)
+
+        def step(rank: Rank) -> str:
+            """Return the field that ranks disagree on."""
+            try:
+                rank.train(rank.step + 1)
+            except ReductionError as error:
+                rank.step += 1
+                return getattr(error, "field", "")
+            return ""
+
+        def told(client: Client) -> list[str]:
+            rank = ranks[client.rank]
+            return [field for _ in range(3) if (field := step(rank))]
+
+        assert each(clients, told) == [["steps"], ["steps"]]
+        one, other = (outer_state(rank) for rank in ranks)
+        assert one[:2] == other[:2], "the other fragment goes on"
+        assert one[2:] != other[2:]
+        for rank, file in zip(ranks, saved, strict=True):
+            rank.load(file)
+        each(clients, lambda client: ranks[client.rank].train(11))
+        assert outer_state(ranks[0]) == outer_state(ranks[1])
+
+
+def test_small_steps_add_up_in_types_of_16_bits(pool: list[str]) -> None:
+    def train(client: Client) -> float:
+        layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        outer = OuterOptimizer(layer, client, every=1, lr=1.0, momentum=0.0)
+        for _ in range(8):
+            with torch.no_grad():  # by half of what the type can tell apart there, in the mean
+                layer.weight.add_(2.0**-7 if client.rank == 0 else 0.0)
+            outer.step()
+        return layer.weight.item()
+
+    with joined(2, servers=pool, job="outer") as clients:
+        assert each(clients, train) == [1 + 8 * 2.0**-8] * 2
+
+
 def test_ranks_must_agree_at_the_beginning(pool: list[str]) -> None:
     with joined(2, servers=pool, job="outer") as clients:
 
@@ -320,5 +387,9 @@ def test_wrong_models(pool: list[str]) -> None:
         OuterOptimizer(nn.Linear(2, 2, dtype=torch.complex64), every=1)
     with joined(1, servers=pool, job="outer") as (client,):
         state = Rank(client, {"every": 3}).outer.state_dict()
+        joining = Rank(client, {"every": 4}).outer
+        joining._joining = True  # as of a rank that has joined others
+        with pytest.raises(ConfigError, match="have every=3, and this one every=4"):
+            joining.load_state_dict(state)
         with pytest.raises(ConfigError, match=r"of 1 fragments of \[84\] values, and this model"):
             Rank(client, STREAMING).outer.load_state_dict(state)

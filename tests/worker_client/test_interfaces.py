@@ -65,6 +65,19 @@ def test_the_error_names_what_there_is(wanted: str) -> None:
         assert part in str(found.value)
 
 
+def test_a_network_means_no_address_of_the_loopback_if_there_is_another() -> None:
+    found = {"lo": ["127.0.0.1", "10.255.0.7"], "eth0": ["10.0.0.3"]}
+    assert choose("10.0.0.0/8", found) == choose("10.0.0.3/8", found) == "10.0.0.3"
+    assert choose("0.0.0.0/0", found) == "10.0.0.3"
+    assert choose("10.255.0.0/16", found) == "10.255.0.7"
+    assert choose("10.255.0.7/8", found) == "10.255.0.7"
+
+
+def test_a_network_of_several_interfaces_means_none_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"several interfaces .* '0.0.0.0/0'; there are eth0"):
+        choose("0.0.0.0/0", FOUND)
+
+
 def test_a_rank_listens_there() -> None:
     assert hosting._settings("lo", several_hosts=False).bind == "tcp://127.0.0.1:0"
 

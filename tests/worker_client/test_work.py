@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import queue
 import threading
 from typing import Any
 
@@ -74,6 +75,43 @@ def test_the_error_of_the_all_reduce(
         work.wait(timeout)
     assert caught.value is error  # above all: not the timeout of this wait
     assert work.future().exception() is error
+
+
+def test_waits_that_were_too_short_leave_nothing(work: Operation) -> None:
+    for _ in range(3):
+        assert not work.ends_within(0)
+    assert not work._waiters
+
+
+def test_who_waits_is_woken_when_an_interrupt_came_first(work: Operation) -> None:
+    class Interrupted(queue.SimpleQueue):  # type: ignore[type-arg]
+        def put(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+    waiting = threading.Thread(target=work.wait)
+    waiting.start()
+    while not work._waiters:
+        pass
+    waiters = work._waiters
+    work._waiters = (Interrupted(), *waiters)
+    with pytest.raises(KeyboardInterrupt):
+        work.end(None)
+    assert work.done()
+    assert not work.over
+    assert work._waiters[1:] == waiters
+    work._waiters = waiters
+    work.end(None)  # as the driver does
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work: Operation) -> None:
+    piece = Operation(memoryview(DATA), DType.UINT8, ReduceOp.SUM, None, 1.0)
+    work.split([piece])
+    work.piece_ended(piece, None)
+    work.piece_ended(piece, RankLostError("the client failed", rank=0))
+    assert work.wait() is DATA
+    assert work.future().exception() is None
 
 
 def test_the_future_calls_back(work: Operation) -> None:

@@ -281,6 +281,7 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             DeviceError: a device failed, now or in an earlier call.
         """
+        exact = bool(exact)
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
             check = partial(self._check_named, weight, residual, exact)

@@ -19,6 +19,7 @@ _LIST_ADDRESSES = 0x8912  # SIOCGIFCONF of linux/sockios.h
 _REQUEST = struct.Struct("@16s4x4s16x")  # struct ifreq with an IPv4 address
 _MOST = 1024  # addresses
 _IPV6 = Path("/proc/net/if_inet6")
+_LOOPBACK = "lo"
 _ANYWHERE = "00"  # an IPv6 address's scope, if other networks know it
 
 
@@ -57,15 +58,27 @@ def choose(wanted: str, found: Mapping[str, list[str]]) -> str:
     """
     if wanted in found:
         return found[wanted][0]
-    try:
-        network = ipaddress.ip_network(wanted, strict=False)
-    except ValueError:
-        network = None
-    if network is not None:
-        for address in (address for interface in found.values() for address in interface):
-            if ipaddress.ip_address(address) in network:
-                return address
     there = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
+    inside: dict[str, list[str]] = {}  # addresses in the network, by interface
+    try:
+        meant = ipaddress.ip_interface(wanted)
+    except ValueError:
+        pass
+    else:
+        if any(str(meant.ip) in its for its in found.values()):
+            return str(meant.ip)
+        for name, its in found.items():
+            if within := [one for one in its if ipaddress.ip_address(one) in meant.network]:
+                inside[name] = within
+    if len(inside) > 1:
+        inside.pop(_LOOPBACK, None)
+    if len(inside) > 1:
+        raise ConfigError(
+            f"REDUCTION_INTERFACE: several interfaces of this machine have an address of "
+            f"{wanted!r}; there are {there}. Write the name of one, or an address"
+        )
+    for within in inside.values():
+        return within[0]
     raise ConfigError(
         f"REDUCTION_INTERFACE: no interface of this machine has the name or an address of "
         f"{wanted!r}; there are {there}. Write one of these names, an address, or a network such "

@@ -174,11 +174,13 @@ class Operation(Work):
             error = own(error, self)
         elif error is None and self.write_back is not None:
             error = self.written_back()
-        if self.ended is not None:
-            self.ended(error)
+        ended = self.ended
+        if ended is not None:
+            ended(error)
         self.finish(error)
         self.over = True  # only now: after an interrupt above, the driver ends this operation again
-        self.ended = None  # it refers to this operation: so both, and the buffer, are freed at once
+        # They refer to this operation and to the buffer: so all are freed at once.
+        self.ended = self.write_back = None
 
     def split(
         self,
@@ -202,8 +204,9 @@ class Operation(Work):
 
     def piece_ended(self, piece: Operation, error: Exception | None) -> None:
         """Take note that a piece has ended, and end if all have. It may be said twice."""
-        self.error = self.error or error
-        self.sequence = max(self.sequence, piece.sequence)
+        if not self._ended:  # else it is said again, after an interrupt
+            self.error = self.error or error
+            self.sequence = max(self.sequence, piece.sequence)
         self.pieces.pop(piece, None)
         if self.pieces:
             return

@@ -364,9 +364,11 @@ class Driver:
                 try:
                     self._transport.close()
                 finally:
-                    self._left()
-                    for operation in list(self.open):
-                        operation.end(error)
-                    self.open.clear()
-                    self.settled.set()  # who waits for that finds that it has ended
-                    self._leader = 0
+                    try:
+                        self._left()
+                        for operation in list(self.open):
+                            operation.end(error)
+                        self.open.clear()
+                    finally:
+                        self.settled.set()  # who waits for that finds that it has ended
+                        self._leader = 0
