@@ -191,7 +191,9 @@ def test_what_is_to_be_exact_travels_as_it_is(job: Job, wire: str) -> None:
         ends = reduced(clients, [a.copy() for a in given], "sum", exact=True)
         assert [a.tobytes() for a in ends] == [expected] * 2
         works = [
-            client.all_reduce(given[client.rank].copy(), "sum", name=f"{at}", exact=np.bool_(at % 2 == 0))
+            client.all_reduce(
+                given[client.rank].copy(), "sum", name=f"{at}", exact=np.bool_(at % 2 == 0)
+            )
             for at in range(4)
             for client in clients
         ]
