@@ -45,9 +45,9 @@ def sync(
         optimizer: whose state goes with them.
         client: the one to use; `worker_client.init()`'s by default.
         extra: what else the ranks have in common, such as the number of the step: Python's numbers,
-            text, tensors, and lists and dicts of these. And what has `state_dict`, such as
-            `worker_client.outer.OuterOptimizer` or a schedule of learning rates, which ranks that
-            have joined load.
+            text, tensors, and lists and dicts of these. Also objects with a `state_dict`, such as
+            a `worker_client.outer.OuterOptimizer` or a schedule of learning rates: ranks that have
+            joined load their state.
 
     Returns:
         The lowest rank's `extra`, but for what has been loaded, if ranks have joined, at every
