@@ -18,6 +18,7 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, charge
+from reducer.wire.states import LinkState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 GRANT = 1024  # rounds that a job may begin before it has to ask again
 MAX_GIVEN_UP = 1024  # ranges that are remembered; failures make some, and they pass
+MAX_ABANDONED = 4096  # ranks that are remembered after their jobs
 SETTINGS = {  # equal at every rank: what people know them as
     "world_size": "the number of ranks",
     "reducers": "REDUCTION_SERVERS (how many there are)",
@@ -48,6 +50,16 @@ class EndedRound(NamedTuple):
     times: RoundTimes
 
 
+class Farewell(NamedTuple):
+    """What a rank has left behind that said GOODBYE, for one that comes back after the job."""
+
+    generation: int
+    rank: int
+    process: str
+    watermark: int
+    reason: RankLostError
+
+
 class Job:
     """One generation of one job.
 
@@ -55,6 +67,7 @@ class Job:
         hello: settings of the first rank that joined; every other rank must give the same.
         members: live ranks.
         lost: ranks that have left in whatever way, the watermark that each had reached, and why.
+        farewells: those of them that have said GOODBYE.
         max_chunk_bytes: the largest chunk that the job's settings lead to.
         rounds: all-reduces in flight, or failed and not yet forgotten, by sequence number.
         losses: by reducer, the latest that ranks have said of its loss; of `ALL_REDUCERS` if a
@@ -81,6 +94,7 @@ class Job:
         self.max_chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
         self.members: dict[int, Member] = {}
         self.lost: dict[int, tuple[int, RankLostError]] = {}
+        self.farewells: list[int] = []
         self.rounds = rounds
         self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
@@ -205,6 +219,8 @@ class Membership:
         self.jobs: dict[int, Job] = {}
         self._by_peer: dict[bytes, tuple[Job, Member]] = {}
         self._of_key: Counter[str] = Counter()  # members that have come with each
+        # Of ranks that were given up, by job and process, in jobs that others have left for good.
+        self._abandoned: dict[tuple[int, str], Farewell] = {}
 
     def find(self, peer: bytes) -> tuple[Job, Member] | None:
         """Return the job and member that a peer speaks for, if any."""
@@ -255,6 +271,7 @@ class Membership:
             job = Job(header, hello, self._slots.Rounds(hello.world_size), shown)
             if self._keeps_times:
                 job.rounds.keep_times()
+            self._recall(job, hello.process)
         else:
             job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
@@ -286,9 +303,32 @@ class Membership:
             del job.members[member.rank]
             self._uncount(job, member)
             job.lost[member.rank] = (member.watermark, reason)
+            if member.state is LinkState.LEFT:
+                job.farewells.append(member.rank)
             if not job.members:
+                self._remember(job)
                 self._end(job)
         return found
+
+    def _remember(self, job: Job) -> None:
+        """Keep what a rank that was given up is to learn, if it comes back after its job."""
+        if not job.farewells:
+            return  # all of them may come back
+        rank = job.farewells[0]
+        farewell = Farewell(job.generation, rank, job.processes[rank], *job.lost[rank])
+        for other in job.lost.keys() - set(job.farewells):
+            if process := job.processes[other]:
+                self._abandoned[job.key, process] = farewell
+        while len(self._abandoned) > MAX_ABANDONED:
+            del self._abandoned[next(iter(self._abandoned))]
+
+    def _recall(self, job: Job, process: str) -> None:
+        """Let a job that a rank which was given up begins anew lack who has left it for good."""
+        farewell = self._abandoned.pop((job.key, process), None)
+        if farewell is not None and farewell.generation == job.generation:
+            job.lost[farewell.rank] = farewell.watermark, farewell.reason
+            job.processes[farewell.rank] = farewell.process
+            job.farewells.append(farewell.rank)
 
     def keep_times(self) -> None:
         """Keep the times of rounds of jobs that begin from now on, for `take_times`."""

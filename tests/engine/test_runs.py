@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reducer.errors import RankLostError, StaleGenerationError
+from reducer.wire.constants import NO_SEQUENCE
 from tests.engine.words import M, Reducer, kinds, number, told
 
 
@@ -56,3 +57,33 @@ def test_a_new_process_does_not_come_back_as_an_old_one(begun: Reducer, process:
         assert isinstance(errors[b"0"], RankLostError), "at once"
     else:
         assert errors == {}
+
+
+@pytest.mark.parametrize("last", ["farewell", "loss"])
+def test_a_rank_that_was_given_up_learns_that_the_others_have_left_meanwhile(
+    begun: Reducer, last: str
+) -> None:
+    give_up, leave = (lambda: begun.lose(b"1")), (lambda: begun.say(0, M.GOODBYE, NO_SEQUENCE))
+    for event in (give_up, leave) if last == "farewell" else (leave, give_up):
+        event()
+    assert begun.engine.jobs == []
+    for _ in range(2):  # also if it is given up once more
+        assert kinds(begun.hello(1, run="one", process="process 1")) == [M.WELCOME]
+        (error,) = told(begun.contribute(1, number(7))).values()
+        assert isinstance(error, RankLostError)
+        assert str(error) == "rank 0 left the job"
+        begun.lose(b"1")
+
+
+@pytest.mark.parametrize(
+    ("generation", "process", "farewell"),
+    [(0, "another", True), (1, "process 1", True), (0, "process 1", False)],
+)
+def test_who_left_an_earlier_life_of_a_job_is_waited_for(
+    begun: Reducer, generation: int, process: str, farewell: bool
+) -> None:
+    begun.lose(b"1")
+    begun.say(0, M.GOODBYE, NO_SEQUENCE) if farewell else begun.lose(b"0")
+    assert begun.engine.jobs == []
+    begun.hello(1, run="one", process=process, generation=generation)
+    assert begun.contribute(1, number(7), generation=generation) == []
