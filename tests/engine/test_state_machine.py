@@ -274,10 +274,12 @@ class Training(RuleBasedStateMachine):
             self.check_that_ranks_may_lose_touch()
         elif isinstance(error, ReductionTimeout):
             self.check_that_ranks_may_lose_touch()
-            for missing in error.missing:
-                other = self.network.workers[missing]
-                # Who gave it up may have told a reducer that is gone since.
-                assert not other.present or other.ended.get(sequence) is not None
+            # One of them has gone, or has given it up and told a reducer that is gone since. The
+            # others may have their results, and have said so to a reducer that this rank has lost.
+            missing = [self.network.workers[one] for one in error.missing]
+            assert not missing or any(
+                not other.present or other.ended.get(sequence) is not None for other in missing
+            )
         else:
             assert isinstance(error, RankLostError)
             if self.network.workers[error.rank].present:
