@@ -18,19 +18,25 @@ PLACES = (
     ("docs/*.md", r"REGISTRY/(?:reducer|worker):"),
     ("docker/kubernetes/pool/kustomization.yaml", r"newTag: "),
     ("docker/*.Dockerfile", r"ARG VERSION="),
+    ("docker/helm/*/Chart.yaml", r'^appVersion: "'),
     ("CITATION.cff", r"^version: "),
 )
+SEMANTIC_PLACES = (("docker/helm/*/Chart.yaml", r"^version: "),)
 VERSION = r"\d+\.\d+\.\d+[\w.+-]*"
 
 
 def rewritten(version: str) -> dict[Path, str]:
     """Return what the files that name a version are to hold, by path."""
     texts: dict[Path, str] = {}
-    for pattern, before in PLACES:
+    # A chart's version is a semantic one: 1.0.0-rc1 for Python's 1.0.0rc1.
+    semantic = re.sub(r"^(\d+\.\d+\.\d+)\.?(?=[a-z])", r"\1-", version)
+    places = [(*place, version) for place in PLACES]
+    places += [(*place, semantic) for place in SEMANTIC_PLACES]
+    for pattern, before, written in places:
         for path in sorted(ROOT.glob(pattern)):
             text = texts.get(path) or path.read_text()
             changed, times = re.subn(
-                f"({before}){VERSION}", rf"\g<1>{version}", text, flags=re.MULTILINE
+                f"({before}){VERSION}", rf"\g<1>{written}", text, flags=re.MULTILINE
             )
             if times:
                 texts[path] = changed

@@ -47,6 +47,8 @@ def test_a_new_version_reaches_every_file_that_names_one() -> None:
                 left = found.get(path, path.read_text())
                 images = re.findall(r"REGISTRY/\w+:(\S+)|VERSION=(\S+)|newTag: (\S+)", left)
                 assert {"".join(image) for image in images} <= {"9.8.7rc1"}, path
+    chart = yaml.safe_load(found[ROOT / "docker/helm/reducer/Chart.yaml"])
+    assert (chart["version"], chart["appVersion"]) == ("9.8.7-rc1", "9.8.7rc1")
 
 
 def test_classifiers_name_what_runs_it() -> None:

@@ -1,4 +1,8 @@
-"""Makes Kubernetes' PrometheusRule of the alerts in `reducers.rules.yaml`, their only source."""
+"""Makes of the alerts in `reducers.rules.yaml`, their only source, what Kubernetes gets.
+
+That is the PrometheusRule beside the kustomization, and a copy in the Helm chart, which can read
+its own files alone.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ from pathlib import Path
 from textwrap import indent
 
 RULES = Path(__file__).parent / "reducers.rules.yaml"
-RESOURCE = RULES.parents[1] / "kubernetes/observe/prometheusrule.yaml"
+DOCKER = RULES.parents[1]
 HEAD = """\
 # Made of docker/prometheus/reducers.rules.yaml by docker/prometheus/make_prometheusrule.py.
+"""
+RESOURCE = """\
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
@@ -17,11 +23,16 @@ spec:
 """
 
 
-def resource() -> str:
-    """Return the resource's text."""
+def made() -> dict[Path, str]:
+    """Return the files' texts, by path."""
     rules = RULES.read_text()
-    return HEAD + indent(rules[rules.index("groups:") :], "  ")
+    groups = rules[rules.index("groups:") :]
+    return {
+        DOCKER / "kubernetes/observe/prometheusrule.yaml": HEAD + RESOURCE + indent(groups, "  "),
+        DOCKER / "helm/reducer/reducers.rules.yaml": HEAD + groups,
+    }
 
 
 if __name__ == "__main__":
-    RESOURCE.write_text(resource())
+    for path, text in made().items():
+        path.write_text(text)

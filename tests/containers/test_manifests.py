@@ -27,7 +27,6 @@ from tests.containers.manifests import (
     check_observed,
     kustomized,
     read,
-    yaml,
 )
 
 ROOT = DOCKER.parent
@@ -275,11 +274,12 @@ def test_the_monitor_finds_the_pool() -> None:
 
 
 def test_kubernetes_has_the_alerts_that_prometheus_has() -> None:
-    made = runpy.run_path(str(DOCKER / "prometheus/make_prometheusrule.py"))["resource"]()
-    assert (OBSERVE / "prometheusrule.yaml").read_text() == made, (
-        "run: python3 docker/prometheus/make_prometheusrule.py"
-    )
-    assert yaml.safe_load(made)["spec"] == read("prometheus/reducers.rules.yaml")
+    made = runpy.run_path(str(DOCKER / "prometheus/make_prometheusrule.py"))["made"]()
+    stale = [str(path) for path, text in made.items() if path.read_text() != text]
+    assert stale == [], "run: python3 docker/prometheus/make_prometheusrule.py"
+    rules = read("prometheus/reducers.rules.yaml")
+    assert read("kubernetes/observe/prometheusrule.yaml")["spec"] == rules
+    assert read("helm/reducer/reducers.rules.yaml") == rules
 
 
 def test_compose_observes_its_reducers() -> None:
