@@ -16,7 +16,7 @@ PROCESSES ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest --durations=10
 PARALLEL := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # What has environments or targets of its own.
-APART := --ignore tests/frameworks --ignore tests/containers
+APART := --ignore tests/frameworks --ignore tests/containers --ignore tests/site
 # For test-extended: SELECT='-m extended' leaves out what `make test` runs; folders may follow.
 SELECT ?=
 COMPILED := $(shell find reducer worker_client -name '*.p[yx][xd]' -o -name '*.[ch]')
@@ -28,7 +28,8 @@ FUZZ_SECONDS ?= 60
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
-	test-tools container-tools kubernetes-tools lint bench fuzz sanitize audit sbom release clean
+	test-tools container-tools kubernetes-tools docs lint bench fuzz sanitize audit sbom release \
+	clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -104,6 +105,12 @@ lint: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint reducer worker_client
 	$(BIN)/lint-imports
 
+# The site in build/docs, with warnings as errors, and its checks: links, and a look by a browser.
+docs: .venv/docs-ready
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
+	$(PYTEST) -rs tests/site
+
 bench: .venv/bench-ready
 	$(BIN)/python -m bench
 
@@ -166,6 +173,10 @@ clean:
 .venv-clouds/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-clouds
 	.venv-clouds/bin/python -m pip install -q ".[clouds,dev]"
+	touch $@
+
+.venv/docs-ready: .venv/ready
+	$(INSTALL) "$(PACKAGE)[docs]"
 	touch $@
 
 .venv/bench-ready: .venv/ready

@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS, CONTAINERS, CLOUDS = "test-frameworks", "test-containers", "test-clouds"
-TORCH_SUITE, EXTENDED = "test-torch-suite", "test-extended"
-EVERYTHING = (EXTENDED, CONTAINERS, CLOUDS, FRAMEWORKS, TORCH_SUITE)
+TORCH_SUITE, EXTENDED, DOCS = "test-torch-suite", "test-extended", "docs"
+EVERYTHING = (EXTENDED, CONTAINERS, CLOUDS, FRAMEWORKS, TORCH_SUITE, DOCS)
 SECURITY, JOBS = "tests/security", "tests/integration/test_"
 
 
@@ -80,7 +80,18 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
     ("examples/elastic_digits.py", ("tests/lab/test_elastic.py",)),
-    ("examples/quickstart.py", (f"{JOBS}readme.py", "tests/launch")),
+    ("examples/quickstart.py", (f"{JOBS}readme.py", f"{JOBS}pages.py", "tests/launch")),
+    ("docs/*", (DOCS, f"{JOBS}pages.py", "tests/lab/test_tutorial.py")),
+    ("CONTRIBUTING.md SECURITY.md CHANGELOG.md */README.md tests/site/*", (DOCS,)),
+    ("reducer/errors.py reducer/pool.py", (DOCS,)),
+    (
+        _modules(
+            "accelerate client collectives ddp elastic fsdp jax keras lightning local_sgd outer "
+            "tensorflow torchft work"
+        ),
+        (DOCS,),
+    ),
+    ("worker_client/__init__.py worker_client/horovod/* worker_client/torch_backend/*", (DOCS,)),
     ("tests/frameworks/torch_suite.py", (TORCH_SUITE,)),
     ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),
     ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),

@@ -33,7 +33,9 @@ def demanded(*paths: str) -> list[str]:
     [
         ("README.md", []),
         ("worker_client/protocol/session.py", ["tests/engine tests/sim tests/worker_client'"]),
-        ("worker_client/fsdp.py", ["tests/worker_client'", "test-frameworks"]),
+        ("worker_client/fsdp.py", ["tests/worker_client'", "test-frameworks", "docs"]),
+        ("bench/README.md", ["tests/bench'", "docs"]),
+        ("docs/tutorial.md", ["test_pages.py tests/lab/test_tutorial.py'", "docs"]),
         ("tests/frameworks/torch_suite.py", ["test-frameworks", "test-torch-suite"]),
         ("docker/reducer.Dockerfile", ["test-containers"]),
         ("docker/vertex/custom-job.yaml", ["test_vertex.py'", "test-containers", "test-clouds"]),
@@ -51,7 +53,7 @@ def demanded(*paths: str) -> list[str]:
             "Makefile",
             [
                 *("test-extended SELECT='-m extended'", "test-containers", "test-clouds"),
-                *("test-frameworks", "test-torch-suite"),
+                *("test-frameworks", "test-torch-suite", "docs"),
             ],
         ),
     ],

@@ -1,4 +1,4 @@
-"""Files of docs/ that `docs/generate.py` makes: they are what it makes."""
+"""What `docs/generate.py` makes is up to date; settings and options that pages name exist."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ import runpy
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+import reducer.cli
+import worker_client.cli
 from reducer.config import ReducerConfig
 from worker_client.config import InitSettings, WorkerConfig
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("[bfr]*/**/README.md"))
+    if path.name != "CHANGELOG.md"  # which names what was renamed since
+}
+OF_THE_BUILD = {"REDUCTION_BUILD_DEBUG", "REDUCTION_BUILD_REQUIRED"}
+# A command of ours and its options: to the end of its line, code or cell, or of what is its own.
+COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
 pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")
 PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
 
@@ -34,3 +46,26 @@ def test_the_settings_tables_are_complete() -> None:
         assert given <= {row[1] for row in rows}
         assert all(re.fullmatch(r"not set|`[^`]+`", row[2]) for row in rows)
         assert all(row[3].endswith(". |") for row in rows)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_settings_that_a_page_names_exist(page: str) -> None:
+    settings = {f"REDUCTION_{name.upper()}" for name in WorkerConfig.model_fields}
+    settings |= {f"REDUCTION_{name.upper()}" for name in ReducerConfig.model_fields}
+    assert set(re.findall(r"\bREDUCTION_[A-Z_]*[A-Z]", TEXTS[page])) <= settings | OF_THE_BUILD
+
+
+def test_options_that_pages_name_exist() -> None:
+    commands = {
+        (program, verb): {option for one in command.params for option in one.opts}
+        for program, app in (("reducer", reducer.cli.app), ("worker-client", worker_client.cli.app))
+        for verb, command in get_command(app).commands.items()
+    }
+    named = []
+    for page, text in TEXTS.items():
+        for program, verb, rest in COMMAND.findall(text.replace("\\\n", " ")):
+            own = rest.partition(" -- ")[0]
+            options = re.findall(r"(?<= )--[a-z][a-z-]*", own)
+            named += [(program, verb, option, page) for option in options]
+    assert len(named) > 20
+    assert [one for one in named if one[2] not in commands.get(one[:2], ())] == []

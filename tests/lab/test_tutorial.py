@@ -1,0 +1,88 @@
+"""The whole tutorial on two hosts, from one machine to a pool with keys, by its commands alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lab import Lab
+from tests.pages import FINGERPRINT, ROOT, blocks
+
+pytest.importorskip("torch", reason="needs torch")
+
+if TYPE_CHECKING:
+    from lab import Host
+
+# Hosts of a lab share their files, so each has a home of its own, which these two reach.
+SSH = """#!/bin/sh
+host=$1; shift
+cd "{homes}/$host" && exec "$@"
+"""
+SCP = """#!/bin/sh
+test "$1" = -r && exec cp -r "$2" "{homes}/${{3%%:*}}/${{3#*:}}"
+"""
+END_S = 200.0
+
+
+class Machine:
+    """A host, a home, and shells there that run commands in the checkout."""
+
+    def __init__(self, host: Host, homes: Path) -> None:
+        self._host = host
+        self._home = homes / host.name
+        self._home.mkdir()
+        self._path = os.pathsep.join(
+            [str(homes), str(Path(sys.executable).parent), os.environ["PATH"]]
+        )
+
+    def start(self, *steps: str) -> subprocess.Popen[str]:
+        return self._host.start(
+            ["bash", "-euo", "pipefail", "-c", "".join(steps)],
+            env={
+                "HOME": str(self._home),
+                "PATH": self._path,
+                "GLOO_SOCKET_IFNAME": "eth0",  # a lab's host does not resolve its own name
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+        )
+
+
+def said_by(shell: subprocess.Popen[str]) -> str:
+    said, _ = shell.communicate(timeout=END_S)
+    assert shell.returncode == 0, said
+    return said
+
+
+@pytest.mark.timeout(600)
+def test_a_pool_with_keys_on_two_machines(
+    namespaces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = blocks("docs/tutorial.md", "sh")
+    alone, (names, copy, both, first, second, end) = steps[:5], steps[5:]
+    for command, script in (("ssh", SSH), ("scp", SCP)):
+        (tmp_path / command).write_text(script.format(homes=tmp_path))
+        (tmp_path / command).chmod(0o755)
+    for name in [name for name in os.environ if name.startswith("REDUCTION_")]:
+        monkeypatch.delenv(name)
+    with Lab(hosts=2, mbit=1000) as lab:
+        alpha, beta = (Machine(host, tmp_path) for host in lab.hosts)
+        names = names.replace("alpha", lab.hosts[0].name).replace("beta", lab.hosts[1].name)
+        found = FINGERPRINT.findall(said_by(alpha.start(*alone, names, copy)))
+        assert sorted(reducers for *_, reducers in found) == ["1", "1", "2", "2", "2", "2"]
+        shells = [alpha.start(names, both, first, end), beta.start(names, both, second, end)]
+        said = [said_by(shell) for shell in shells]
+    ends = [FINGERPRINT.findall(one) for one in said]
+    assert [[(rank, reducers) for rank, _, _, reducers in one] for one in ends] == [
+        *([("0", "2")], [("1", "2")])
+    ]
+    assert {weights for one in ends for _, _, weights, _ in one} == {found[0][2]}
+    for one in said:
+        assert "job 'vision/" in one
+        assert "stopped" in one

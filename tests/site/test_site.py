@@ -1,0 +1,163 @@
+"""The site that `make docs` has just built: its links, what it loads, and how it looks.
+
+It is served over loopback, as a browser restricts what pages of files may load.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from tests.browser import DESK, PHONE, browser, opened
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Browser
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build" / "docs"
+if not (SITE / "index.html").is_file():
+    pytest.skip("needs the site: run make docs", allow_module_level=True)
+PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+FIRST = "index.html"  # leads to the first page
+# Of a page's elements that a browser loads by itself, the attributes that say from where.
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+LOADING = {"stylesheet", "icon", "preload", "modulepreload", "manifest"}  # kinds of <link>
+NOT_PUBLIC = {"cli", "config", "work"}  # commands; and what the settings and the client's page have
+
+
+class Page(HTMLParser):
+    """A page's links, what it loads, and the anchors that links may name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed((SITE / name).read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.anchors |= {given[name] or "" for name in ("id", "name") if name in given}
+        where = given.get(LOADED.get(tag, "href"))
+        if tag == "link" and not set((given.get("rel") or "").split()) & LOADING:
+            return
+        if where and tag in LOADED:
+            self.loads.append(where)
+        elif where and tag == "a":
+            self.links.append(where)
+
+
+PARSED = {name: Page(name) for name in PAGES}
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files, and says nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (its own name)
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE))) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as launched:
+        yield launched
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_a_page_and_a_place_on_it(name: str) -> None:
+    for link in PARSED[name].links + PARSED[name].loads:
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            continue
+        target = (SITE / name).parent / unquote(parts.path) if parts.path else SITE / name
+        assert target.is_file(), link
+        found = PARSED.get(str(target.resolve().relative_to(SITE)))
+        if parts.fragment and found:
+            assert unquote(parts.fragment) in found.anchors, link
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_nothing_is_loaded_from_other_hosts(name: str) -> None:
+    loads = PARSED[name].loads
+    assert loads or name == FIRST
+    assert [one for one in loads if urlsplit(one).netloc] == []
+
+
+def test_no_style_loads_anything_from_other_hosts() -> None:
+    styles = list(SITE.rglob("*.css"))
+    assert styles
+    for style in styles:
+        named = re.findall(r"(?:url\(|@import)\s*[\"']?([^\"')]+)", style.read_text())
+        assert [one for one in named if urlsplit(one).netloc] == [], style
+
+
+def test_every_public_module_is_in_the_reference() -> None:
+    documented = set().union(*(page.anchors for page in PARSED.values()))
+    package = ROOT / "worker_client"
+    modules = {path.stem for path in package.glob("[a-z]*.py")} - NOT_PUBLIC
+    assert {f"module-worker_client.{name}" for name in modules} <= documented
+    names = {"worker_client.attach", "worker_client.init", "worker_client.Client.all_reduce"}
+    names |= {"worker_client.Work.wait", "worker_client.horovod.allreduce", "reducer.local_pool"}
+    names |= {"reducer.errors.RankLostError", "worker_client.torch_backend.bytes_reduced"}
+    assert names <= documented
+
+
+def test_a_new_user_comes_from_the_site_to_the_tutorial(chromium: Browser, address: str) -> None:
+    with opened(chromium, address) as seen:
+        seen.shows("h1", "Reduction server")
+        seen.page.locator("article table a", has_text="Tutorial").click()
+        seen.shows("h1", "Tutorial")
+        assert seen.page.locator("pre", has_text="reducer keygen ~/keys --job vision").count() == 1
+        assert (seen.errors, seen.asked) == ([], {urlsplit(address).netloc})
+
+
+@pytest.mark.parametrize("window", [DESK, PHONE])
+def test_no_page_is_wider_than_its_window(
+    chromium: Browser, address: str, window: tuple[int, int]
+) -> None:
+    with opened(chromium, f"{address}/docs/index.html", window=window) as seen:
+        for name in set(PAGES) - {FIRST}:
+            seen.page.goto(f"{address}/{name}")
+            assert seen.spare_width() >= 0, name
+        assert (seen.errors, seen.asked) == ([], {urlsplit(address).netloc})
+
+
+@pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
+def test_it_is_as_light_as_its_reader_prefers(
+    chromium: Browser, address: str, scheme: str, dark: bool
+) -> None:
+    with opened(chromium, f"{address}/docs/settings.html", scheme=scheme) as seen:
+        for selector in ("body", "pre, table"):
+            colour = seen.page.locator(selector).first.evaluate(
+                "shown => getComputedStyle(shown).color"
+            )
+            text = sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
+            assert (text > 128) == dark, (selector, colour)
+
+
+def test_a_search_finds_a_setting(chromium: Browser, address: str) -> None:
+    with opened(chromium, f"{address}/search.html?q=REDUCTION_WIRE_DTYPE") as seen:
+        seen.shows("ul.search li", "Settings")
+        assert (seen.errors, seen.asked) == ([], {urlsplit(address).netloc})
