@@ -1,4 +1,4 @@
-"""What `docs/generate.py` makes is up to date; settings and options that pages name exist."""
+"""What `docs/generate.py` makes is up to date; what pages say of settings and options is true."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ TEXTS = {
     for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("[bfr]*/**/README.md"))
     if path.name != "CHANGELOG.md"  # which names what was renamed since
 }
+UNITS = {"": 1, " s": 1, " GiB": 1 << 30}
 OF_THE_BUILD = {"REDUCTION_BUILD_DEBUG", "REDUCTION_BUILD_REQUIRED"}
 # A command of ours and its options: to the end of its line, code or cell, or of what is its own.
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
@@ -69,3 +70,37 @@ def test_options_that_pages_name_exist() -> None:
             named += [(program, verb, option, page) for option in options]
     assert len(named) > 20
     assert [one for one in named if one[2] not in commands.get(one[:2], ())] == []
+
+
+def test_defaults_that_pages_repeat_in_brackets_are_the_settings() -> None:
+    checked = set()
+    for page, text in TEXTS.items():
+        for option, number, unit in re.findall(r"`--([a-z-]+)` \(([\d.]+)( s| GiB|)\)", text):
+            default = ReducerConfig.model_fields[option.replace("-", "_")].default
+            assert float(number) * UNITS[unit] == default, (page, option)
+            checked.add(option)
+    assert {"drain-timeout", "handshake-timeout", "memory-limit", "max-jobs"} <= checked
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "setting"),
+    [
+        (
+            "docs/failures.md",
+            r"`REDUCTION_HEARTBEAT` [^.]*by default every ([\d.]+) s",
+            "heartbeat",
+        ),
+        ("docs/failures.md", r"`REDUCTION_TIMEOUT` \| .* ([\d.]+) s:", "timeout"),
+        ("docs/failures.md", r"`REDUCTION_PATIENCE` \| .* ([\d.]+) s:", "patience"),
+        (
+            "docs/failures.md",
+            r"no reducer is there at the start .*`REDUCTION_CONNECT_TIMEOUT`.* ([\d.]+) s \|",
+            "connect_timeout",
+        ),
+    ],
+)
+def test_a_default_that_a_page_repeats_is_the_setting(
+    page: str, sentence: str, setting: str
+) -> None:
+    (repeated,) = re.findall(sentence, TEXTS[page])
+    assert float(repeated) == WorkerConfig.model_fields[setting].default
