@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.browser import DESK, PHONE, browser, opened
+from tests.browser import PHONE, browser, opened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,11 +133,8 @@ def test_a_new_user_comes_from_the_site_to_the_tutorial(chromium: Browser, addre
         assert (seen.errors, seen.asked) == ([], {urlsplit(address).netloc})
 
 
-@pytest.mark.parametrize("window", [DESK, PHONE])
-def test_no_page_is_wider_than_its_window(
-    chromium: Browser, address: str, window: tuple[int, int]
-) -> None:
-    with opened(chromium, f"{address}/docs/index.html", window=window) as seen:
+def test_no_page_is_wider_than_a_phone(chromium: Browser, address: str) -> None:
+    with opened(chromium, f"{address}/docs/index.html", window=PHONE) as seen:
         for name in set(PAGES) - {FIRST}:
             seen.page.goto(f"{address}/{name}")
             assert seen.spare_width() >= 0, name
