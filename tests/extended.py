@@ -171,11 +171,6 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_the_quick_start_runs_as_shown[torchrun]",
         ),
     },
-    "tests/integration/test_pages.py": {
-        "test_the_tutorial_runs_as_shown_on_one_machine": (
-            "test_the_three_commands_of_the_first_page_run_as_shown",
-        ),
-    },
     "tests/integration/test_demo.py": {
         "test_it_trains_alike_through_reducers_and_through_gloo": (
             "test_the_command_trains_alike",
@@ -357,9 +352,13 @@ ROWS = (
     ),
     Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
-    Row(
-        "tests/lab/test_tutorial.py",
-        ("tests/integration/test_pages.py::test_the_tutorial_runs_as_shown_on_one_machine",),
+    *(
+        Row(tests, ("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]",))
+        for tests in (
+            "tests/lab/test_tutorial.py",
+            "tests/integration/test_pages.py::test_the_tutorial_runs_as_shown",
+            "tests/integration/test_pages.py::test_the_three_commands",
+        )
     ),
     Row(
         "tests/integration/test_pages.py::test_a_script_for_horovod_runs_as_shown",
