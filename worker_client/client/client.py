@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.protocol.operation import Operation, refused
@@ -82,6 +83,7 @@ class Client:
         departure: what `ordered` does after its farewell.
         trace: shows what becomes of calls, while there is a timeline.
         admission: how ranks join; None where none can.
+        enter: joins another job at the same reducers, from its spec.
 
     Attributes:
         on_end: called once, with this client, when it begins to shut down.
@@ -98,6 +100,7 @@ class Client:
         departure: Departure,
         trace: Trace,
         admission: Admission | None = None,
+        enter: Callable[[JobSpec], Client] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.impl = impl
@@ -109,6 +112,7 @@ class Client:
         self._piecewise = ordered.piecewise
         self._departure = departure
         self._admission = admission
+        self._enter = enter
         self._bytes_reduced = 0
         self._calls = 0
         self._since = 0.0  # the latest call, or end of one, in seconds of the monotonic clock
@@ -422,6 +426,48 @@ class Client:
 
     def __exit__(self, *exc_info: object) -> None:
         self.shutdown()
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> Client:
+        """Join a job of some of this job's ranks, at the same reducers; shut it down afterwards.
+
+        The other ranks, and what becomes of this job, do not concern it.
+
+        Args:
+            name: the same at all of them, and of one such job at a time.
+            ranks: of this job, this one among them; in that job they count from 0, in this order.
+
+        Raises:
+            ConfigError: this job's ranks host reducers or go through nodes first, it goes on
+                without reducers or ranks, or the name is too long.
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
+            ReductionError: as `worker_client.init`.
+        """
+        self._check_usable()
+        enter, spec = self.check_subgroups(), self.spec
+        job = f"{spec.job}/{name}"
+        if len(job.encode()) > MAX_JOB_NAME_BYTES:
+            raise ConfigError(
+                f"the job's name {spec.job!r} is too long for a job of some of its ranks, "
+                f"{job!r}: give it {len(job.encode()) - MAX_JOB_NAME_BYTES} bytes less"
+            )
+        return enter(
+            replace(spec, job=job, rank=list(ranks).index(spec.rank), world_size=len(ranks))
+        )
+
+    def check_subgroups(self) -> Callable[[JobSpec], Client]:
+        """Return what joins a job of some of this job's ranks.
+
+        Raises:
+            ConfigError: there can be none, as `subgroup` says.
+        """
+        spec = self.spec
+        if spec.hosts or spec.fallback or spec.elastic or self._enter is None:
+            raise ConfigError(
+                "ranks of a job can have another one among themselves only at reducers of a pool "
+                "(REDUCTION_SERVERS), and without REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST and "
+                "REDUCTION_HIERARCHY: leave these out"
+            )
+        return self._enter
 
     # -- ranks that join ----------------------------------------------------------------------
 

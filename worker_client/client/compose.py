@@ -162,6 +162,7 @@ class Composer:
             departure=departure,
             trace=self.trace,
             admission=admission,
+            enter=None if self.place is not None else replace(self, dump=None).client,
         )
         try:
             if application is not None and admission is not None:
