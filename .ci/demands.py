@@ -51,6 +51,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         _modules("elastic communicator membership replay_log reconcile lobby admission"),
         ("tests/memberships", f"{JOBS}elastic.py", f"{JOBS}join.py", "tests/lab/test_elastic.py"),
     ),
+    ("worker_client/outer/*", ("tests/quorum", f"{JOBS}quorum.py", FRAMEWORKS)),
     (_modules("lifecycle operation"), (f"{JOBS}rank_loss.py",)),
     (
         _modules("hierarchical node_* placement"),
@@ -61,7 +62,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (
         _modules(
-            "accelerate collectives ddp fsdp jax keras lightning local_sgd outer packing "
+            "accelerate collectives ddp fsdp jax keras lightning local_sgd packing "
             "tensorflow torchft"
         ),
         (FRAMEWORKS,),

@@ -23,12 +23,17 @@ while the ranks train on, and is merged so many steps later::
 
 That is Streaming DiLoCo (arXiv 2501.18512). In a job with ``REDUCTION_WIRE_DTYPE=int8``
 pseudo-gradients travel in 8 bits, and what that takes away from one is added to the rank's next.
+
+With `min_ranks` an averaging may end without ranks that are late. What these have learned is part
+of their next one, and every rank counts by the tokens that its pseudo-gradient is of.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import secrets
 import struct
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,12 +41,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from reducer.errors import ConfigError, MismatchError, ReductionError
+from reducer.errors import ConfigError, MismatchError, ReductionError, ReductionTimeout
+from worker_client import config
 from worker_client.client.bootstrap import DEFAULT
 from worker_client.collectives import all_gather_bytes, broadcast
+from worker_client.outer.averaging import Averaging, Common, Quorum
+from worker_client.outer.quorum import UNKNOWN, Arrival, Outcome
+from worker_client.staging.weighted import check_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch._C._distributed_c10d import Store
 
     from worker_client.client.client import Client
     from worker_client.work import Work
@@ -60,6 +71,8 @@ _FIELDS = (
 # With a delay, how much of what a rank has learned meanwhile is kept: as in arXiv 2501.18512.
 ALPHA = 0.5
 
+log = logging.getLogger(__name__)
+
 
 class OuterOptimizer:
     """Makes outer steps with the mean of what the ranks have learned.
@@ -68,8 +81,10 @@ class OuterOptimizer:
     loads what it has saved of all three: the model, its own optimizer, and this. It calls `step`
     after each step of its own optimizer. Parameters may be of any floating type and on any device.
     What the ranks have in common is kept in host memory as float32: three times the model's size,
-    and twice more where pseudo-gradients are rounded. Each rank's own remain parameters that
-    require no gradient when this is made, and buffers, such as running means.
+    and twice more where pseudo-gradients are rounded. With `min_ranks` it is once more during an
+    averaging, and up to seven times more where that brings a rank up to date. Each rank's own
+    remain parameters that require no gradient when this is made, and buffers, such as running
+    means.
 
     Args:
         model: whose parameters that require a gradient are averaged, the same at every rank.
@@ -82,6 +97,13 @@ class OuterOptimizer:
         delay: number of steps between the start of a part's averaging and its merging.
         alpha: part of a rank's own parameters in what it goes on from, 0 to 1; by default 0 without
             a delay, and 0.5 with one. With 0 a delay's own steps are forgotten.
+        min_ranks: how many ranks an averaging needs; all of them by default. With fewer it may end
+            without ranks that are late, each of which is told and adds what it has learned to its
+            next one.
+        grace: seconds, or text such as ``"30s"``, for which that many ranks wait for the others,
+            and for a member's contribution: more than an averaging takes. With `min_ranks` alone.
+        store: a store of torch.distributed that outlives each rank, such as a `TCPStore` in a
+            process of its own, where the ranks decide. With `min_ranks` alone.
 
     Attributes:
         lr, momentum: as given, and may be changed between two steps, at all ranks alike.
@@ -103,10 +125,14 @@ class OuterOptimizer:
         fragments: int = 1,
         delay: int = 0,
         alpha: float | None = None,
+        min_ranks: int | None = None,
+        grace: float | str | None = None,
+        store: Store | None = None,
     ) -> None:
         parameters = [one for one in model.parameters() if one.requires_grad]
         _check(parameters, every, fragments, delay, alpha)
         self._client = DEFAULT.get() if client is None else client
+        grace_s = _check_quorum(self._client, min_ranks, grace, store)
         self._every = every
         self._delay = delay
         self._alpha = alpha if alpha is not None else ALPHA if delay else 0.0
@@ -118,8 +144,22 @@ class OuterOptimizer:
             for at, part in enumerate(_parts(parameters, fragments), 1)
         ]
         self._joining = self._client.newcomer  # it gets the others' state: `load_state_dict`
+        self._loaded = 0  # states
+        self._name = ""
         if not self._joining:
-            self._begin_alike()
+            self._begin_alike({"min_ranks": min_ranks, "grace": grace_s})
+        if min_ranks is not None and store is not None:
+            self._quorum: Quorum | None = Quorum(
+                self._client, store, min_ranks, grace_s, self._name
+            )
+        else:
+            self._quorum = None
+        self._share_quorum()
+
+    @property
+    def left_out(self) -> int:
+        """How many averagings of fragments have ended without this rank, as it was late."""
+        return sum(fragment.left_out for fragment in self._fragments)
 
     @property
     def averaging(self) -> bool:
@@ -130,17 +170,25 @@ class OuterOptimizer:
         """
         return any(fragment.merges_at < math.inf for fragment in self._fragments)
 
-    def step(self) -> None:
+    def step(self, *, tokens: float = 1.0) -> None:
         """Count a step of this rank's own optimizer, and average what is due.
 
+        Args:
+            tokens: that the step has learned from, or samples: how much it counts in a mean. All
+                ranks count alike without `min_ranks`.
+
         Raises:
+            ConfigError: `tokens` is negative or no number.
             MismatchError: an earlier averaging has failed at some ranks alone, or `lr` or
                 `momentum` differ: a checkpoint's state makes the ranks alike again.
             ReductionError: as `Client.all_reduce`. What the ranks have learned is not lost: if the
                 averaging has failed at all of them, the next one makes up for it.
         """
+        check_weight(tokens)
         self._steps += 1
         count = len(self._fragments)
+        for fragment in self._fragments:
+            fragment.tokens += float(tokens)
         failed = self._merge(self._steps, self._alpha)
         # Also after an error: the other ranks may have had none, and begin.
         for at, fragment in enumerate(self._fragments, 1):
@@ -155,15 +203,17 @@ class OuterOptimizer:
         """Average what the ranks have learned since the last time.
 
         They end with the same parameters, but for those that require no gradient. It is an outer
-        step, and none of what was just averaged.
+        step, and none of what was just averaged. With `min_ranks` all ranks are waited for, up to
+        the client's timeout; then so many suffice.
 
         Raises:
             MismatchError, ReductionError: as `step`.
+            ReductionTimeout: the others have ended without this rank.
         """
         failed = self._merge(self._steps + self._delay, self._alpha)
         for fragment in self._fragments:
-            if fragment.alike_at != self._steps:
-                fragment.begin(self._steps, self.lr, self.momentum, self._steps)
+            if fragment.alike_at != self._steps or self._quorum is not None:
+                fragment.begin(self._steps, self.lr, self.momentum, self._steps, last=True)
         failed += self._merge(self._steps, 0.0)
         if failed:
             raise failed[0]
@@ -172,7 +222,9 @@ class OuterOptimizer:
         """Return what a checkpoint needs besides the model and the rank's own optimizer.
 
         It waits for what is being averaged. All of it is the same at every rank, save what rounding
-        has taken away from the rank's own pseudo-gradients, which other ranks do not load.
+        has taken away from the rank's own pseudo-gradients, which other ranks do not load. With
+        `min_ranks` a rank that was late may have an earlier state, with which it goes on; then each
+        rank has to load its own.
 
         Raises:
             MismatchError, ReductionError: as `step`.
@@ -208,6 +260,8 @@ class OuterOptimizer:
                     f"this one {name}={mine}: give it the same"
                 )
         self._joining = False
+        self._loaded += 1
+        self._share_quorum()
         self._steps = state["steps"]
         self.lr, self.momentum = state["lr"], state["momentum"]
         own = state["rank"] == self._client.rank
@@ -220,8 +274,19 @@ class OuterOptimizer:
         found = [one.merge(self._steps, alpha) for one in due]
         return [error for error in found if error is not None]
 
-    def _begin_alike(self) -> None:
-        """Have every rank begin with rank 0's parameters, if all were given the same arguments."""
+    def _share_quorum(self) -> None:
+        """Let the ranks decide anew, as they begin or have loaded the state of a checkpoint."""
+        if self._quorum is not None:
+            name, steps = f"{self._name}.{self._loaded}", UNKNOWN if self._loaded else 0
+            for fragment in self._fragments:
+                fragment.quorum = self._quorum._replace(name=name, steps=steps)
+
+    def _begin_alike(self, more: dict[str, Any]) -> None:
+        """Have every rank begin with rank 0's parameters, if all were given the same arguments.
+
+        Args:
+            more: arguments that are not kept here.
+        """
         sizes = [fragment.outer.numel() for fragment in self._fragments]
         arguments = {
             "every": self._every,
@@ -229,9 +294,12 @@ class OuterOptimizer:
             "lr": self.lr,
             "momentum": self.momentum,
             "fragments": f"fragments of {sizes} values",
+            **more,
         }
-        gathered = all_gather_bytes(self._client, json.dumps(arguments).encode())
+        said = {**arguments, "name": f"outer-{secrets.token_hex(4)}"}
+        gathered = all_gather_bytes(self._client, json.dumps(said).encode())
         (first, expected), *others = ((rank, json.loads(one)) for rank, one in gathered.items())
+        self._name = expected["name"]
         for rank, got in others:
             for name in arguments:
                 if got[name] != expected[name]:
@@ -251,9 +319,12 @@ class _Averaging(NamedTuple):
     merges_at: int  # the step in which it is merged
     lr: float
     momentum: float
-    works: tuple[Work, ...] = ()  # none: the mean has come
+    works: tuple[Work, ...] = ()  # none: the mean has come, or it is by quorum
     said: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # by all ranks: _SAID of each
     residual: torch.Tensor | None = None  # as it was before
+    by_quorum: Averaging | None = None  # until its mean has come
+    tokens: float = 0.0  # what it is of, by quorum
+    empty: bool = False  # whether no rank had learned anything
 
 
 class _Fragment:
@@ -267,6 +338,9 @@ class _Fragment:
     Attributes:
         outer: the outer parameters, one after another.
         alike_at: the step in which the rank's own parameters became these; -1 if they are not.
+        tokens: what the rank has learned from since its latest contribution that counts.
+        left_out: how many averagings have ended without this rank.
+        quorum: how averagings are decided; None if they need all ranks.
     """
 
     def __init__(
@@ -275,6 +349,9 @@ class _Fragment:
         self._client = client
         self._number = number
         self.alike_at = -1
+        self.tokens = 0.0
+        self.left_out = 0
+        self.quorum: Quorum | None = None
         self._parameters = parameters
         self.outer = torch.empty(sum(one.numel() for one in parameters))
         self._read(self.outer)
@@ -282,6 +359,7 @@ class _Fragment:
         self._gradient = torch.zeros_like(self.outer)  # the pseudo-gradient, then the mean
         self._residual = None if client.wire_dtype == "float32" else torch.zeros_like(self.outer)
         self._made = 0  # outer steps
+        self._known = 0.0  # those that the rank knows of, by quorum
         self._averaging: _Averaging | None = None
 
     @property
@@ -290,8 +368,10 @@ class _Fragment:
         return math.inf if self._averaging is None else self._averaging.merges_at
 
     @torch.no_grad()
-    def begin(self, step: int, lr: float, momentum: float, merges_at: int) -> None:
-        """Start averaging what the ranks have learned."""
+    def begin(
+        self, step: int, lr: float, momentum: float, merges_at: int, *, last: bool = False
+    ) -> None:
+        """Start averaging what the ranks have learned; `last` if it is for the last time."""
         if self._averaging is not None:  # it was left behind by an interrupt
             self._wait()
             self._drop()
@@ -300,6 +380,23 @@ class _Fragment:
         ):
             # From what the rank went on from: the outer parameter, rounded to its own type.
             gradient.copy_(outer.to(parameter.dtype)).sub_(parameter.to(gradient))
+        if self.quorum is not None:
+            averaging = Averaging(
+                self.quorum,
+                self._number,
+                Arrival(self._made, self.tokens),
+                (lr, momentum),
+                contribution=self._gradient.clone(),
+                mean=self._gradient,
+                common=Common(self.outer, self._velocity),
+                known=self._known,
+                residual=self._residual,
+                last=last,
+            )
+            self._averaging = _Averaging(
+                merges_at, lr, momentum, by_quorum=averaging, tokens=self.tokens
+            )
+            return
         said = np.zeros((self._client.world_size, _SAID.size), np.uint8)
         mine = _SAID.pack(True, self._number, step, self._made, lr, momentum)
         said[self._client.rank] = np.frombuffer(mine, np.uint8)
@@ -319,19 +416,25 @@ class _Fragment:
         """Make the outer step, and have the rank go on from there; or return why there is none."""
         averaging, error = self._arrived()
         self._averaging = None
-        if error is not None:
+        if averaging is None:
             return error
-        lr, momentum = averaging.lr, averaging.momentum
+        if not averaging.empty:
+            self._make_step(averaging.lr, averaging.momentum)
+        self._made += 1
+        self.restore(alpha)
+        if not alpha:
+            self.tokens = 0.0  # what was learned meanwhile is forgotten
+        self.alike_at = -1 if alpha else step
+        return None
+
+    def _make_step(self, lr: float, momentum: float) -> None:
+        """Move the outer parameters by the mean."""
         # Products and sums one by one: what torch does in one go is rounded once or twice, as the
         # processor has it, and the ranks' processors may differ.
         gradient, velocity = self._gradient, self._velocity
         velocity.mul_(momentum).add_(gradient)
         gradient.add_(velocity * momentum).mul_(lr)
         self.outer.sub_(gradient)
-        self._made += 1
-        self.restore(alpha)
-        self.alike_at = -1 if alpha else step
-        return None
 
     @torch.no_grad()
     def restore(self, alpha: float) -> None:
@@ -350,6 +453,7 @@ class _Fragment:
                 raise error
         return {
             "made": self._made,
+            "tokens": self.tokens,
             "outer": self.outer.clone(),
             "velocity": self._velocity.clone(),
             "residual": None if self._residual is None else self._residual.clone(),
@@ -362,6 +466,8 @@ class _Fragment:
         self._averaging = None
         self.alike_at = -1
         self._made = state["made"]
+        self.tokens = state.get("tokens", 0.0)
+        self._known = math.inf
         self.outer.copy_(state["outer"])
         self._velocity.copy_(state["velocity"])
         if self._residual is not None:
@@ -372,21 +478,65 @@ class _Fragment:
             self._gradient.copy_(mean)
             self._averaging = _Averaging(merges_at, lr, momentum)
 
-    def _arrived(self) -> tuple[_Averaging, ReductionError | None]:
+    def _arrived(self) -> tuple[_Averaging | None, ReductionError | None]:
         """Wait for the mean; without one, what the rank has learned stays its own."""
         assert self._averaging is not None
         averaging = self._averaging
+        if averaging.by_quorum is not None:
+            return self._arrived_by_quorum(averaging, averaging.by_quorum)
         failed = self._wait()
         if not failed and averaging.said is not None:
             failed = _differences(averaging.said)
         if failed:
             self._drop()
-            return averaging, failed[0]
+            return None, failed[0]
         self._averaging = averaging._replace(works=(), said=None, residual=None)
         return self._averaging, None
 
+    def _arrived_by_quorum(
+        self, averaging: _Averaging, made: Averaging
+    ) -> tuple[_Averaging | None, ReductionError | None]:
+        """Wait for the decision, and for the mean if this rank's contribution is in it."""
+        error = made.wait()
+        self._averaging = None
+        if made.outcome in {Outcome.AVERAGED, Outcome.COUNTED}:
+            self.tokens -= averaging.tokens
+        if made.outcome is Outcome.AVERAGED:
+            if made.common is not None:
+                self._shift(made.common.outer - self.outer)
+                self.outer.copy_(made.common.outer)
+                self._velocity.copy_(made.common.velocity)
+            self._made = made.steps
+            self._known = made.steps + 1.0
+            self._averaging = averaging._replace(by_quorum=None, empty=made.empty)
+        elif made.outcome is Outcome.COUNTED:
+            self._shift(made.contribution)
+            self._known = math.inf  # how many there are by now is not known
+        elif made.outcome is Outcome.LEFT_OUT:
+            self.left_out += 1
+            self._known = math.inf  # it waits next time, however late it is
+            log.warning(
+                "the averaging of fragment %d has ended without this rank, which was late: what it "
+                "has learned is part of its next one",
+                self._number,
+            )
+            if made.last:
+                error = ReductionTimeout(
+                    "the other ranks have made their last averaging without this one, which was "
+                    "late: what it has learned since its previous one is not in their parameters"
+                )
+        return self._averaging, error
+
+    @torch.no_grad()
+    def _shift(self, by: torch.Tensor) -> None:
+        """Have the rank go on from elsewhere, with what it has learned."""
+        for parameter, view in zip(self._parameters, self._views(by), strict=True):
+            parameter.copy_(parameter.to(view).add_(view))
+
     def _wait(self) -> list[ReductionError]:
         """Wait for the all-reduces in progress, and return their errors."""
+        if self._averaging is not None and self._averaging.by_quorum is not None:
+            self._averaging.by_quorum.wait()
         works = () if self._averaging is None else self._averaging.works
         return [error for work in works if (error := _failure(work))]
 
@@ -465,6 +615,32 @@ def _check(
         raise ConfigError(f"delay={delay}: give 0 to {every}, the steps until the next averaging")
     if alpha is not None and not 0 <= alpha < 1:
         raise ConfigError(f"alpha={alpha}: give 0 to less than 1")
+
+
+def _check_quorum(
+    client: Client, min_ranks: int | None, grace: float | str | None, store: Store | None
+) -> float:
+    """Refuse arguments by which no ranks could decide; return the grace in seconds.
+
+    Raises:
+        ConfigError: the message says what to write.
+    """
+    if min_ranks is None:
+        if grace is not None or store is not None:
+            raise ConfigError("grace= and store= go with min_ranks=: give that, or none of them")
+        return 0.0
+    if not 1 <= min_ranks <= client.world_size:
+        raise ConfigError(f"min_ranks={min_ranks}: give 1 to {client.world_size}, the ranks")
+    if grace is None or store is None:
+        raise ConfigError(
+            "min_ranks= needs grace=, for how long so many ranks wait for the others, and store=, "
+            "where they decide: a torch.distributed.TCPStore in a process that is none of theirs"
+        )
+    client.check_subgroups()
+    grace_s = config.patience("grace", grace)
+    if not 0 < grace_s < math.inf:
+        raise ConfigError(f"grace={grace}: give more than 0 s, and more than an averaging takes")
+    return grace_s
 
 
 def _parts(parameters: list[torch.nn.Parameter], count: int) -> list[list[torch.nn.Parameter]]:

@@ -1,0 +1,114 @@
+"""One rank of test_quorum: it trains, and averages by quorum, while the test stops and kills ranks.
+
+Started as ``python -m tests.integration.quorum_rank SETTINGS`` (JSON, see `Settings`) with the
+launcher's usual environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+import worker_client
+from reducer.errors import ReductionError
+from tests.ranks import write_result
+from worker_client.outer import OuterOptimizer
+
+WIDTH = 300
+PAUSE_S = 0.05  # a process in which a step takes longer was stopped in it
+
+
+class Settings(NamedTuple):
+    """What the ranks do.
+
+    Attributes:
+        port: of the store.
+        min_ranks, grace, every, fragments, delay: of the outer optimizer.
+        steps: of each rank.
+        step_s: how long each of them takes.
+    """
+
+    port: int
+    min_ranks: int
+    grace: float
+    steps: int
+    every: int = 10
+    step_s: float = 0.02
+    fragments: int = 2
+    delay: int = 0
+
+
+def main() -> None:
+    """Train, and write what came of it."""
+    settings = Settings(**json.loads(sys.argv[1]))
+    store = TCPStore("127.0.0.1", settings.port, is_master=False)
+    client = worker_client.init()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    outer = OuterOptimizer(
+        model,
+        client,
+        every=settings.every,
+        fragments=settings.fragments,
+        delay=settings.delay,
+        min_ranks=settings.min_ranks,
+        grace=settings.grace,
+        store=store,
+    )
+    chance = torch.Generator().manual_seed(client.rank)
+    digests: dict[str, str] = {}
+    waits: list[tuple[float, float]] = []
+    errors: list[str] = []
+
+    def note() -> None:
+        for fragment in outer._fragments:
+            key = f"{fragment._number}.{fragment._made}"
+            common = torch.cat([fragment.outer, fragment._velocity])
+            digests.setdefault(key, hashlib.sha256(common.numpy().tobytes()).hexdigest())
+
+    note()
+    sys.stdout.write("begins\n")
+    sys.stdout.flush()
+    for _ in range(settings.steps):
+        time.sleep(settings.step_s)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=chance), alpha=0.01)
+        began = time.monotonic()
+        try:
+            outer.step(tokens=client.rank + 1)
+        except ReductionError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        waits.append((began, time.monotonic()))
+        note()
+    began = time.monotonic()
+    try:
+        outer.finish()
+    except ReductionError as error:
+        errors.append(f"at the end: {type(error).__name__}: {error}")
+    note()
+    weights = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    write_result(
+        {
+            "digests": digests,
+            "waits": waits,
+            "last_s": time.monotonic() - began,
+            "errors": errors,
+            "left_out": outer.left_out,
+            "made": [fragment._made for fragment in outer._fragments],
+            "weights": hashlib.sha256(weights).hexdigest(),
+        }
+    )
+    client.shutdown()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("REDUCTION_TIMEOUT", "60s")
+    main()

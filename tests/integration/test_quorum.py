@@ -1,0 +1,493 @@
+"""Averagings by quorum: ranks that are late, stopped amid one, or dead; the same bits at all."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from reducer.errors import ConfigError, MembershipError, MismatchError, ReductionTimeout
+from tests.conftest import joined
+from tests.integration.calls import until_stopped
+from tests.integration.test_outer import (
+    INT8,
+    WIDE,
+    F,
+    Rank,
+    each,
+    layers,
+    outer_state,
+    own_step,
+    weights,
+)
+from tests.ranks import ROOT, environments, ranks
+from worker_client.commands.demo.ranks import free_port
+from worker_client.outer import OuterOptimizer
+from worker_client.outer.averaging import Averaging
+from worker_client.outer.quorum import Participant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.ranks import Ranks
+    from worker_client.client.client import Client
+    from worker_client.outer.quorum import Attempt
+
+SLOW_LINKS = ROOT / "docs" / "slow-links.md"
+MODULE = "tests.integration.quorum_rank"
+STOPS_IN_A_CONTRIBUTION = "worker.before_send=stop@44"
+STOPS_IN_A_RESULT = "worker.received=stop@44"
+
+
+@contextmanager
+def training(
+    servers: list[str], world_size: int, *, failpoints: str = "", more: Any = None, **settings: Any
+) -> Iterator[Ranks]:
+    """Ranks that train; the last one has the failpoints."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = environments(world_size, servers, **{"REDUCTION_TIMEOUT": "60s", **(more or {})})
+    given[-1]["REDUCTION_FAILPOINTS"] = failpoints
+    said = json.dumps({"port": store.port, **settings})  # the test may have one of its own
+    with ranks(given, "-m", MODULE, said, talk=True) as job:
+        yield job
+
+
+def check_alike(results: list[dict[str, Any]]) -> None:
+    """Every outer step of a fragment is the same at all ranks that have it."""
+    seen: dict[str, str] = {}
+    for result in results:
+        for step, digest in result["digests"].items():
+            assert seen.setdefault(step, digest) == digest, f"outer step {step} differs"
+
+
+def longest(result: dict[str, Any]) -> float:
+    return max(end - begin for begin, end in result["waits"])
+
+
+def test_a_rank_is_stopped_amid_an_averaging(pool: list[str]) -> None:
+    check_stop(pool, STOPS_IN_A_CONTRIBUTION, "1s")  # the reducers give it up
+
+
+@pytest.mark.parametrize(
+    ("failpoints", "patience"),
+    [(STOPS_IN_A_CONTRIBUTION, "30s"), (STOPS_IN_A_RESULT, "1s"), (STOPS_IN_A_RESULT, "30s")],
+)
+def test_a_rank_is_stopped_elsewhere_or_given_up_by_the_others(
+    pool: list[str], failpoints: str, patience: str
+) -> None:
+    check_stop(pool, failpoints, patience)
+
+
+def check_stop(pool: list[str], failpoints: str, patience: str) -> None:
+    more = {"REDUCTION_PATIENCE": patience, "REDUCTION_CHUNK_BYTES": "64KiB"}
+    settings = {"min_ranks": 2, "grace": 1.5, "steps": 60}
+    with training(pool, 3, failpoints=failpoints, more=more, **settings) as job:
+        until_stopped(job[2].pid)
+        time.sleep(2.5)
+        job[2].send_signal(signal.SIGCONT)
+        results = job.results()
+    check_alike(results)
+    assert [result["errors"] for result in results] == [[]] * 3
+    assert len({result["weights"] for result in results}) == 1
+    assert [result["left_out"] > 0 for result in results] == [False, False, True]
+    # A busy machine aside, that is the grace and what an averaging takes.
+    assert max(longest(result) for result in results[:2]) < 1.5 + 1.0
+
+
+def test_a_rank_dies_and_every_averaging_ends_without_it(pool: list[str]) -> None:
+    settings = {"min_ranks": 2, "grace": 0.5, "steps": 40, "fragments": 1, "port": free_port()}
+    (store,) = re.findall(r"^ +python -c \"(.*TCPStore.*)\"$", SLOW_LINKS.read_text(), re.M)
+    store = re.sub(r"'[\d.]+', \d+", f"'127.0.0.1', {settings['port']}", store)
+    with (
+        ranks(environments(1), "-c", store),
+        training(pool, 3, more={"REDUCTION_TIMEOUT": "3s"}, **settings) as job,
+    ):
+        assert [rank.stdout.readline() for rank in job] == ["begins\n"] * 3
+        job[1].kill()
+        first, third = job.results(killed=[1])
+    check_alike([first, third])
+    assert first["weights"] == third["weights"]
+    assert (first["errors"], first["made"]) == ([], [5])
+    assert 3.0 < first["last_s"] < 5.0, "the last one waits for all, for as long as a call may take"
+
+
+@pytest.mark.parametrize("patience", ["1s", "60s"])
+def test_one_of_eight_is_stopped_again_and_again(pool: list[str], patience: str) -> None:
+    grace_s = 5.0
+    chance = random.Random(patience)
+    stops: list[tuple[int, float, float]] = []
+    settings = {"min_ranks": 7, "grace": grace_s, "steps": 600, "step_s": 0.05}
+    with training(pool, 8, more={"REDUCTION_PATIENCE": patience}, **settings) as job:
+        assert [rank.stdout.readline() for rank in job] == ["begins\n"] * 8
+        while all(rank.poll() is None for rank in job) and len(stops) < 8:
+            time.sleep(chance.uniform(0.2, 1.0))
+            at = chance.randrange(8)
+            began = time.monotonic()
+            job[at].send_signal(signal.SIGSTOP)
+            time.sleep(chance.uniform(0.2, 2 * grace_s))
+            job[at].send_signal(signal.SIGCONT)
+            stops.append((at, began, time.monotonic()))
+            time.sleep(grace_s)  # it is in step again
+        results = job.results()
+    check_alike(results)
+    assert [result["errors"] for result in results] == [[]] * 8
+    assert len({result["weights"] for result in results}) == 1
+    assert sum(result["left_out"] for result in results) > 0
+    waits = [
+        end - begin
+        for rank, result in enumerate(results)
+        for begin, end in result["waits"]
+        if not any(one == rank and begin < to and since < end for one, since, to in stops)
+    ]
+    sys.stdout.write(f"{len(stops)} stops, longest wait {max(waits):.2f} s\n")
+    assert max(waits) < 1.1 * grace_s
+
+
+# -- in one process -----------------------------------------------------------------------------
+
+
+class Expected:
+    """Averagings by quorum by NumPy, all ranks in one place, of one fragment.
+
+    As in arXiv 2501.18512, but that a mean is over those that take part, each of which counts by
+    its tokens; and that a rank which is left out goes on from where it is.
+    """
+
+    def __init__(self, count: int, settings: dict[str, Any]) -> None:
+        self.settings = {"delay": 0, "alpha": 0.5 if settings.get("delay") else 0.0, **settings}
+        self.models = [layers() for _ in range(count)]
+        self.own = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
+        first = [one.detach().numpy().copy() for one in self.models[0].parameters()]
+        self.outer = [[one.copy() for one in first] for _ in range(count)]
+        self.velocity = [[np.zeros_like(one) for one in first] for _ in range(count)]
+        self.made = [0] * count
+        self.tokens = [0.0] * count
+
+    def learn(self, rank: int, step: int) -> None:
+        own_step(self.models[rank], self.own[rank], rank, step, 6)
+        self.tokens[rank] += tokens_of(rank)
+
+    @torch.no_grad()
+    def average(self, begins: int, members: list[int], unheard: int | None = None) -> None:
+        """Have all ranks learn in a step, and these average after it.
+
+        Args:
+            begins: number of the step.
+            members: whose contributions count.
+            unheard: the one of them that does not get the mean.
+        """
+        alpha, delay = F(self.settings["alpha"]), self.settings["delay"]
+        everybody = range(len(self.models))
+        for rank in everybody:
+            with torch.enable_grad():
+                self.learn(rank, begins)
+        own = [list(model.parameters()) for model in self.models]
+        sent = [
+            [outer - parameter.numpy() for outer, parameter in zip(*both, strict=True)]
+            for both in zip(self.outer, own, strict=True)
+        ]
+        tokens = [self.tokens[rank] for rank in everybody]
+        total = sum(tokens[rank] for rank in members)
+        latest = max(members, key=lambda rank: self.made[rank])
+        common = [one.copy() for one in self.outer[latest]]
+        velocity = [one.copy() for one in self.velocity[latest]]
+        for which in range(len(common)):
+            mean = sum_of([sent[r][which] * F(len(members) * tokens[r] / total) for r in members])
+            mean /= F(len(members))
+            velocity[which] = velocity[which] * F(0.9) + mean
+            common[which] = common[which] - (mean + velocity[which] * F(0.9)) * F(0.7)
+        for step in range(begins + 1, begins + 1 + delay):
+            for rank in everybody:
+                with torch.enable_grad():
+                    self.learn(rank, step)
+        for rank in members:
+            self.tokens[rank] -= tokens[rank]
+            if rank == unheard:
+                for parameter, counted in zip(own[rank], sent[rank], strict=True):
+                    parameter.add_(torch.from_numpy(counted))
+                continue
+            for which, parameter in enumerate(own[rank]):
+                moved = parameter.numpy().copy()
+                if self.made[rank] < self.made[latest]:
+                    moved += self.outer[latest][which] - self.outer[rank][which]
+                merged = moved * alpha + common[which] * (F(1) - alpha)
+                parameter.copy_(torch.from_numpy(merged if alpha else common[which]))
+        for rank in set(members) - {unheard}:
+            self.outer[rank] = [one.copy() for one in common]
+            self.velocity[rank] = [one.copy() for one in velocity]
+        made = self.made[latest] + 1
+        for rank in set(members) - {unheard}:
+            self.made[rank] = made
+
+    def outer_state(self, rank: int) -> list[bytes]:
+        kept = (self.outer[rank], self.velocity[rank])
+        return [b"".join(one.tobytes() for one in each_of) for each_of in kept]
+
+
+def sum_of(arrays: list[np.ndarray]) -> np.ndarray:
+    """In the order of ranks, one by one."""
+    total = arrays[0].copy()
+    for one in arrays[1:]:
+        total = total + one
+    return total
+
+
+def tokens_of(rank: int) -> float:
+    return 100.0 + 30 * rank
+
+
+def train(rank: Rank, until: int) -> None:
+    while rank.step < until:
+        own_step(rank.model, rank.sgd, rank.client.rank, rank.step, rank.width)
+        rank.step += 1
+        rank.outer.step(tokens=tokens_of(rank.client.rank))
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_ranks_and_numpy_have_the_same_bits(
+    pool: list[str], monkeypatch: pytest.MonkeyPatch, delay: int
+) -> None:
+    every = 5
+    settings = {"every": every, "delay": delay, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    unheard: list[int] = []
+    complete = Participant.complete
+
+    def lose(self: Participant) -> None:
+        """As a rank whose connections broke before its results came."""
+        if self._rank not in unheard:
+            complete(self)
+            return
+        unheard.remove(self._rank)
+        time.sleep(0.3)  # the others have decided
+        self.fail(())
+
+    monkeypatch.setattr(Participant, "complete", lose)
+    expected = Expected(3, {"delay": delay})
+    with joined(3, servers=pool, job="quorum", timeout=20) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings))
+        for rank in range(3):
+            for step in range(every - 1):
+                expected.learn(rank, step)
+        each(clients, lambda client: train(ranks[client.rank], every - 1))
+        for number, (members, lost) in enumerate(AVERAGINGS):
+            begins = every * (number + 1) - 1
+            expected.average(begins, members, lost)
+            unheard[:] = [] if lost is None else [lost]
+            in_time = [client for client in clients if client.rank in members]
+            late = [client for client in clients if client.rank not in members]
+            for group in (in_time, late):
+                if group:
+                    each(group, lambda client: train(ranks[client.rank], begins + every))  # noqa: B023
+            assert not unheard
+            for rank in range(3):
+                for step in range(begins + 1 + delay, begins + every):
+                    expected.learn(rank, step)
+            found = [outer_state(rank) for rank in ranks]
+            assert found == [expected.outer_state(rank) for rank in range(3)], number
+            made = [rank.outer._fragments[0]._made for rank in ranks]
+            assert made == expected.made
+        assert [rank.outer.left_out for rank in ranks] == [0, 1, 3]
+        each(clients, lambda client: ranks[client.rank].outer.finish())
+        assert len({weights(rank.model) for rank in ranks}) == 1
+        assert weights(ranks[0].model) == outer_state(ranks[1])[0]
+
+
+# Whose contributions count, and who of them does not get the mean.
+AVERAGINGS = [
+    ([0, 1, 2], None),
+    ([0, 1], None),
+    ([0, 1, 2], None),
+    ([0, 1], None),
+    ([0, 1, 2], 1),
+    ([0, 1, 2], None),
+    ([0, 2], None),
+    ([0, 1, 2], None),
+    ([0, 1], None),
+    ([0, 1, 2], 2),
+]
+
+
+def test_a_checkpoint_of_ranks_of_which_one_is_behind(pool: list[str]) -> None:
+    settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    with joined(3, servers=pool, job="quorum", timeout=20, **INT8) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings, WIDE))
+        each(clients, lambda client: ranks[client.rank].train(9))
+        each(clients[:2], lambda client: ranks[client.rank].train(14))
+        ranks[2].train(14)
+        saved = [rank.saved() for rank in ranks]
+        made = [rank.outer._fragments[0]._made for rank in ranks]
+        assert made == [2, 2, 1]
+
+        def go_on(client: Client) -> tuple[bytes, list[bytes]]:
+            rank = ranks[client.rank].train(22)
+            kept = rank.outer.state_dict()["fragments"][0]
+            rank.outer.finish()
+            return weights(rank.model), [
+                kept[key].numpy().tobytes() for key in ("outer", "velocity")
+            ]
+
+        went_on = each(clients, go_on)
+        assert [one == went_on[0] for one in went_on] == [True] * 3
+        for rank, file in zip(ranks, saved, strict=True):
+            rank.load(file)
+        assert each(clients, go_on) == went_on
+
+
+def test_a_finish_after_a_finish_changes_nothing(pool: list[str]) -> None:
+    settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    with joined(2, servers=pool, job="quorum", timeout=20) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings).train(8))
+        each(clients, lambda client: ranks[client.rank].outer.finish())
+        ended = [weights(rank.model) for rank in ranks]
+        each(clients, lambda client: ranks[client.rank].outer.finish())
+        assert [weights(rank.model) for rank in ranks] == ended
+        assert ended[0] == ended[1]
+
+
+def test_too_few_ranks(pool: list[str]) -> None:
+    settings = {"every": 2, "min_ranks": 2, "grace": 0.2, "store": HashStore()}
+    with joined(3, servers=pool, job="quorum", timeout=1) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings))
+        with pytest.raises(
+            ReductionTimeout, match=r"within 1 s, .*: ranks 1, 2 have not come"
+        ) as error:
+            ranks[0].train(2)
+        assert error.value.missing == (1, 2)
+        ranks[0].step += 1
+        each(clients, lambda client: ranks[client.rank].train(4 + 2 * (client.rank == 0)))
+        first, *others = [outer_state(rank) for rank in ranks]
+        assert others == [first] * 2
+
+
+def test_ranks_that_differ(pool: list[str]) -> None:
+    settings = {"every": 2, "min_ranks": 1, "grace": 0.2, "store": HashStore()}
+    with joined(2, servers=pool, job="quorum", timeout=5) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings).train(2))
+        ranks[1].outer.lr = 0.5
+        waits = ThreadPoolExecutor(1)
+        with waits:
+            first = waits.submit(ranks[0].train, 4)
+            time.sleep(0.1)
+            said = r"learning rate and momentum: rank 0 says \(0.7, 0.9\), rank 1 says \(0.5, 0.9\)"
+            with pytest.raises(MismatchError, match=said):
+                ranks[1].train(4)
+            assert first.result(5).outer.left_out == 0
+        state = ranks[0].outer.state_dict()
+        with pytest.raises(MismatchError, match="ranks disagree on grace: rank 0"):
+            each(clients, lambda c: Rank(c, {**settings, "grace": 0.2 + c.rank}))
+        assert state["fragments"][0]["made"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"grace": 1.0}, "grace= and store= go with min_ranks="),
+        ({"min_ranks": 3, "grace": 1.0, "store": HashStore()}, "min_ranks=3: give 1 to 2"),
+        ({"min_ranks": 2, "grace": 1.0}, "min_ranks= needs grace=.* and store="),
+        ({"min_ranks": 2, "grace": 0, "store": HashStore()}, "grace=0: give more than 0 s"),
+        ({"min_ranks": 2, "grace": "soon", "store": HashStore()}, "grace"),
+    ],
+)
+def test_wrong_arguments(pool: list[str], arguments: dict[str, Any], said: str) -> None:
+    with joined(2, servers=pool, job="quorum") as (client, _):
+        with pytest.raises(ConfigError, match=said):
+            OuterOptimizer(layers(), client, every=2, **arguments)
+        with pytest.raises(ConfigError, match="weight= takes a finite number"):
+            OuterOptimizer.step(OuterOptimizer.__new__(OuterOptimizer), tokens=-1.0)
+
+
+def test_jobs_that_cannot_have_one_of_some_ranks(pool: list[str]) -> None:
+    quorum: dict[str, Any] = {"min_ranks": 1, "grace": 1.0, "store": HashStore()}
+    with (
+        joined(1, servers=pool, job="quorum", on_rank_lost="continue") as (client,),
+        pytest.raises(ConfigError, match="without REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST"),
+    ):
+        OuterOptimizer(layers(), client, every=2, **quorum)
+
+
+def begin_late(self: Averaging, attempt: Attempt) -> None:
+    """Rank 1 contributes when the others have given it up."""
+    time.sleep(1.0 if self._quorum.client.rank == 1 else 0.0)
+    BEGIN(self, attempt)
+
+
+BEGIN = Averaging._begin
+
+
+def test_a_void_attempt_leaves_no_trace(pool: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*, void: bool) -> list[list[bytes]]:
+        settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+        with joined(3, servers=pool, job="quorum", timeout=20, **INT8) as clients:
+            ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
+            with monkeypatch.context() as patch:
+                if void:
+                    patch.setattr(Averaging, "_begin", begin_late)
+                    each(clients, lambda client: ranks[client.rank].train(14))
+                else:
+                    each(clients[::2], lambda client: ranks[client.rank].train(14))
+                    ranks[1].train(14)
+            assert [rank.outer.left_out for rank in ranks] == [0, 1, 0]
+            return [outer_state(rank) for rank in ranks]
+
+    assert train(void=True) == train(void=False)
+
+
+def test_the_last_averaging_of_the_others_ends_without_a_rank(
+    pool: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    with joined(3, servers=pool, job="quorum", timeout=20) as clients:
+        ranks = each(clients, lambda client: Rank(client, settings).train(8))
+        monkeypatch.setattr(Averaging, "_begin", begin_late)
+
+        def finish(client: Client) -> str:
+            try:
+                ranks[client.rank].outer.finish()
+            except ReductionTimeout as error:
+                return str(error)
+            return ""
+
+        first, second, third = each(clients, finish)
+        assert (first, third) == ("", "")
+        assert "have made their last averaging without this one" in second
+        assert weights(ranks[0].model) == weights(ranks[2].model) != weights(ranks[1].model)
+        assert outer_state(ranks[1]) != outer_state(ranks[0]), "it has no part in that"
+
+
+class Fails(HashStore):
+    """A store that is gone after a while."""
+
+    gone = False
+
+    def compare_set(self, *arguments: Any) -> bytes:
+        if self.gone:
+            raise RuntimeError("connection reset by peer")
+        return super().compare_set(*arguments)
+
+
+def test_a_store_that_is_gone(pool: list[str]) -> None:
+    store = Fails()
+    settings = {"every": 2, "min_ranks": 1, "grace": 0.2, "store": store}
+    with joined(1, servers=pool, job="quorum") as (client,):
+        rank = Rank(client, settings).train(3)
+        before = outer_state(rank)
+        store.gone = True
+        with pytest.raises(MembershipError, match=r"has failed \(connection reset by peer\)"):
+            rank.train(4)
+        assert outer_state(rank) == before
+        store.gone, rank.step = False, 4
+        rank.train(6)
+        store.delete_key(f"{rank.outer._fragments[0].quorum.name}/1")  # as if it were another one
+        with pytest.raises(MismatchError, match="rank 0 says 0, rank 0 says 2"):
+            rank.train(8)
