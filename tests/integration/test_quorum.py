@@ -18,8 +18,8 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from reducer.errors import ConfigError, MembershipError, MismatchError, ReductionTimeout
-from tests.conftest import joined
-from tests.integration.calls import until_stopped
+from tests.conftest import joined, local_pool
+from tests.integration.calls import process_of, until_stopped
 from tests.integration.test_outer import (
     INT8,
     WIDE,
@@ -32,6 +32,7 @@ from tests.integration.test_outer import (
     weights,
 )
 from tests.ranks import ROOT, environments, ranks
+from tests.waits import eventually
 from worker_client.commands.demo.ranks import free_port
 from worker_client.outer import OuterOptimizer
 from worker_client.outer.averaging import Averaging
@@ -414,6 +415,24 @@ def test_jobs_that_cannot_have_one_of_some_ranks(pool: list[str]) -> None:
         pytest.raises(ConfigError, match="without REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST"),
     ):
         OuterOptimizer(layers(), client, every=2, **quorum)
+
+
+def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
+    def train(*, kill: bool) -> list[list[bytes]]:
+        settings = {"every": 5, "min_ranks": 2, "grace": 10.0, "store": HashStore()}
+        with local_pool(2) as servers, joined(3, servers=servers, job="quorum", **INT8) as clients:
+            ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
+            if kill:
+                process_of(servers[1]).kill()
+                eventually(lambda: not any(all(client.in_use) for client in clients))
+            began = time.monotonic()
+            each(clients, lambda client: ranks[client.rank].train(10))
+            assert time.monotonic() - began < 2.5, "a second more than without the loss"
+            each(clients, lambda client: ranks[client.rank].outer.finish())
+            assert [rank.outer.left_out for rank in ranks] == [0] * 3
+            return [outer_state(rank) for rank in ranks]
+
+    assert train(kill=True) == train(kill=False)
 
 
 def begin_late(self: Averaging, attempt: Attempt) -> None:

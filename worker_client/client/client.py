@@ -16,6 +16,7 @@ from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
+from worker_client.communicators.membership import PATIENCE_S
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import parse, parse_op, refuse_extras
@@ -450,9 +451,9 @@ class Client:
                 f"the job's name {spec.job!r} is too long for a job of some of its ranks, "
                 f"{job!r}: give it {len(job.encode()) - MAX_JOB_NAME_BYTES} bytes less"
             )
-        return enter(
-            replace(spec, job=job, rank=list(ranks).index(spec.rank), world_size=len(ranks))
-        )
+        its = replace(spec, job=job, rank=list(ranks).index(spec.rank), world_size=len(ranks))
+        # Who begins when a reducer is lost already does not wait for it.
+        return enter(its if all(self.in_use) else replace(its, patience_s=PATIENCE_S))
 
     def check_subgroups(self) -> Callable[[JobSpec], Client]:
         """Return what joins a job of some of this job's ranks.
