@@ -92,10 +92,10 @@ def test_a_rank_is_stopped_elsewhere_or_given_up_by_the_others(
 
 def check_stop(pool: list[str], failpoints: str, patience: str) -> None:
     more = {"REDUCTION_PATIENCE": patience, "REDUCTION_CHUNK_BYTES": "64KiB"}
-    settings = {"min_ranks": 2, "grace": 1.5, "steps": 60}
+    settings = {"min_ranks": 2, "grace": 2.5, "steps": 60}
     with training(pool, 3, failpoints=failpoints, more=more, **settings) as job:
         until_stopped(job[2].pid)
-        time.sleep(2.5)
+        time.sleep(4.0)
         job[2].send_signal(signal.SIGCONT)
         results = job.results()
     check_alike(results)
@@ -103,11 +103,11 @@ def check_stop(pool: list[str], failpoints: str, patience: str) -> None:
     assert len({result["weights"] for result in results}) == 1
     assert [result["left_out"] > 0 for result in results] == [False, False, True]
     # A busy machine aside, that is the grace and what an averaging takes.
-    assert max(longest(result) for result in results[:2]) < 1.5 + 1.0
+    assert max(longest(result) for result in results[:2]) < 2.5 + 1.0
 
 
 def test_a_rank_dies_and_every_averaging_ends_without_it(pool: list[str]) -> None:
-    settings = {"min_ranks": 2, "grace": 0.5, "steps": 40, "fragments": 1, "port": free_port()}
+    settings = {"min_ranks": 2, "grace": 1.5, "steps": 20, "fragments": 1, "port": free_port()}
     (store,) = re.findall(r"^ +python -c \"(.*TCPStore.*)\"$", SLOW_LINKS.read_text(), re.M)
     store = re.sub(r"'[\d.]+', \d+", f"'127.0.0.1', {settings['port']}", store)
     with (
@@ -119,7 +119,7 @@ def test_a_rank_dies_and_every_averaging_ends_without_it(pool: list[str]) -> Non
         first, third = job.results(killed=[1])
     check_alike([first, third])
     assert first["weights"] == third["weights"]
-    assert (first["errors"], first["made"]) == ([], [5])
+    assert (first["errors"], first["made"]) == ([], [3])
     assert 3.0 < first["last_s"] < 5.0, "the last one waits for all, for as long as a call may take"
 
 
@@ -236,6 +236,24 @@ class Expected:
         return [b"".join(one.tobytes() for one in each_of) for each_of in kept]
 
 
+class Impatience:
+    """Has ranks wait for others for a moment, or for long, whatever a busy machine does.
+
+    Attributes:
+        now: whether those that are late are not waited for.
+    """
+
+    now = False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        begin = Participant.__init__
+
+        def choose(participant: Participant, *arguments: Any, **named: Any) -> None:
+            begin(participant, *arguments, **{**named, "grace_s": 0.1 if self.now else 60.0})
+
+        monkeypatch.setattr(Participant, "__init__", choose)
+
+
 def sum_of(arrays: list[np.ndarray]) -> np.ndarray:
     """In the order of ranks, one by one."""
     total = arrays[0].copy()
@@ -260,7 +278,8 @@ def test_ranks_and_numpy_have_the_same_bits(
     pool: list[str], monkeypatch: pytest.MonkeyPatch, delay: int
 ) -> None:
     every = 5
-    settings = {"every": every, "delay": delay, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    settings = {"every": every, "delay": delay, "min_ranks": 2, "grace": 60, "store": HashStore()}
+    impatient = Impatience(monkeypatch)
     unheard: list[int] = []
     complete = Participant.complete
 
@@ -287,6 +306,7 @@ def test_ranks_and_numpy_have_the_same_bits(
             unheard[:] = [] if lost is None else [lost]
             in_time = [client for client in clients if client.rank in members]
             late = [client for client in clients if client.rank not in members]
+            impatient.now = bool(late)
             for group in (in_time, late):
                 if group:
                     each(group, lambda client: train(ranks[client.rank], begins + every))  # noqa: B023
@@ -298,6 +318,7 @@ def test_ranks_and_numpy_have_the_same_bits(
             assert found == [expected.outer_state(rank) for rank in range(3)], number
             made = [rank.outer._fragments[0]._made for rank in ranks]
             assert made == expected.made
+        impatient.now = False
         assert [rank.outer.left_out for rank in ranks] == [0, 1, 3]
         each(clients, lambda client: ranks[client.rank].outer.finish())
         assert len({weights(rank.model) for rank in ranks}) == 1
@@ -319,13 +340,18 @@ AVERAGINGS = [
 ]
 
 
-def test_a_checkpoint_of_ranks_of_which_one_is_behind(pool: list[str]) -> None:
-    settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+def test_a_checkpoint_of_ranks_of_which_one_is_behind(
+    pool: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"every": 5, "min_ranks": 2, "grace": 60, "store": HashStore()}
+    impatient = Impatience(monkeypatch)
     with joined(3, servers=pool, job="quorum", timeout=20, **INT8) as clients:
         ranks = each(clients, lambda client: Rank(client, settings, WIDE))
         each(clients, lambda client: ranks[client.rank].train(9))
+        impatient.now = True
         each(clients[:2], lambda client: ranks[client.rank].train(14))
         ranks[2].train(14)
+        impatient.now = False
         saved = [rank.saved() for rank in ranks]
         made = [rank.outer._fragments[0]._made for rank in ranks]
         assert made == [2, 2, 1]
@@ -346,7 +372,7 @@ def test_a_checkpoint_of_ranks_of_which_one_is_behind(pool: list[str]) -> None:
 
 
 def test_a_finish_after_a_finish_changes_nothing(pool: list[str]) -> None:
-    settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    settings = {"every": 5, "min_ranks": 2, "grace": 60, "store": HashStore()}
     with joined(2, servers=pool, job="quorum", timeout=20) as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(8))
         each(clients, lambda client: ranks[client.rank].outer.finish())
@@ -357,11 +383,11 @@ def test_a_finish_after_a_finish_changes_nothing(pool: list[str]) -> None:
 
 
 def test_too_few_ranks(pool: list[str]) -> None:
-    settings = {"every": 2, "min_ranks": 2, "grace": 0.2, "store": HashStore()}
-    with joined(3, servers=pool, job="quorum", timeout=1) as clients:
+    settings = {"every": 2, "min_ranks": 2, "grace": 60, "store": HashStore()}
+    with joined(3, servers=pool, job="quorum", timeout=3) as clients:
         ranks = each(clients, lambda client: Rank(client, settings))
         with pytest.raises(
-            ReductionTimeout, match=r"within 1 s, .*: ranks 1, 2 have not come"
+            ReductionTimeout, match=r"within 3 s, .*: ranks 1, 2 have not come"
         ) as error:
             ranks[0].train(2)
         assert error.value.missing == (1, 2)
@@ -372,22 +398,22 @@ def test_too_few_ranks(pool: list[str]) -> None:
 
 
 def test_ranks_that_differ(pool: list[str]) -> None:
-    settings = {"every": 2, "min_ranks": 1, "grace": 0.2, "store": HashStore()}
-    with joined(2, servers=pool, job="quorum", timeout=5) as clients:
+    store = HashStore()
+    settings = {"every": 2, "min_ranks": 2, "grace": 60, "store": store}
+    with joined(2, servers=pool, job="quorum", timeout=20) as clients, ThreadPoolExecutor(1) as one:
         ranks = each(clients, lambda client: Rank(client, settings).train(2))
         ranks[1].outer.lr = 0.5
-        waits = ThreadPoolExecutor(1)
-        with waits:
-            first = waits.submit(ranks[0].train, 4)
-            time.sleep(0.1)
-            said = r"learning rate and momentum: rank 0 says \(0.7, 0.9\), rank 1 says \(0.5, 0.9\)"
-            with pytest.raises(MismatchError, match=said):
-                ranks[1].train(4)
-            assert first.result(5).outer.left_out == 0
-        state = ranks[0].outer.state_dict()
+        first = one.submit(ranks[0].train, 4)
+        register = f"{ranks[0].outer._fragments[0].quorum.name}/1"
+        eventually(lambda: b'"arrived": {"0"' in store.get(register))
+        said = r"learning rate and momentum: rank 0 says \(0.7, 0.9\), rank 1 says \(0.5, 0.9\)"
+        with pytest.raises(MismatchError, match=said):
+            ranks[1].train(4)
+        ranks[1].outer.lr, ranks[1].step = 0.7, 4
+        ranks[1].train(6)
+        assert outer_state(ranks[1]) == outer_state(first.result(20))
         with pytest.raises(MismatchError, match="ranks disagree on grace: rank 0"):
-            each(clients, lambda c: Rank(c, {**settings, "grace": 0.2 + c.rank}))
-        assert state["fragments"][0]["made"] == 2
+            each(clients, lambda c: Rank(c, {**settings, "grace": 60 + c.rank}))
 
 
 @pytest.mark.parametrize(
@@ -437,7 +463,7 @@ def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
 
 def begin_late(self: Averaging, attempt: Attempt) -> None:
     """Rank 1 contributes when the others have given it up."""
-    time.sleep(1.0 if self._quorum.client.rank == 1 else 0.0)
+    time.sleep(3.0 if self._quorum.client.rank == 1 else 0.0)
     BEGIN(self, attempt)
 
 
@@ -446,7 +472,7 @@ BEGIN = Averaging._begin
 
 def test_a_void_attempt_leaves_no_trace(pool: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def train(*, void: bool) -> list[list[bytes]]:
-        settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+        settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
         with joined(3, servers=pool, job="quorum", timeout=20, **INT8) as clients:
             ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
             with monkeypatch.context() as patch:
@@ -465,7 +491,7 @@ def test_a_void_attempt_leaves_no_trace(pool: list[str], monkeypatch: pytest.Mon
 def test_the_last_averaging_of_the_others_ends_without_a_rank(
     pool: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"every": 5, "min_ranks": 2, "grace": 0.4, "store": HashStore()}
+    settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
     with joined(3, servers=pool, job="quorum", timeout=20) as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(8))
         monkeypatch.setattr(Averaging, "_begin", begin_late)
@@ -497,7 +523,7 @@ class Fails(HashStore):
 
 def test_a_store_that_is_gone(pool: list[str]) -> None:
     store = Fails()
-    settings = {"every": 2, "min_ranks": 1, "grace": 0.2, "store": store}
+    settings = {"every": 2, "min_ranks": 1, "grace": 60, "store": store}
     with joined(1, servers=pool, job="quorum") as (client,):
         rank = Rank(client, settings).train(3)
         before = outer_state(rank)
