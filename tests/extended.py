@@ -98,11 +98,21 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "tests/quorum/test_decision.py": {
         "test_all_ranks_have_the_same_outer_steps": ("test_in_many_more_trainings_as_well",),
+        "test_a_broken_rule_is_noticed": (
+            "test_a_broken_rule_is_noticed[void-attempt-goes-on]",
+            "test_a_broken_rule_is_noticed[late-rank-stays]",
+        ),
     },
     "tests/integration/test_quorum.py": {
-        "test_a_rank_is_stopped_amid_an_averaging": (
+        "test_ranks_and_numpy_have_the_same_bits": (
+            "test_a_rank_is_stopped_amid_an_averaging",
             "test_a_rank_is_stopped_elsewhere",
+            "test_a_rank_dies_and_every_averaging_ends_without_it",
+            "test_a_reducer_dies_and_the_bits_are_the_same",
+            "test_a_void_attempt_leaves_no_trace",
             "test_one_of_eight_is_stopped_again_and_again",
+            "test_the_last_averaging_of_the_others_ends_without_a_rank",
+            "test_too_few_ranks",
         ),
     },
     "tests/memberships/test_memberships.py": {
@@ -361,6 +371,7 @@ ROWS = (
     ),
     Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
+    Row("tests/bench/test_shown_commands.py", ()),
     *(
         Row(tests, ("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]",))
         for tests in (

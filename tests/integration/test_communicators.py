@@ -36,7 +36,7 @@ from worker_client.communicators.node_sockets import NodeSockets, connect_node
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
 from worker_client.protocol.operation import Operation, refused
-from worker_client.protocol.spec import JobSpec
+from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 from worker_client.runtime.service_thread import STOP_S
 
@@ -62,6 +62,7 @@ BLOCKS = {
     "hierarchical, blocks": HierarchicalCommunicator,
 }
 RANKS = 4
+HEARTBEATS = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
 numbers = itertools.count()
 
 
@@ -120,6 +121,7 @@ def composed(kind: str, rank: int, servers: list[str], board: Board, number: int
         fallback=falls_back,
         elastic=kind.startswith("elastic"),
         process=str(rank),
+        heartbeats=HEARTBEATS,
     )
     return composer._around(composer._inner(spec, lambda: None, group), "ordered")
 

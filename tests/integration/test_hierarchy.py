@@ -119,8 +119,10 @@ def ranks_on(
 @pytest.fixture(scope="module")
 def six(servers: list[str]) -> Iterator[list[Client]]:
     """Two nodes of three ranks each."""
-    with ranks_on(2, 3, servers) as clients:
-        yield clients
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDUCTION_PATIENCE", "4s")  # all ranks are threads of this one process
+        with ranks_on(2, 3, servers) as clients:
+            yield clients
 
 
 def contributions(dtype: str, count: int, ranks: int) -> list[np.ndarray]:
