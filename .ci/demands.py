@@ -87,12 +87,13 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/errors.py reducer/pool.py", (DOCS,)),
     (
         _modules(
-            "accelerate client collectives ddp elastic fsdp jax keras lightning local_sgd outer "
+            "accelerate client collectives ddp elastic fsdp jax keras lightning local_sgd "
             "tensorflow torchft work"
         ),
         (DOCS,),
     ),
-    ("worker_client/__init__.py worker_client/horovod/* worker_client/torch_backend/*", (DOCS,)),
+    ("worker_client/__init__.py worker_client/outer/*", (DOCS,)),
+    ("worker_client/horovod/* worker_client/torch_backend/*", (DOCS,)),
     ("tests/frameworks/torch_suite.py", (TORCH_SUITE,)),
     ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),
     ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),
