@@ -62,7 +62,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "fuzz/README": "Fuzzing",
     },
 }
-BELOW = {"docs/architecture": ("numbers", "flow", "failure", "threads", "security")}
+BELOW = {"docs/architecture": ("numbers", "flow", "failure", "threads", "security", "quorum")}
 ELSEWHERE = [page for part in PARTS.values() for page in part if not page.startswith("docs/")]
 include_patterns = ["docs/**.md", "docs/**.rst", *(f"{page}.md" for page in ELSEWHERE)]
 exclude_patterns = [".*", "build", "dist", "**/__pycache__"]
