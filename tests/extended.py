@@ -372,6 +372,7 @@ ROWS = (
     Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
     Row("tests/bench/test_shown_commands.py", ()),
+    Row("tests/lab/test_delay.py::test_a_pulled_cable", ()),
     *(
         Row(tests, ("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]",))
         for tests in (
