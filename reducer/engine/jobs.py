@@ -94,7 +94,7 @@ class Job:
         self.max_chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
         self.members: dict[int, Member] = {}
         self.lost: dict[int, tuple[int, RankLostError]] = {}
-        self.farewells: list[int] = []
+        self.farewells: set[int] = set()
         self.rounds = rounds
         self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
@@ -271,7 +271,6 @@ class Membership:
             job = Job(header, hello, self._slots.Rounds(hello.world_size), shown)
             if self._keeps_times:
                 job.rounds.keep_times()
-            self._recall(job, hello.process)
         else:
             job, earlier = earlier, None
             self._check_rejoin(job, header, hello)
@@ -282,10 +281,12 @@ class Membership:
         if job.key not in self.jobs:
             self.jobs[job.key] = job
             self._granted(job)
+            self._recall(job, hello.process)
         member = self._slots.Member(peer, header)
         self.changes += 1
         job.members[member.rank] = member
         job.lost.pop(member.rank, None)
+        job.farewells.discard(member.rank)
         job.barred.pop(member.rank, None)
         job.processes[member.rank] = hello.process
         job.keys[member.rank] = key
@@ -304,7 +305,7 @@ class Membership:
             self._uncount(job, member)
             job.lost[member.rank] = (member.watermark, reason)
             if member.state is LinkState.LEFT:
-                job.farewells.append(member.rank)
+                job.farewells.add(member.rank)
             if not job.members:
                 self._remember(job)
                 self._end(job)
@@ -314,9 +315,9 @@ class Membership:
         """Keep what a rank that was given up is to learn, if it comes back after its job."""
         if not job.farewells:
             return  # all of them may come back
-        rank = job.farewells[0]
+        rank = min(job.farewells)
         farewell = Farewell(job.generation, rank, job.processes[rank], *job.lost[rank])
-        for other in job.lost.keys() - set(job.farewells):
+        for other in job.lost.keys() - job.farewells:
             if process := job.processes[other]:
                 self._abandoned[job.key, process] = farewell
         while len(self._abandoned) > MAX_ABANDONED:
@@ -328,7 +329,7 @@ class Membership:
         if farewell is not None and farewell.generation == job.generation:
             job.lost[farewell.rank] = farewell.watermark, farewell.reason
             job.processes[farewell.rank] = farewell.process
-            job.farewells.append(farewell.rank)
+            job.farewells.add(farewell.rank)
 
     def keep_times(self) -> None:
         """Keep the times of rounds of jobs that begin from now on, for `take_times`."""

@@ -470,7 +470,7 @@ def test_an_older_kubernetes_is_refused(helm: Callable[..., CompletedProcess[str
 
 
 def schemas(schema: dict[str, Any], values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Return the schemas of all objects that take certain keys alone, with their defaults."""
+    """Return the schema of every object that refuses unknown keys, with its default."""
     yield schema, values
     for name, one in schema["properties"].items():
         if "properties" in one and "required" in one:

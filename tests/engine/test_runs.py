@@ -87,3 +87,13 @@ def test_who_left_an_earlier_life_of_a_job_is_waited_for(
     assert begun.engine.jobs == []
     begun.hello(1, run="one", process=process, generation=generation)
     assert begun.contribute(1, number(7), generation=generation) == []
+
+
+def test_a_rank_that_came_back_after_its_farewell_has_not_left_for_good(begun: Reducer) -> None:
+    begun.say(1, M.GOODBYE, NO_SEQUENCE)
+    assert kinds(begun.hello(1, run="one", process="process 1")) == [M.WELCOME]
+    begun.lose(b"1")
+    begun.lose(b"0")
+    assert begun.engine.jobs == []
+    begun.hello(0, run="one", process="process 0")
+    assert begun.contribute(0, number(7)) == []

@@ -161,8 +161,8 @@ def test_one_of_eight_is_stopped_again_and_again(pool: list[str], patience: str)
 class Expected:
     """Averagings by quorum by NumPy, all ranks in one place, of one fragment.
 
-    As in arXiv 2501.18512, but that a mean is over those that take part, each of which counts by
-    its tokens; and that a rank which is left out goes on from where it is.
+    As in arXiv 2501.18512 with two differences: the mean is over the ranks that take part, weighted
+    by their tokens, and a rank that is left out goes on from where it is.
     """
 
     def __init__(self, count: int, settings: dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class Impatience:
     """Has ranks wait for others for a moment, or for long, whatever a busy machine does.
 
     Attributes:
-        now: whether those that are late are not waited for.
+        now: whether the ranks do not wait for late ones.
     """
 
     now = False

@@ -35,7 +35,7 @@ def _at_once(self: Participant, register: Register) -> Any:
 
 
 def _same_number(self: Register, ranks: Collection[int], least: int) -> Register:
-    """Let those that are left make the same attempt, as if it were not void (5)."""
+    """Let the remaining ranks go on with a void attempt (5)."""
     left = without(self, ranks, least)
     return replace(left, attempt=self.attempt) if left.members else left
 
@@ -107,7 +107,7 @@ def _never_give_up(self: Participant, late: Collection[int]) -> None:
 def _join_the_last(
     self: Register, rank: int, arrival: Arrival, terms: tuple[float, ...], *, last: bool
 ) -> Register:
-    """Let ranks that train on wait with those that make their last averaging (2)."""
+    """Let ranks that train on wait together with ranks at their last averaging (2)."""
     both = replace(self, last=last) if self.arrived else self
     return arrive(both, rank, arrival, terms, last=last)
 

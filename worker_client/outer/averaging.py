@@ -24,6 +24,7 @@ from worker_client.outer.quorum import (
     Propose,
     Register,
 )
+from worker_client.runtime.service_thread import STOP_S
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -272,7 +273,7 @@ class Averaging:
         if channel is not None:
             channel.shutdown()
         for work in works:
-            work.ends_within(60.0)
+            work.ends_within(STOP_S)
 
 
 def _ranks(missing: tuple[int, ...]) -> str:
