@@ -105,6 +105,50 @@ def test_what_failed_and_the_closing_lines_are_printed_last(tmp_path: Path) -> N
     )
 
 
+ONCE = """
+from pathlib import Path
+import pytest
+
+@pytest.mark.parametrize("at", range(%d))
+def test_it(at):
+    runs = Path("runs")
+    runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
+    %s
+"""
+RAN = "make: *** [Makefile:55: test] Error 1\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "body", "log", "status_and_runs"),
+    [
+        (1, "assert runs.read_text() != 'x'", RAN, (0, 4)),  # it fails beside others alone
+        (1, "assert runs.read_text() not in ('x', 'xxx')", RAN, (1, 3)),
+        (1, "assert False", RAN, (1, 2)),
+        (1, "assert runs.read_text() != 'x'", "make: *** [Makefile:55: test] Error 2\n", (1, 1)),
+        (1, "pytest.skip('not now') if runs.read_text() != 'x' else 1 / 0", RAN, (1, 2)),
+        (4, "assert len(runs.read_text()) > 4", RAN, (1, 4)),  # too many for what is beside them
+    ],
+)
+def test_a_test_that_fails_has_a_second_look(
+    tmp_path: Path, tests: int, body: str, log: str, status_and_runs: tuple[int, int]
+) -> None:
+    """With pytest itself, and what it leaves behind."""
+    (tmp_path / ".ci").mkdir()
+    script = tmp_path / ".ci" / "second_look.py"
+    script.write_text((ROOT / ".ci" / "second_look.py").read_text())
+    (tmp_path / "test_once.py").write_text(ONCE % (tests, body))
+    (tmp_path / "log").write_text(log)
+    environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+
+    def run(*command: str) -> int:
+        words = [sys.executable, *command]
+        return subprocess.run(words, cwd=tmp_path, env=environment, check=False).returncode
+
+    assert run("-m", "pytest", "-q") == 1
+    status = run(str(script), "log")
+    assert (status, len((tmp_path / "runs").read_text())) == status_and_runs
+
+
 def test_changes_add_up() -> None:
     assert demanded("lab/lab.py", "examples/fsdp.py", "lab/network.py") == [
         "test-extended SELECT='-m extended tests/lab tests/launch/test_vertex.py'",

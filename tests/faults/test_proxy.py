@@ -111,13 +111,15 @@ def test_a_rate_is_kept_by_all_connections_together(ends: Ends, way: Way) -> Non
     threads = [in_background(partial(one.sendall, RAMP[:200_000])) for one, _ in pairs]
     for _, receiver in pairs:
         assert receive(receiver, 200_000) == RAMP[:200_000]
-    assert 0.35 <= time.monotonic() - start < 0.8
+    assert 0.35 <= time.monotonic() - start < 5.0
     for thread in threads:
         thread.join()
-    sender, receiver = pairs[0]
+    receiver, sender = pairs[0]
     start = time.monotonic()
-    assert passes(receiver, sender, RAMP[:50_000])  # the other direction has all its rate
-    assert time.monotonic() - start < 0.2
+    thread = in_background(partial(sender.sendall, RAMP))
+    assert receive(receiver, len(RAMP)) == RAMP
+    assert time.monotonic() - start < 0.9, "the other direction does not have all its rate"
+    thread.join()
 
 
 def test_a_rate_stops_the_sender(ends: Ends) -> None:

@@ -33,7 +33,7 @@ def reduced(clients: Sequence[Client], given: list[Any], op: Any = "mean", **how
     return [work.wait(30) for work in works]
 
 
-def errors_of(works: list, within_s: float = 2.0) -> list[ReductionError]:
+def errors_of(works: list, within_s: float = 4.0) -> list[ReductionError]:
     """The error of every rank's all-reduce; none may come later than that."""
     deadline = time.monotonic() + within_s
     found = []

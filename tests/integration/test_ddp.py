@@ -64,7 +64,7 @@ def test_three_ranks_in_fp32(reducers: int) -> None:
 def test_backward_raises_the_typed_error_and_the_next_step_works(failures: list[dict]) -> None:
     for rank in failures:
         assert rank["errors"]["seen"] == ["ok", "ok", "ReductionTimeout (1,)", "ok", "ok"]
-    assert failures[0]["errors"]["raised_after"][0] < 2.5
+    assert failures[0]["errors"]["raised_after"][0] < 30
 
 
 def test_sparse_gradients_end_in_an_error_of_backward(failures: list[dict]) -> None:

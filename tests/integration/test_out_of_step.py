@@ -62,11 +62,11 @@ def test_a_call_that_one_rank_is_refused(
         three[1].all_reduce(data, **arguments)
     begun = time.monotonic()
     works = [three[rank].all_reduce(np.ones(4), "sum") for rank in (0, 2)]
-    for error in errors_of(works, within_s=1.0):
+    for error in errors_of(works, within_s=4.0):
         assert isinstance(error, MismatchError)
         assert (error.field, error.rank) == ("call", 1)
         assert str(refused.value)[:40] in str(error)
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < 4.0, "not when the calls time out"
     check(three)
 
 
@@ -97,7 +97,7 @@ def test_the_next_call_after_a_mismatch(three: list[Client], field: str) -> None
             data, op, weight=2.0 if field == "weight" and client.rank == 1 else None
         )
 
-    for error in errors_of([odd(client) for client in three], within_s=1.0):
+    for error in errors_of([odd(client) for client in three], within_s=4.0):
         assert isinstance(error, MismatchError)
     check(three)
 

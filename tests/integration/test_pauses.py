@@ -74,7 +74,7 @@ def test_a_pause_of_all_processes_loses_nobody_and_of_one_reducer_that_one() -> 
                 send(signal.SIGSTOP, reducers[:1])
                 stopped = time.monotonic()
                 assert call(job) == ["2.0 2.0 1"] * 2
-                assert time.monotonic() - stopped < PATIENCE_S + 1.0
+                assert time.monotonic() - stopped < PATIENCE_S + 5.0
             finally:
                 send(signal.SIGCONT, reducers[:1])
             said = "".join(rank.err for rank in job)

@@ -453,7 +453,7 @@ def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
                 eventually(lambda: not any(all(client.in_use) for client in clients))
             began = time.monotonic()
             each(clients, lambda client: ranks[client.rank].train(10))
-            assert time.monotonic() - began < 2.5, "a second more than without the loss"
+            assert time.monotonic() - began < 8, "not when the grace ends"
             each(clients, lambda client: ranks[client.rank].outer.finish())
             assert [rank.outer.left_out for rank in ranks] == [0] * 3
             return [outer_state(rank) for rank in ranks]

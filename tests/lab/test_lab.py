@@ -121,7 +121,7 @@ def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab: Lab) 
     assert rate * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.03)
     start = time.monotonic()
     assert lab.payload_rate() == rate
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 0.5
 
 
 def test_without_iperf3_the_payload_rate_says_what_to_install(

@@ -56,13 +56,13 @@ def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair: Pai
     time.sleep(0.3)
     assert silent_s() >= 0.25
     client.sendall(b"x")
-    time.sleep(0.3)
+    time.sleep(1.0)
     assert silent_s() == 0.0, "what is late here is this process"
     accepted.recv(1)
-    assert silent_s() >= 0.25
+    assert silent_s() >= 0.95
     client.sendall(b"x")
     accepted.recv(1)
-    assert silent_s() < 0.25
+    assert silent_s() < 0.95
 
 
 def test_traffic_is_what_was_read_and_written(pair: Pair) -> None:

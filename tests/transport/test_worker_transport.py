@@ -78,7 +78,7 @@ def test_a_short_message_is_heard_while_long_ones_are_awaited(joined: Callable) 
         reducer.fail(first.header.sequence)
         with pytest.raises(ReductionTimeout, match="too late"):
             work.wait(20)
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 5.0  # not when the call times out
 
 
 def test_several_at_once_end_in_any_order(joined: Callable) -> None:
