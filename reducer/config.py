@@ -26,7 +26,7 @@ from reducer import units
 from reducer.engine.limits import Limits, Patience
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
-from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE
+from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE, PORT
 from reducer.wire.layout import LARGEST_CHUNK
 
 FILES_BESIDES = 64  # that a reducer has open, besides connections
@@ -53,7 +53,7 @@ class ReducerConfig(BaseSettings):
         env_prefix="REDUCTION_", frozen=True, extra="forbid", use_attribute_docstrings=True
     )
 
-    bind: str = "tcp://127.0.0.1:5555"
+    bind: str = f"tcp://127.0.0.1:{PORT}"
     """Where to listen, ``tcp://HOST:PORT``; port 0 takes a free one. An address that other machines
     reach needs REDUCTION_KEYS or REDUCTION_INSECURE. A reducer that a rank hosts chooses its
     address itself."""

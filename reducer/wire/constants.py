@@ -11,6 +11,7 @@ MAGIC = b"RDSV"
 VERSION_MAJOR = 1  # peers of another major version are refused
 VERSION_MINOR = 0  # minor versions interoperate: each uses the features both announced
 
+PORT = 5555  # where a reducer listens, unless it is told otherwise
 HEADER_BYTES = 96
 TYPE_AT = 5  # where a header says what type of message it is
 SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of the size of smaller elements

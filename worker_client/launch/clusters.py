@@ -12,7 +12,6 @@ from worker_client.launch.resolved import Launcher, Role
 if TYPE_CHECKING:
     from worker_client.launch.findings import Notes
 
-REDUCER_PORT = 5555  # `reducer serve` listens there; the port in the JSON is TensorFlow's
 
 # Which tasks lead, work, reduce and evaluate, in the order of the nodes' ranks.
 _VERTEX = (("workerpool0",), "workerpool1", "workerpool2", "workerpool3")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
 from reducer.units import is_loopback
-from worker_client.launch.clusters import REDUCER_PORT
+from reducer.wire.constants import PORT
 from worker_client.launch.resolved import Launcher, Resolved, Role
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def decide(
 
 
 def _reduce(environment: Mapping[str, str]) -> Decision:
-    bind = environment.get("REDUCTION_BIND", f"tcp://0.0.0.0:{REDUCER_PORT}")
+    bind = environment.get("REDUCTION_BIND", f"tcp://0.0.0.0:{PORT}")
     try:
         private = is_loopback(bind)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.wire.constants import PORT
 from worker_client.launch import clusters, kubeflow, processes, slurm
 from worker_client.launch.findings import Notes
 from worker_client.launch.resolved import Launcher, Resolved, Role
@@ -122,6 +123,6 @@ def _find_reducers(notes: Notes, name: str, cluster: Cluster | None) -> None:
         notes.put("reducers", reducers, "REDUCTION_SERVERS")
     elif cluster is not None and cluster.reducers:
         port = notes.get("REDUCTION_BIND").rpartition(":")[2]
-        port = port if port.isdigit() and int(port) else str(clusters.REDUCER_PORT)
+        port = port if port.isdigit() and int(port) else str(PORT)  # in the JSON it is TensorFlow's
         reducers = tuple(f"{host}:{port}" for host in cluster.reducers)
         notes.put("reducers", reducers, f"{name} cluster, at port {port}")

@@ -434,7 +434,7 @@ class Failover:
         # Another rank may have lost it while the ranks agreed, and say so for the next epoch.
         self.losses += used
         actions: list[Reset | Send] = [] if stays else [self._leave(link) for link in links]
-        said = self._said(self._loss(reducer, self.map.lost()[reducer]))
+        said = self._said(self._loss(reducer, self.map.lost_for(reducer)))
         return actions + [Send(link.index, *said) for link in self._links if link.member]
 
     def _leave(self, link: Link) -> Reset:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reducer.errors import AuthError, ReducerLostError, ReductionError, VersionError
+from reducer.wire.constants import PORT
 from worker_client.commands.doctor.findings import Health, Kind, Problem
 from worker_client.runtime.zmtp_greeting import greet, split
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from worker_client.client.client import Client
 
-USUAL_PORT = 5555
 ROUND_TRIPS = 20
 FIRST_BYTES, MOST_BYTES = 256 << 10, 64 << 20  # of the all-reduces that measure a link
 LONG_ENOUGH_S = 0.25
@@ -86,7 +86,7 @@ def _reach(host: str, port: int, others: Sequence[int]) -> Problem | str:
 
 def _unlisted(host: str, listed: Sequence[str]) -> list[int]:
     """Return ports at which a reducer may listen there that is not in the list."""
-    ports = [USUAL_PORT, *(split(address)[1] for address in listed)]
+    ports = [PORT, *(split(address)[1] for address in listed)]
     known = {split(address) for address in listed}
     return [port for port in dict.fromkeys(ports) if (host, port) not in known]
 
