@@ -102,6 +102,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("release.lock MANIFEST.in reducer/monitoring/page/*", (f"{JOBS}wheel.py",)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
+    ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),
     ("bench/rolling* bench/chaos_run.py", (f"{JOBS}rolling.py",)),
     (
         "bench/chaos* bench/fault* bench/rank_loss.py",

@@ -1,15 +1,16 @@
-"""Sites that are far from each other: a small GPT by DDP, by DiLoCo, and without any network.
+"""A small GPT by DDP, by DiLoCo at sites that are far from each other, and without any network.
 
     python -m bench.sites --steps 2000 --kinds ddp,diloco
     python -m bench.sites --mbit 100 --round-trip-ms 100 --kinds alone,diloco,streaming
 
-Each site is a host of the lab with one rank of an example, and one more has a reducer. Printed are
-the loss on text that no site has seen, a step's time, what of it was spent in outer steps, waiting
-or adding, and what a site's network card has sent, headers and all: medians of all turns.
+Each site is a host of the lab with one rank of an example, and others have a reducer each. Printed
+are the loss on text that no site has seen, a step's time, what of it was spent in outer steps,
+waiting or adding, and what a site's network card has sent, headers and all: medians of all turns.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import subprocess
@@ -27,20 +28,40 @@ from lab import Lab, LabUnavailable
 from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from lab.lab import Host
 
-# What each kind is: the example, and its options.
+
+class Kind(NamedTuple):
+    """One way to train.
+
+    Attributes:
+        arguments: the example, and its options.
+        wire: what gradients travel as; None for what the command's option says.
+    """
+
+    arguments: tuple[str, ...]
+    wire: str | None
+
+
 KINDS = {
-    "ddp": ("gpt_text.py",),
-    "alone": ("diloco_gpt.py", "--alone"),
-    "diloco": ("diloco_gpt.py", "--fragments", "1", "--delay", "0"),
-    "streaming": ("diloco_gpt.py", "--fragments", "2", "--delay", "25"),
+    "ddp": Kind(("gpt_text.py",), "none"),
+    "ddp-bf16": Kind(("gpt_text.py",), "bf16"),
+    "ddp-int8": Kind(("gpt_text.py",), "int8"),
+    "ddp-int8-no-feedback": Kind(("gpt_text.py", "--no-feedback"), "int8"),
+    "alone": Kind(("diloco_gpt.py", "--alone"), None),
+    "diloco": Kind(("diloco_gpt.py", "--fragments", "1", "--delay", "0"), None),
+    "streaming": Kind(("diloco_gpt.py", "--fragments", "2", "--delay", "25"), None),
 }
+USUAL = "ddp,alone,diloco,streaming"
+POINTS = 20  # of a curve
 PATIENCE_S = 3000.0
 _SAID = re.compile(
     r"loss (?P<loss>[\d.]+), weights (?P<weights>\w+), .*reduced, (?P<seconds>[\d.]+) s"
     r"(, (?P<outer>[\d.]+) s in outer)?"
 )
+_REPORTED = re.compile(r"step (\d+): loss ([\d.]+)\n")
 
 
 class Turn(NamedTuple):
@@ -52,89 +73,160 @@ class Turn(NamedTuple):
         outer_s: those of them in `OuterOptimizer.step`, in which the site does not train; of the
             slowest site, as the others wait for it as well.
         sent: bytes that a site's card has sent; of the site with most.
+        curve: the loss after some steps, where that was asked for.
     """
 
     loss: float
     step_s: float
     outer_s: float
     sent: int
+    curve: dict[int, float]
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
     sites: Annotated[int, typer.Option(min=2, help="Hosts with a rank each.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Each site's own.")] = 500,
-    kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = ",".join(KINDS),
-    wire: Annotated[str, typer.Option(help="none, bf16 or int8.")] = "int8",
+    reducers: Annotated[int, typer.Option(min=1, help="Hosts with a reducer each.")] = 1,
+    steps: Annotated[int, typer.Option(min=POINTS, help="Each site's own.")] = 500,
+    kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = USUAL,
+    wire: Annotated[str, typer.Option(help="none, bf16 or int8; not of DDP.")] = "int8",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each, with seeds 0, 1, ...")] = 1,
     mbit: Annotated[float | None, typer.Option(help="Of every link; else unshaped.")] = None,
     round_trip_ms: Annotated[float, typer.Option(help="Between any two hosts.")] = 0.0,
+    site_dies: Annotated[
+        int | None, typer.Option(help="The step after which the last site is killed.")
+    ] = None,
+    reducer_dies: Annotated[
+        int | None, typer.Option(help="The step after which the last reducer is killed.")
+    ] = None,
+    curves: Annotated[
+        typer.FileTextWrite | None, typer.Option(help="JSON: seed 0's loss, step by step.")
+    ] = None,
 ) -> None:
     """Compare ways to train at several sites."""
+    chosen = _chosen(kinds, reducers, site_dies, reducer_dies)
+    print(f"# {sites} sites, {steps} steps, {mbit or 'any'} Mbit/s, {round_trip_ms:g} ms, {wire}")
+    report = ["--report", str(steps // POINTS if curves or site_dies or reducer_dies else 0)]
+    turns = defaultdict[str, list[Turn]](list)
+    try:
+        with Lab(sites + reducers, mbit, round_trip_ms=round_trip_ms) as lab:
+            for seed in range(rounds):
+                for kind in chosen:
+                    running = pool.start(lab.hosts[sites:])
+                    arguments, own_wire = KINDS[kind]
+                    environment = {
+                        "REDUCTION_SERVERS": ",".join(reducer.address for reducer in running),
+                        "REDUCTION_WIRE_DTYPE": own_wire or wire,
+                        **({"REDUCTION_ON_RANK_LOST": "continue"} if site_dies else {}),
+                    }
+                    options = ["--steps", str(steps), "--seed", str(seed), *report]
+                    training = Training(lab.hosts[:sites], [*arguments, *options], environment)
+                    for step in training.reports():
+                        if site_dies and step >= site_dies:
+                            training.kill_last()
+                        if reducer_dies and step >= reducer_dies:
+                            running[-1].process.kill()
+                    turns[kind].append(training.end(steps))
+                    for reducer in running:
+                        reducer.stop()
+    except (CrewError, LabUnavailable) as error:
+        sys.exit(f"bench.sites: {error}")
+    print(f"{'':22}{'loss':>9}{'step ms':>9}{'outer ms':>10}{'sent MB':>9}")
+    for kind, made in turns.items():
+        *figures, _ = zip(*made, strict=True)
+        loss, step_s, outer_s, used = map(statistics.median, figures)
+        print(f"{kind:22}{loss:9.4f}{1000 * step_s:9.2f}{1000 * outer_s:10.3f}{used / 1e6:9.2f}")
+    if curves:
+        json.dump({kind: made[0].curve for kind, made in turns.items()}, curves, indent=1)
+
+
+def _chosen(
+    kinds: str, reducers: int, site_dies: int | None, reducer_dies: int | None
+) -> list[str]:
     chosen = kinds.split(",")
     if unknown := set(chosen) - set(KINDS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: of {', '.join(KINDS)}")
-    print(f"# {sites} sites, {steps} steps, {mbit or 'any'} Mbit/s, {round_trip_ms:g} ms, {wire}")
-    turns = defaultdict[str, list[Turn]](list)
-    try:
-        with Lab(sites + 1, mbit, round_trip_ms=round_trip_ms) as lab:
-            (reducer,) = pool.start(lab.hosts[sites:])
-            for seed in range(rounds):
-                for kind in chosen:
-                    environment = {
-                        "REDUCTION_SERVERS": reducer.address,
-                        "REDUCTION_JOB": f"{kind}-{seed}",
-                        "REDUCTION_WIRE_DTYPE": "none" if kind == "ddp" else wire,
-                    }
-                    arguments = [*KINDS[kind], "--steps", str(steps), "--seed", str(seed)]
-                    turns[kind].append(train(lab.hosts[:sites], arguments, steps, environment))
-            reducer.stop()
-    except (CrewError, LabUnavailable) as error:
-        sys.exit(f"bench.sites: {error}")
-    print(f"{'':10}{'loss':>9}{'step ms':>9}{'outer ms':>10}{'sent MB':>9}")
-    for kind, made in turns.items():
-        loss, step_s, outer_s, used = map(statistics.median, zip(*made, strict=True))
-        print(f"{kind:10}{loss:9.4f}{1000 * step_s:9.2f}{1000 * outer_s:10.3f}{used / 1e6:9.2f}")
+    if (site_dies or reducer_dies) and any(kind.startswith("ddp") for kind in chosen):
+        raise typer.BadParameter("DDP does not go on without a rank: leave its kinds out")
+    if reducer_dies and reducers < 2:
+        raise typer.BadParameter("whoever kills a reducer needs another one: --reducers 2")
+    return chosen
 
 
-def train(hosts: list[Host], arguments: list[str], steps: int, environment: dict[str, str]) -> Turn:
-    """Run an example at all hosts.
+class Training:
+    """A run of an example at all hosts.
 
-    Raises:
-        CrewError: a rank failed, or the ranks have not ended with the same weights.
+    Args:
+        hosts: a rank each.
+        arguments: the example, and its options.
+        environment: the ranks', beside what a launcher sets.
     """
-    common = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": str(len(hosts)),
-        "MASTER_ADDR": hosts[0].address,
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": DEVICE,
-        **environment,
-    }
-    before = [sent(host) for host in hosts]
-    example, *others = arguments
-    processes = [
-        host.start(
-            [sys.executable, str(ROOT / "examples" / example), *others],
-            env={**common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    said = []
-    for rank, process in enumerate(processes):
-        output, errors = process.communicate(timeout=PATIENCE_S)
-        found = _SAID.search(output)
-        if process.returncode or found is None:
-            raise CrewError(f"rank {rank} failed: {errors.strip()[-2000:]}")
-        said.append(found)
-    if len({found["weights"] for found in said}) > 1:
-        raise CrewError("the sites have not ended with the same weights")
-    seconds = max(float(found["seconds"]) for found in said)
-    used = [sent(host) - then for host, then in zip(hosts, before, strict=True)]
-    outer_s = min(float(found["outer"] or 0) for found in said)
-    return Turn(float(said[0]["loss"]), seconds / steps, outer_s / steps, max(used))
+
+    def __init__(
+        self, hosts: list[Host], arguments: list[str], environment: Mapping[str, str]
+    ) -> None:
+        common = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(len(hosts)),
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            **environment,
+        }
+        self._hosts = hosts
+        self._before = [sent(host) for host in hosts]
+        self._curve: dict[int, float] = {}
+        self._said = ""
+        self._lost: set[int] = set()
+        example, *others = arguments
+        self._processes = [
+            host.start(
+                [sys.executable, str(ROOT / "examples" / example), *others],
+                env={**common, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank, host in enumerate(hosts)
+        ]
+
+    def reports(self) -> Iterator[int]:
+        """Yield the steps after which rank 0 has said its loss, until it ends."""
+        output = self._processes[0].stdout
+        assert output
+        for line in output:
+            self._said += line
+            if found := _REPORTED.fullmatch(line):
+                step, loss = int(found[1]), float(found[2])
+                self._curve[step] = loss
+                yield step
+
+    def kill_last(self) -> None:
+        """Kill the last rank, which is not waited for any more."""
+        self._processes[-1].kill()
+        self._lost.add(len(self._processes) - 1)
+
+    def end(self, steps: int) -> Turn:
+        """Wait for all, and return what has come of it.
+
+        Raises:
+            CrewError: a rank failed, or the ranks have not ended with the same weights.
+        """
+        said = []
+        for rank, process in enumerate(self._processes):
+            output, errors = process.communicate(timeout=PATIENCE_S)
+            if rank in self._lost:
+                continue
+            found = _SAID.search(output if rank else self._said)
+            if process.returncode or found is None:
+                raise CrewError(f"rank {rank} failed: {errors.strip()[-2000:]}")
+            said.append(found)
+        if len({found["weights"] for found in said}) > 1:
+            raise CrewError("the sites have not ended with the same weights")
+        seconds = max(float(found["seconds"]) for found in said)
+        used = [sent(host) - then for host, then in zip(self._hosts, self._before, strict=True)]
+        outer_s = min(float(found["outer"] or 0) for found in said)
+        loss = float(said[0]["loss"])
+        return Turn(loss, seconds / steps, outer_s / steps, max(used), self._curve)
 
 
 def sent(host: Host) -> int:

@@ -2,12 +2,13 @@
 
 `PAGES` names each file and the function that returns its text; a test holds that the files are what
 these functions return. The settings come from the code, the picture of the gain from the tables of
-performance.md.
+performance.md, those of losses from what `bench.sites --curves` has written.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 import textwrap
@@ -168,9 +169,86 @@ def _panel(left: int, title: str, rows: list[tuple[str, float, float]]) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
+_LOSSES = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 360" \
+font-family="Helvetica, Arial, 'DejaVu Sans', sans-serif" font-size="12">
+  <title>Loss of a small GPT on text that it has not seen, after each hundred steps</title>
+  <rect width="880" height="360" rx="12" fill="#ffffff"/>
+{panels}
+</svg>
+"""
+_CURVES = (
+    (
+        "Gradients in DDP, two ranks",
+        {
+            "ddp": ("fp32", "#1c2430", ""),
+            "ddp-bf16": ("bf16", "#2563a8", "9 6"),
+            "ddp-int8": ("int8", "#c2570c", "3 6"),
+            "ddp-int8-no-feedback": ("int8 without feedback", "#2f7d4f", "1 5"),
+        },
+    ),
+    (
+        "Three sites, of which one is killed",
+        {
+            "diloco": ("DiLoCo", "#1c2430", ""),
+            "streaming": ("two fragments, a delay of 25 steps", "#2563a8", "9 6"),
+        },
+    ),
+)
+_HIGHEST, _LOWEST = 3.2, 1.4  # nats a letter
+
+
+def losses() -> str:
+    """Return the picture of losses, from losses.json."""
+    panels = json.loads((DOCS / "losses.json").read_text())
+    return _LOSSES.format(
+        panels="\n".join(
+            f"  {line}"
+            for at, (title, styles) in enumerate(_CURVES)
+            for line in _loss_panel(20 + 430 * at, title, styles, panels[at])
+        )
+    )
+
+
+def _loss_panel(
+    left: int,
+    title: str,
+    styles: dict[str, tuple[str, str, str]],
+    curves: dict[str, dict[str, float]],
+) -> Iterator[str]:
+    last = max(int(step) for curve in curves.values() for step in curve)
+
+    def place(step: float, loss: float) -> tuple[float, float]:
+        return (
+            round(left + 48 + 360 * step / last, 1),
+            round(50 + 250 * (_HIGHEST - loss) / (_HIGHEST - _LOWEST), 1),
+        )
+
+    yield f'<text x="{left + 8}" y="32" font-size="14" fill="#1c2430">{title}</text>'
+    for tenths in range(int(10 * _LOWEST) + 2, int(10 * _HIGHEST) + 1, 4):
+        x, y = place(0, tenths / 10)
+        yield f'<path d="M{x} {y}h360" stroke="#d5d9df"/>'
+        yield f'<text x="{x - 6}" y="{y + 4}" text-anchor="end" fill="#59626f">{tenths / 10}</text>'
+    for step in range(0, last + 1, last // 4):
+        x, _ = place(step, 0)
+        yield f'<text x="{x}" y="318" text-anchor="middle" fill="#59626f">{step}</text>'
+    yield f'<text x="{left + 228}" y="342" text-anchor="middle" fill="#59626f">steps</text>'
+    for at, (name, (said, colour, dashes)) in enumerate(styles.items()):
+        drawn = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"'
+        points = [
+            "{:g},{:g}".format(*place(int(step), loss))
+            for step, loss in curves[name].items()
+            if loss <= _HIGHEST
+        ]
+        yield f'<polyline points="{" ".join(points)}" {drawn}/>'
+        yield f'<path d="M{left + 130} {70 + 20 * at}h36" {drawn}/>'
+        yield f'<text x="{left + 174}" y="{74 + 20 * at}" fill="#1c2430">{said}</text>'
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "architecture.md": architecture,
     "gain.svg": gain,
+    "losses.svg": losses,
     "settings.md": settings,
 }
 

@@ -5,7 +5,8 @@
 
 Each site makes its own steps. After `--every` of them reducers average what the sites have learned:
 half of the model at a time, and while they train on. The loss is that of text that none of them has
-seen, in nats a letter; all end with the same weights.
+seen, in nats a letter; rank 0 says its own after every `--report` steps, too. All end with the same
+weights. With `REDUCTION_ON_RANK_LOST=continue` the others go on when a site is lost.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 import torch
 
 import worker_client
-from gpt_text import GPT, Text, digest, learning_rate
+from gpt_text import GPT, Text, digest, learning_rate, reported
 from worker_client.outer import OuterOptimizer
 
 
@@ -26,6 +27,7 @@ def main() -> None:
     arguments.add_argument("--fragments", type=int, default=2, help="parts averaged in turn")
     arguments.add_argument("--delay", type=int, default=20, help="steps that an averaging may take")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--report", type=int, default=0, help="steps; 0: only in the end")
     arguments.add_argument("--alone", action="store_true", help="no averaging before the end")
     options = arguments.parse_args()
 
@@ -55,6 +57,8 @@ def main() -> None:
             before = time.perf_counter()
             outer.step()
             outer_s += time.perf_counter() - before
+        if client.rank == 0 and reported(step, options.report):
+            print(f"step {step + 1}: loss {text.held_back_loss(model):.5f}", flush=True)
     seconds = time.perf_counter() - begun
     outer.finish()
     print(

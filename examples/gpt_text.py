@@ -3,7 +3,8 @@
     REDUCTION_WIRE_DTYPE=int8 torchrun --nproc-per-node 2 examples/gpt_text.py --steps 2000
 
 What the gradients travel as is a setting; with ``--stock`` Gloo averages them. ``--no-feedback``
-drops what rounding takes away. The loss is that of text that it has not seen, in nats a letter.
+drops what rounding takes away. The loss is that of text that it has not seen, in nats a letter;
+rank 0 says it after every `--report` steps, too.
 """
 
 import argparse
@@ -112,6 +113,11 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_RATE * min((step + 1) / WARM_UP, 1) * share
 
 
+def reported(step: int, every: int) -> bool:
+    """Return whether the loss after this step, counted from 0, is said."""
+    return every > 0 and (step + 1) % every == 0
+
+
 def digest(model: nn.Module) -> str:
     """Return a fingerprint of all weights."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -125,6 +131,7 @@ def main() -> None:
     arguments.add_argument("--no-feedback", action="store_true", help="keep no residuals")
     arguments.add_argument("--steps", type=int, default=200)
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--report", type=int, default=0, help="steps; 0: only in the end")
     options = arguments.parse_args()
 
     torch.set_num_threads(1)
@@ -144,6 +151,8 @@ def main() -> None:
         optimizer.zero_grad()
         text.loss(model).backward()
         optimizer.step()
+        if rank == 0 and reported(step, options.report):
+            print(f"step {step + 1}: loss {text.held_back_loss(network):.5f}", flush=True)
     seconds = time.perf_counter() - begun
 
     reduced = 0 if client is None else client.bytes_reduced

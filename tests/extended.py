@@ -373,6 +373,10 @@ ROWS = (
     Row("tests/launch/test_vertex.py", ()),
     Row("tests/bench/test_shown_commands.py", ()),
     Row("tests/lab/test_delay.py::test_a_pulled_cable", ()),
+    Row(
+        "tests/lab/test_sites.py::test_two_sites",
+        ("tests/integration/test_elastic.py", "tests/worker_client/test_outer.py"),
+    ),
     *(
         Row(tests, ("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]",))
         for tests in (

@@ -1,0 +1,55 @@
+"""`bench.sites`, with a site and a reducer that are killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import run_command
+
+pytest.importorskip("torch", reason="needs torch")
+
+if TYPE_CHECKING:
+    from subprocess import CompletedProcess
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = r" +([\d.]+)" * 4
+
+
+def sites(*options: str) -> CompletedProcess[str]:
+    return run_command(sys.executable, "-m", "bench.sites", *options, cwd=ROOT, timeout=540)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("namespaces")
+def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path: Path) -> None:
+    """That both end with the same weights is the command's own condition."""
+    curves = tmp_path / "curves.json"
+    far = ["--sites", "3", "--reducers", "2", "--mbit", "100", "--round-trip-ms", "100"]
+    deaths = ["--site-dies", "60", "--reducer-dies", "80"]
+    done = sites(*far, *deaths, "--steps", "100", "--kinds", "streaming", "--curves", str(curves))
+    assert done.returncode == 0, done.stderr
+    row = re.search(f"^streaming{COLUMNS}$", done.stdout, re.M)
+    assert row is not None, done.stdout
+    (curve,) = json.loads(curves.read_text()).values()
+    assert list(curve) == [str(step) for step in range(5, 101, 5)]
+    assert max(float(row[1]), curve["100"]) < curve["60"], "nothing is learned any more"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kinds", "ddp,diloco", "--site-dies", "50"], "DDP does not go on"),
+        (["--kinds", "diloco", "--reducer-dies", "50"], "--reducers 2"),
+        (["--kinds", "diloco,none"], "none: of ddp"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: list[str], says: str) -> None:
+    done = sites(*options)
+    assert done.returncode == 2
+    assert says in done.stderr
