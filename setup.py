@@ -1,7 +1,9 @@
-"""Extension modules only; everything else about the package is in pyproject.toml."""
+"""Extension modules, and the links of the package's description; pyproject.toml has the rest."""
 
 import copy
 import os
+import re
+import runpy
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -11,6 +13,8 @@ from setuptools.command.build_ext import build_ext
 DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
 # What is built for others is to be fast, or not to be built.
 REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
+# The address of the published repository, such as https://HOST/OWNER/NAME.
+REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
@@ -108,7 +112,30 @@ class BuildApart(build_ext):
         super(BuildApart, apart).build_extension(ext)
 
 
+def description():
+    """Return the README as a package index shows it, beside none of the files that it names.
+
+    Its links and pictures lead into the repository at this version's tag. Where the repository has
+    no address, a link is left as its text, and a picture is left out.
+    """
+    tag = "v" + runpy.run_path("reducer/__init__.py")["__version__"]
+    picture, link = (f"{REPOSITORY}/{kind}/{tag}" for kind in ("raw", "blob"))
+    text = Path("README.md").read_text(encoding="utf-8")
+    inside = r"\[([^]]*)\]\((?!\w+:)([^)]+)\)"
+    text = re.sub(f"!{inside}\n*", rf"![\1]({picture}/\2)\n\n" if REPOSITORY else "", text)
+    return re.sub(f"(?<!!){inside}", rf"[\1]({link}/\2)" if REPOSITORY else r"\1", text)
+
+
+def addresses():
+    """Return what an index shows beside the description."""
+    pages = {"Repository": "", "Changes": "/blob/HEAD/CHANGELOG.md", "Issues": "/issues"}
+    return {name: REPOSITORY + page for name, page in pages.items() if REPOSITORY}
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
+    project_urls=addresses(),
     ext_modules=extensions,
     cmdclass={"build_ext": BuildApart},
     options={"build_ext": {"parallel": os.cpu_count()}},

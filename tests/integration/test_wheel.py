@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -13,10 +15,13 @@ from zipfile import ZipFile
 import numpy
 import pytest
 
+import reducer
 from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent.parent
+REPOSITORY = "https://example.org/someone/reduction"
 PAGE = ("index.html", "page.css", "page.js", "icon.svg")
+LINK = re.compile(r"(!?)\[[^]]*\]\(([^)]+)\)")
 # Of processes that are not to find this checkout.
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -81,7 +86,7 @@ def talk(python: str | Path, code: str, home: Path, **environment: str) -> str:
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An archive of the sources."""
     folder = tmp_path_factory.mktemp("dist")
-    build("--sdist", "--outdir", folder, ROOT)
+    build("--sdist", "--outdir", folder, ROOT, REDUCTION_BUILD_REPOSITORY=REPOSITORY)
     (built,) = folder.iterdir()
     return built
 
@@ -128,11 +133,36 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path
     with ZipFile(wheel) as built:
         assert not [name for name in built.namelist() if name.endswith(".so")]
         assert {f"reducer/monitoring/page/{name}" for name in PAGE} <= set(built.namelist())
+        (metadata,) = (name for name in built.namelist() if name.endswith(".dist-info/METADATA"))
+        described = email.message_from_bytes(built.read(metadata))
         built.extractall(packages)
     # Our dependencies are those of this environment, but not the checkout that is installed there.
     (packages / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
     said = talk(home / "bin" / "python", NO_COMPILER, home)
     assert said == "plain [0. 1. 2. 3. 4.]"
+    # Nobody said where the repository is: no link leads into it, and no text is lost.
+    assert LINK.findall(described.get_payload()) == []
+    assert "\nPerformance has the commands; `reducer plan` predicts" in described.get_payload()
+    assert described.get_all("Project-URL") is None
+
+
+def test_links_of_the_description_lead_into_the_repository(archive: Path) -> None:
+    with tarfile.open(archive) as sources:
+        (name,) = (name for name in sources.getnames() if re.fullmatch("[^/]+/PKG-INFO", name))
+        packed = sources.extractfile(name)
+        assert packed
+        described = email.message_from_bytes(packed.read())
+    assert described["Description-Content-Type"] == "text/markdown"
+    assert described.get_all("Project-URL")
+    assert all(REPOSITORY in url for url in described.get_all("Project-URL", []))
+    given = LINK.findall((ROOT / "README.md").read_text())
+    found = LINK.findall(described.get_payload())
+    assert len(given) > 20
+    places = {
+        picture: f"{REPOSITORY}/{kind}/v{reducer.__version__}/"
+        for picture, kind in (("!", "raw"), ("", "blob"))
+    }
+    assert found == [(picture, places[picture] + target) for picture, target in given]
 
 
 def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(archive: Path) -> None:
