@@ -6,9 +6,10 @@ INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 # By name, what is installed already is left alone: only an extra's packages are added to it.
 PACKAGE := reduction-server
 GENERATED := $(shell find reducer worker_client -name '_*.c')
-# Commands, and Debian's packages for them where those have other names.
+# Commands, and Debian's packages for them where those are others.
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
-	slurmctld slurmd prometheus
+	slurmctld slurmd prometheus qemu-aarch64:qemu-user \
+	aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
 UNPACKED := build/kubernetes-tools
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
@@ -36,6 +37,7 @@ SANITIZED_INPUTS ?= 2000
 define install
 	@missing=; \
 	for tool in $1; do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
+	missing=$$(echo "$$missing" | tr , " "); \
 	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		export DEBIAN_FRONTEND=noninteractive; \
 		policy=/usr/sbin/policy-rc.d; \

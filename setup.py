@@ -30,7 +30,8 @@ ENGINE = [*ZMTP, *(f"reducer/zmtp/{name}.c" for name in ("connection", "pair", "
 # By its extension: what each is built from, besides its own .pyx.
 SOURCES = {
     "reducer.kernels._kernels": [
-        f"{KERNELS}/{name}.c" for name in ("dispatch", "fold_generic", "fold_avx2", "fold_avx512")
+        f"{KERNELS}/{name}.c"
+        for name in ("dispatch", "fold_generic", "fold_avx2", "fold_avx512", "fold_neon")
     ],
     "reducer.engine._slots": ["reducer/engine/slots.c"],
     "reducer.runtime._loop": [
@@ -53,7 +54,8 @@ SOURCES = {
     ],
     "worker_client.fusion._tensor_queue": [],
     "worker_client.staging._cast": [
-        f"worker_client/staging/cast_{name}.c" for name in ("dispatch", "generic", "avx2", "avx512")
+        f"worker_client/staging/cast_{name}.c"
+        for name in ("dispatch", "generic", "avx2", "avx512", "neon")
     ],
 }
 HEADERS = [

@@ -35,7 +35,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tests/extended.py tests/ranks.py tests/fork_server.py", EVERYTHING),
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
     # -- reducers
-    ("reducer/kernels/*", (f"{JOBS}bits.py",)),
+    ("reducer/kernels/*", ("tests/kernels", f"{JOBS}bits.py")),
     ("reducer/monitoring/* reducer/commands/status.py", ("tests/reducer",)),
     ("reducer/engine/lateness*", ("tests/lab/test_stragglers.py",)),
     (
@@ -58,6 +58,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),
     ),
     (_modules("wire_rule casting weighted cast*"), (f"{JOBS}wire_dtype.py",)),
+    ("worker_client/staging/cast*", ("tests/kernels",)),
     (_modules("hosting"), (f"{JOBS}embedded.py",)),
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (

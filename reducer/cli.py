@@ -127,7 +127,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     kernel: Annotated[
         str | None,
         typer.Option(
-            help="avx512, avx2, generic or numpy; the CPU's best by default.",
+            help="avx512, avx2, neon, generic or numpy; the CPU's best by default.",
             autocompletion=lambda: get_args(KernelName),
         ),
     ] = None,

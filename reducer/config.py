@@ -39,7 +39,7 @@ WORKER_SETTINGS = (
     *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience"),
     *("wait_for_reducers", "dump", "interface"),
 )
-KernelName = Literal["avx512", "avx2", "generic", "numpy"]
+KernelName = Literal["avx512", "avx2", "neon", "generic", "numpy"]
 ImplName = Literal["compiled", "plain"]
 Seconds = Annotated[
     float, BeforeValidator(units.duration), Field(gt=0, le=3600, allow_inf_nan=False)
@@ -116,8 +116,8 @@ class ReducerConfig(BaseSettings):
     part."""
 
     kernel: KernelName | None = None
-    """Which kernel variant sums: ``avx512``, ``avx2``, ``generic`` or ``numpy``; by default the
-    CPU's best. All give the same bits."""
+    """Which kernel variant sums: ``avx512``, ``avx2``, ``neon``, ``generic`` or ``numpy``; by
+    default the CPU's best. All give the same bits."""
 
     threads: int = Field(default=1, ge=1, le=MAX_LANES)
     """Threads that serve, each with a port and a share of the memory of its own: PORT, PORT + 1 and

@@ -339,6 +339,10 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 ROWS = (
     *PLAIN_ROWS,
+    Row(
+        "tests/kernels/test_golden.py::test_another_cpu",
+        ("tests/kernels/test_golden.py::test_a_variant_of_this_cpu",),
+    ),
     Row("tests/reducer/test_http.py", ("tests/reducer/test_http.py",), {"server": "plain"}),
     Row("tests/reducer/test_many_ranks.py", ("tests/reducer/test_http.py::test_what_a_job_does",)),
     Row("tests/integration/test_pauses.py", ("tests/integration/test_failures.py", "tests/sim/")),

@@ -25,7 +25,7 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """One of ``avx512``, ``avx2``, ``generic`` and ``numpy``."""
+        """One of ``avx512``, ``avx2``, ``neon``, ``generic`` and ``numpy``."""
 
     def reduce(
         self, inputs: Sequence[BytesLike], out: BytesLike, dtype: DType, op: ReduceOp

@@ -13,6 +13,8 @@ size_t fold_usable(const struct fold_table *usable[FOLD_TABLES]) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
         usable[found++] = &fold_avx2;
     }
+#elif defined(__aarch64__)
+    usable[found++] = &fold_neon;
 #endif
     usable[found++] = &fold_generic;
     return found;

@@ -59,6 +59,8 @@ extern const struct fold_table fold_generic;
 #if defined(__x86_64__)
 extern const struct fold_table fold_avx2;
 extern const struct fold_table fold_avx512;
+#elif defined(__aarch64__)
+extern const struct fold_table fold_neon;
 #endif
 
 enum { FOLD_TABLES = 3 };

@@ -7,7 +7,7 @@
  *     widen_u16, narrow_u32  16-bit lanes to 32-bit ones and back, in which they fit
  *     load_bytes, store_bytes  signed 8-bit lanes of memory to 32-bit ones, and the lowest 8 bits
  *                         of these back; functions may follow this file
- *     ISA_HAS_F16C        where the CPU converts float16; then widen_half and narrow_half as well
+ *     ISA_CONVERTS_HALVES where the CPU converts float16; then widen_half and narrow_half as well
  *
  * Rounding is to nearest, ties to even. A NaN that is rounded must be 0x7fc00000.
  */
@@ -39,7 +39,7 @@ INLINE void store_bf16(unsigned char *to, v_f32 x, size_t bytes) {
     memcpy(to, &rounded, bytes);
 }
 
-#ifndef ISA_HAS_F16C
+#ifndef ISA_CONVERTS_HALVES
 INLINE v_f32 widen_half(v_half half) {
     v_u32 x = widen_u16(half);
     v_u32 sign = (x & 0x8000) << 16;

@@ -7,7 +7,7 @@
 #define ISA_TARGET __attribute__((target("avx2,f16c")))
 #define ISA_VECTOR_BYTES 32
 #define ISA_NAME "avx2"
-#define ISA_HAS_F16C
+#define ISA_CONVERTS_HALVES
 #define widen_half(x) ((v_f32)_mm256_cvtph_ps((__m128i)(x)))
 #define narrow_half(x) ((v_half)_mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT))
 #define widen_u16(x) ((v_u32)_mm256_cvtepu16_epi32((__m128i)(x)))

@@ -7,7 +7,7 @@
 #define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 #define ISA_VECTOR_BYTES 64
 #define ISA_NAME "avx512"
-#define ISA_HAS_F16C
+#define ISA_CONVERTS_HALVES
 #define widen_half(x) ((v_f32)_mm512_cvtph_ps((__m256i)(x)))
 #define narrow_half(x) ((v_half)_mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT))
 #define widen_u16(x) ((v_u32)_mm512_cvtepu16_epi32((__m256i)(x)))

@@ -112,7 +112,10 @@ def test_workers_and_what_they_host_read_none(file: Path, monkeypatch: pytest.Mo
         ("threads = true", "threads: Input should be a valid integer"),
         ("handshake_timeout = true", "handshake_timeout: write a duration such as 300s"),
         ("threads = 100", "threads: Input should be less than or equal to "),
-        ('kernel = "mmx"', "kernel: Input should be 'avx512', 'avx2', 'generic' or 'numpy'"),
+        (
+            'kernel = "mmx"',
+            "kernel: Input should be 'avx512', 'avx2', 'neon', 'generic' or 'numpy'",
+        ),
         ('cpus = [0, "x"]', "cpus: write CPUs such as 0-3,8"),
         ("cpus = []", "cpus: write CPUs such as 0-3,8"),
         ('bind = "here"', "bind: write it as HOST:PORT"),

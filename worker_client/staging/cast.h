@@ -37,6 +37,8 @@ extern const struct cast_table cast_generic;
 #if defined(__x86_64__)
 extern const struct cast_table cast_avx2;
 extern const struct cast_table cast_avx512;
+#elif defined(__aarch64__)
+extern const struct cast_table cast_neon;
 #endif
 
 enum { CAST_TABLES = 3 };

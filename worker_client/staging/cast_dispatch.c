@@ -13,6 +13,8 @@ size_t cast_usable(const struct cast_table *usable[CAST_TABLES]) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
         usable[found++] = &cast_avx2;
     }
+#elif defined(__aarch64__)
+    usable[found++] = &cast_neon;
 #endif
     usable[found++] = &cast_generic;
     return found;

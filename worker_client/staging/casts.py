@@ -31,7 +31,7 @@ class Casts(Protocol):
 
     @property
     def name(self) -> str:
-        """One of ``avx512``, ``avx2``, ``generic`` and ``numpy``."""
+        """One of ``avx512``, ``avx2``, ``neon``, ``generic`` and ``numpy``."""
 
     def narrow(self, values: Bytes, out: Bytes, dtype: DType) -> None:
         """Round float32 `values` to FLOAT16, BFLOAT16 or BLOCK8 in `out`: to nearest even."""
