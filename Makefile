@@ -17,7 +17,7 @@ PROCESSES ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest --durations=10
 PARALLEL := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # What has environments or targets of its own.
-APART := --ignore tests/frameworks --ignore tests/containers --ignore tests/site
+APART := --ignore tests/frameworks --ignore tests/containers --ignore tests/site --ignore tests/wheels
 # For test-extended: SELECT='-m extended' leaves out what `make test` runs; folders may follow.
 SELECT ?=
 COMPILED := $(shell find reducer worker_client -name '*.p[yx][xd]' -o -name '*.[ch]')
@@ -30,7 +30,7 @@ SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
 	test-tools container-tools kubernetes-tools docs lint bench fuzz sanitize audit sbom release \
-	clean
+	wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -135,14 +135,22 @@ sbom: build/runtime/ready .venv/security-ready
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o dist/sbom.cdx.json \
 		build/runtime/bin/python
 
-# A wheel and a source distribution, built by exactly what release.lock names.
+# A source distribution, and a wheel for every Python from 3.11 on, built by exactly what
+# release.lock names. The wheel's name says which C library it needs.
 release:
 	rm -rf build/release dist
 	$(PYTHON) -m venv build/release
 	build/release/bin/python -m pip install -q --require-hashes --only-binary :all: -r release.lock
-	REDUCTION_BUILD_REQUIRED=1 SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
-		build/release/bin/python -m build --no-isolation
+	REDUCTION_BUILD_STABLE_ABI=1 REDUCTION_BUILD_REQUIRED=1 \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
+		build/release/bin/python -m build --no-isolation --outdir build/release/dist
+	PATH="$(CURDIR)/build/release/bin:$$PATH" auditwheel repair -w dist build/release/dist/*.whl
+	cp build/release/dist/*.tar.gz dist
 	cd dist && sha256sum *.whl *.tar.gz | tee SHA256SUMS
+
+# ... and the wheel's tests, with every Python that is installed, and without a compiler.
+wheels: .venv/ready release
+	$(PYTEST) -rs tests/wheels
 
 clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)

@@ -13,6 +13,9 @@ from setuptools.command.build_ext import build_ext
 DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
 # What is built for others is to be fast, or not to be built.
 REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
+# For every Python from 3.11 on, whose stable ABI has all that the extensions use; it has no buffers
+# before. A build in place is for one Python alone: its name would come before this one's.
+ABI3 = os.environ.get("REDUCTION_BUILD_STABLE_ABI") == "1"
 # The address of the published repository, such as https://HOST/OWNER/NAME.
 REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 
@@ -21,6 +24,8 @@ REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3", "-g0"]
 FLAGS += ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-ffp-contract=off"]
 
+if ABI3:
+    FLAGS.append("-DPy_LIMITED_API=0x030b0000")
 LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
@@ -73,6 +78,7 @@ extensions = cythonize(
             depends=HEADERS,
             include_dirs=["."],
             libraries=["m"],
+            py_limited_api=ABI3,
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         )
@@ -82,6 +88,7 @@ extensions = cythonize(
         Extension(
             SHARED,
             sources=["reducer/_cyutility.c"],
+            py_limited_api=ABI3,
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         ),
@@ -140,5 +147,8 @@ setup(
     project_urls=addresses(),
     ext_modules=extensions,
     cmdclass={"build_ext": BuildApart},
-    options={"build_ext": {"parallel": os.cpu_count()}},
+    options={
+        "build_ext": {"parallel": os.cpu_count()},
+        **({"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {}),
+    },
 )

@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS, CONTAINERS, CLOUDS = "test-frameworks", "test-containers", "test-clouds"
-TORCH_SUITE, EXTENDED, DOCS = "test-torch-suite", "test-extended", "docs"
-EVERYTHING = (EXTENDED, CONTAINERS, CLOUDS, FRAMEWORKS, TORCH_SUITE, DOCS)
+TORCH_SUITE, EXTENDED, DOCS, WHEELS = "test-torch-suite", "test-extended", "docs", "wheels"
+EVERYTHING = (EXTENDED, CONTAINERS, CLOUDS, FRAMEWORKS, TORCH_SUITE, DOCS, WHEELS)
 SECURITY, JOBS = "tests/security", "tests/integration/test_"
 
 
@@ -101,6 +101,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
     ("docker/grafana/* docker/prometheus/*", ("tests/reducer/test_prometheus.py",)),
     ("release.lock MANIFEST.in reducer/monitoring/page/*", (f"{JOBS}wheel.py",)),
+    ("release.lock tests/wheels/*", (WHEELS,)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
     ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),

@@ -53,7 +53,7 @@ def demanded(*paths: str) -> list[str]:
             "Makefile",
             [
                 *("test-extended SELECT='-m extended'", "test-containers", "test-clouds"),
-                *("test-frameworks", "test-torch-suite", "docs"),
+                *("test-frameworks", "test-torch-suite", "docs", "wheels"),
             ],
         ),
     ],

@@ -22,7 +22,9 @@ TEXTS = {
     if path.name != "CHANGELOG.md"  # which names what was renamed since
 }
 UNITS = {"": 1, " s": 1, " GiB": 1 << 30}
-OF_THE_BUILD = {f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "REQUIRED")}
+OF_THE_BUILD = {
+    f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "REQUIRED", "STABLE_ABI")
+}
 # A command of ours and its options: to the end of its line, code or cell, or of what is its own.
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
 pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")

@@ -4,7 +4,7 @@ The compiled loop works on the structs. What it leaves to the engine, the engine
 classes: a `Round` is a view that is made when somebody asks for one.
 """
 
-from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.bytes cimport PyBytes_AsString
 from cpython.memoryview cimport PyMemoryView_FromMemory
 
 from libc.stdlib cimport calloc, free
@@ -28,7 +28,7 @@ cdef class Member:
 
     def __cinit__(self, bytes peer, header):
         self.peer = peer
-        self.its.peer = peer_key(PyBytes_AS_STRING(peer), len(peer))
+        self.its.peer = peer_key(PyBytes_AsString(peer), len(peer))
         self.its.rank = header.rank
         self.its.window = header.window
         self.its.watermark = header.watermark
@@ -159,7 +159,7 @@ cdef class Round:
         if at != NULL:
             check_size(header, at.first_rank, at.nbytes)
         cdef bytes frame = header.pack()
-        cdef const header_t *contribution = <const header_t *>PyBytes_AS_STRING(frame)
+        cdef const header_t *contribution = <const header_t *>PyBytes_AsString(frame)
         cdef const unsigned char[::1] source
         cdef block *message
         if payload is None:
@@ -435,7 +435,7 @@ cdef class Rounds:
 
     def open(self, sequence, first):
         cdef bytes frame = b"" if first is None else first.pack()
-        cdef const header_t *header = <const header_t *>PyBytes_AS_STRING(frame) if frame else NULL
+        cdef const header_t *header = <const header_t *>PyBytes_AsString(frame) if frame else NULL
         cdef round *opened = rounds_open(&self.its, sequence, header)
         if opened == NULL:
             raise MemoryError

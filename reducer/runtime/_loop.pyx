@@ -1,6 +1,6 @@
 """The compiled loop of a reducer's thread; see `loop.py`, its plain twin, and `loop.h`."""
 
-from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.bytes cimport PyBytes_AsString
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint64_t, uintptr_t
@@ -185,7 +185,7 @@ cdef class Sockets:
             packed = b"".join(keys)
             if len(packed) != 2 * sizeof(self._keys.public_key):
                 raise ValueError("a key has 32 bytes")
-            memcpy(&self._keys, PyBytes_AS_STRING(packed), len(packed))
+            memcpy(&self._keys, PyBytes_AsString(packed), len(packed))
             self.its.keys = &self._keys
         if listener is not None and not loop_listen(&self.its, listener, <uint64_t>(every_s * 1e9)):
             raise OSError(errno, "the loop cannot be set up")
@@ -223,13 +223,13 @@ cdef class Sockets:
     def send(self, bytes peer, bytes header, payload):
         """Send a message; False if that peer has no connection any more."""
         cdef const unsigned char[::1] body
-        cdef uint64_t key = peer_key(PyBytes_AS_STRING(peer), len(peer))
+        cdef uint64_t key = peer_key(PyBytes_AsString(peer), len(peer))
         if header[TYPE_AT] == MessageType.WELCOME:
             loop_trust(&self.its, key)
         if payload is None:
-            return loop_send(&self.its, key, PyBytes_AS_STRING(header), NULL, 0)
+            return loop_send(&self.its, key, PyBytes_AsString(header), NULL, 0)
         body = memoryview(payload).cast("B")
-        return loop_send(&self.its, key, PyBytes_AS_STRING(header),
+        return loop_send(&self.its, key, PyBytes_AsString(header),
                          &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
     def changes(self):
@@ -335,9 +335,9 @@ cdef class Core:
         cdef block *message = block_take(&self.its.pool, len(payload))
         if message == NULL:
             raise MemoryError
-        memcpy(message.data, PyBytes_AS_STRING(payload), len(payload))
+        memcpy(message.data, PyBytes_AsString(payload), len(payload))
         cdef verdict found = loop_offer(
-            self.its, peer_key(PyBytes_AS_STRING(peer), len(peer)), PyBytes_AS_STRING(frame),
+            self.its, peer_key(PyBytes_AsString(peer), len(peer)), PyBytes_AsString(frame),
             len(frame), message, <uint64_t>(at * 1e6), &header, &result, &within,
         )
         self.count()

@@ -4,8 +4,8 @@ The loops use the struct. This class is for what looks at the protocol from outs
 fuzzer, and tools.
 """
 
-from cpython.bytearray cimport PyByteArray_AS_STRING
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytearray cimport PyByteArray_AsString
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
@@ -143,9 +143,9 @@ cdef class Zmtp:
         cdef bytes public_key = keys[0]
         cdef bytes secret_key = keys[1]
         cdef bytes server_key = keys[2]
-        memcpy(pair.public_key, PyBytes_AS_STRING(public_key), CURVE_KEY_BYTES)
-        memcpy(pair.secret_key, PyBytes_AS_STRING(secret_key), CURVE_KEY_BYTES)
-        memcpy(pair.server_key, PyBytes_AS_STRING(server_key), CURVE_KEY_BYTES)
+        memcpy(pair.public_key, PyBytes_AsString(public_key), CURVE_KEY_BYTES)
+        memcpy(pair.secret_key, PyBytes_AsString(secret_key), CURVE_KEY_BYTES)
+        memcpy(pair.server_key, PyBytes_AsString(server_key), CURVE_KEY_BYTES)
         if not zmtp_init(&self.its, server, &pair, max_frame_bytes):
             raise MemoryError
 
@@ -214,12 +214,12 @@ cdef class Zmtp:
     cdef bytes _frame(self, bytes body, bint more):
         cdef size_t nbytes = len(body), header_bytes
         cdef bytes out = PyBytes_FromStringAndSize(NULL, zmtp_wire_bytes(&self.its, nbytes))
-        cdef uint8_t *place = <uint8_t *>PyBytes_AS_STRING(out)
+        cdef uint8_t *place = <uint8_t *>PyBytes_AsString(out)
         if self.its.sealed:
-            zmtp_seal(&self.its, place, PyBytes_AS_STRING(body), nbytes, more)
+            zmtp_seal(&self.its, place, PyBytes_AsString(body), nbytes, more)
         else:
             header_bytes = zmtp_frame_header(place, nbytes, more)
-            memcpy(place + header_bytes, PyBytes_AS_STRING(body), nbytes)
+            memcpy(place + header_bytes, PyBytes_AsString(body), nbytes)
         return out
 
     cdef list _take(self):
@@ -236,7 +236,7 @@ cdef class Zmtp:
                 continue
             if not self._rest:
                 break
-            begin = at = <const uint8_t *>PyByteArray_AS_STRING(self._rest)
+            begin = at = <const uint8_t *>PyByteArray_AsString(self._rest)
             event = zmtp_take(&self.its, &at, begin + len(self._rest))
             del self._rest[:at - begin]
             if event == ZMTP_FRAME:
@@ -257,7 +257,7 @@ cdef class Zmtp:
         return True
 
     cdef int _end_frame(self, list events) except -1:
-        cdef uint8_t *body = <uint8_t *>PyByteArray_AS_STRING(self._body)
+        cdef uint8_t *body = <uint8_t *>PyByteArray_AsString(self._body)
         if self.its.sealed:
             body = zmtp_open(&self.its, body)
         if body == NULL:

@@ -14,7 +14,6 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
-from cpython.memoryview cimport PyMemoryView_GET_BUFFER
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
@@ -188,9 +187,10 @@ cdef borrow(RequestState request, data):
                 return dtype
     buffer = host_buffer(data)
     request.write_back = buffer.write_back
-    lent = PyMemoryView_GET_BUFFER(buffer.view)
-    request._owner, request._nbytes = buffer.view, lent.len
-    request._memory = <unsigned char *>lent.buf
+    PyObject_GetBuffer(buffer.view, &its, PyBUF_WRITABLE)
+    request._owner, request._nbytes = buffer.view, its.len
+    request._memory = <unsigned char *>its.buf
+    PyBuffer_Release(&its)
     return buffer.dtype
 
 

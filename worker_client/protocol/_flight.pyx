@@ -1,7 +1,7 @@
 """What a worker has in flight, over the structs of `flight.h`; `plain_flight.py` is its twin."""
 
-from cpython.bytes cimport PyBytes_AS_STRING
-from cpython.memoryview cimport PyMemoryView_GET_BUFFER
+from cpython.bytes cimport PyBytes_AsString
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -21,7 +21,7 @@ cdef class CompiledFlight:
     def __cinit__(self, identity):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
         self._operations = {}
-        if not flight_init(&self.its, PyBytes_AS_STRING(frame), MAX_CHUNK_BYTES):
+        if not flight_init(&self.its, PyBytes_AsString(frame), MAX_CHUNK_BYTES):
             raise MemoryError
 
     def __dealloc__(self):
@@ -56,14 +56,16 @@ cdef class CompiledFlight:
         if wanted == NULL:
             raise MemoryError
         cdef operation_t *submitted
+        cdef Py_buffer memory
         try:
             for at, (link, start, end) in enumerate(shards):
                 wanted[at].link = self.check(link)
                 wanted[at].start = start
                 wanted[at].end = end
+            PyObject_GetBuffer(operation.view, &memory, PyBUF_WRITABLE)
+            PyBuffer_Release(&memory)  # the operation holds the view
             submitted = flight_submit(
-                &self.its, PyMemoryView_GET_BUFFER(operation.view).buf, operation.view.nbytes,
-                &said, chunk_bytes, wanted, len(shards),
+                &self.its, memory.buf, memory.len, &said, chunk_bytes, wanted, len(shards)
             )
         finally:
             free(wanted)

@@ -1,6 +1,6 @@
 """The loop over a worker's connections, over the structs of `loop.h`."""
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
@@ -188,7 +188,7 @@ cdef class Loop:
             packed = b"".join(keys)
             if len(packed) != sizeof(curve):
                 raise ValueError("a key has 32 bytes")
-            memcpy(&curve, PyBytes_AS_STRING(packed), sizeof(curve))
+            memcpy(&curve, PyBytes_AsString(packed), sizeof(curve))
         if not loop_open(&self.its, self._flight.check(link), descriptor,
                          NULL if keys is None else &curve):
             raise OSError(errno, "the connection cannot be set up")
@@ -272,10 +272,10 @@ cdef class Loop:
         """Send a message that is no contribution; it is lost if there is no connection."""
         cdef const unsigned char[::1] body
         if payload is None:
-            loop_send(&self.its, self._flight.check(link), PyBytes_AS_STRING(header), NULL, 0)
+            loop_send(&self.its, self._flight.check(link), PyBytes_AsString(header), NULL, 0)
             return
         body = payload
-        loop_send(&self.its, self._flight.check(link), PyBytes_AS_STRING(header),
+        loop_send(&self.its, self._flight.check(link), PyBytes_AsString(header),
                   &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
     def refill(self):

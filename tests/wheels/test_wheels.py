@@ -1,0 +1,102 @@
+"""The wheel that `make release` has just built: what it needs, how large it is, and that it runs.
+
+Each Python that is installed gets it in an environment of its own, where no compiler is found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tests.commands import run_command
+
+DIST = Path(__file__).parents[2] / "dist"
+FOUND = sorted(DIST.glob("*.whl"))
+if not FOUND:
+    pytest.skip("needs a wheel: run make release", allow_module_level=True)
+MOST_BYTES = 3_000_000
+IMPORT_S = 0.25  # promised to those who import it on every start
+PYTHONS = [f"python3.{minor}" for minor in range(11, 15)]
+OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+# The loops are compiled, and the kernels are chosen by the CPU.
+TALK = """
+import importlib.util, shutil, subprocess
+import numpy, worker_client
+from reducer import kernels
+assert importlib.util.find_spec("torch") is None
+assert shutil.which("gcc") is None and shutil.which("cc") is None
+has = set(open("/proc/cpuinfo").read().split())
+best = ["generic", "numpy"]
+if {"avx2", "f16c"} <= has:
+    best.insert(0, "avx2")
+if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= has:
+    best.insert(0, "avx512")
+assert kernels.variants() == tuple(best), kernels.variants()
+command = ["reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
+with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    try:
+        address = server.stdout.readline().split()[-1]
+        client = worker_client.init(rank=0, world_size=1, servers=address)
+        print(client.impl, client.all_reduce(numpy.arange(5.0)).wait(10))
+        client.shutdown()
+        server.terminate()
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+"""
+IMPORT = """
+import sys, time
+begin = time.perf_counter()
+import worker_client
+print(time.perf_counter() - begin)
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture(scope="module", params=PYTHONS)
+def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands of an environment that holds the wheel and what it asks for."""
+    interpreter = shutil.which(request.param)
+    if interpreter is None or run_command(interpreter, "--version").returncode:
+        pytest.skip(f"needs {request.param}")
+    home = tmp_path_factory.mktemp(request.param)
+    made = run_command(interpreter, "-m", "venv", "--without-pip", home, env=OUTSIDE)
+    assert made.returncode == 0, made.stderr
+    commands = home / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", commands / "python"]
+    done = run_command(*pip, "install", "-q", "--only-binary", ":all:", FOUND[0], env=OUTSIDE)
+    assert done.returncode == 0, done.stderr
+    return commands
+
+
+def test_one_wheel_serves_every_python_on_older_systems() -> None:
+    (wheel,) = FOUND
+    assert re.fullmatch(r"reduction_server-[\w.]+-cp311-abi3-manylinux_2_\d+_\S+\.whl", wheel.name)
+    assert wheel.stat().st_size <= MOST_BYTES
+    with ZipFile(wheel) as packed:
+        names = packed.namelist()
+    compiled = [name for name in names if name.endswith(".so")]
+    assert compiled
+    assert all(name.endswith(".abi3.so") for name in compiled)
+    assert {"reducer/py.typed", "worker_client/py.typed"} <= set(names)
+
+
+@pytest.mark.timeout(400)
+def test_it_runs_with_this_python_and_without_a_compiler(installed: Path) -> None:
+    command = (installed / "python", "-c", TALK)
+    ended = run_command(*command, env={**OUTSIDE, "PATH": str(installed)}, cwd=installed)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["compiled [0. 1. 2. 3. 4.]"]
+
+
+def test_an_import_is_quick(installed: Path) -> None:
+    command = (installed / "python", "-c", IMPORT)
+    took = [float(run_command(*command, env=OUTSIDE, cwd=installed).stdout) for _ in range(5)]
+    assert min(took) <= IMPORT_S
