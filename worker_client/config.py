@@ -127,8 +127,8 @@ class WorkerConfig(BaseSettings):
     window_bytes: AutoBytes = Field(default=ByteSize(0), ge=0)
     """Most bytes that this rank has in flight over all reducers; raised to two chunks for each
     reducer if it is less. ``auto`` follows the measured rate and round trip, up to 16 MiB: enough
-    for a 10 Gbit/s link with a round trip of 10 ms. Beyond that, write the rate times the round
-    trip, and five times as much where packets are lost (docs/performance.md#long-distances)."""
+    for a 10 Gbit/s link with a round trip of 10 ms. To reducers whose round trip is longer it grows
+    up to 256 MiB, as far as they have memory (docs/performance.md#long-distances)."""
 
     timeout: Seconds = 300.0
     """Time after which an all-reduce fails and names the ranks that are missing. Long by default,

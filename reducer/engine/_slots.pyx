@@ -43,6 +43,10 @@ cdef class Member:
     def window(self):
         return self.its.window
 
+    @window.setter
+    def window(self, value):
+        self.its.window = value
+
     @property
     def held(self):
         return self.its.held

@@ -26,7 +26,7 @@ from reducer.errors import (
     VersionError,
 )
 from reducer.wire import authentication
-from reducer.wire.constants import NONCE_DIGITS, MessageType
+from reducer.wire.constants import FEATURES, NONCE_DIGITS, MessageType
 from reducer.wire.header import Buffer, Header
 from reducer.wire.messages import (
     ALL_REDUCERS,
@@ -139,6 +139,7 @@ class Engine:
             MessageType.ABORT: self._reductions.abort,
             MessageType.STRAGGLERS: self._reductions.stragglers,
             MessageType.SHARD_MAP: self._lose,
+            MessageType.CREDIT: self._credit,
             MessageType.GOODBYE: self._goodbye,
         }
 
@@ -461,6 +462,7 @@ class Engine:
             max_chunk_bytes=job.max_chunk_bytes,
             lanes=self._lanes if hello.lane == 0 else (),
             auth=self._prove(Role.REDUCER, header, hello, challenge) if self._secret else "",
+            features=hello.features & FEATURES,
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
         if earlier is not None:
@@ -507,6 +509,13 @@ class Engine:
         # This is another process: the earlier one is dead, and so is its job if all are away.
         dead = list(job.members.values()) if whole else [holder]
         return [send for member in dead for send in self._give_up(member.peer)]
+
+    def _credit(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
+        """Answer a member that asks for a larger window."""
+        del payload
+        self._members.extend(job, member, header.window)
+        granted = Header(MessageType.CREDIT, window=member.window)
+        return [Send(member.peer, granted.pack(), None)]
 
     def _lose(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
         """Pass on that a rank has lost a reducer."""

@@ -453,13 +453,21 @@ class Membership:
                 limit="max_connections_per_key",
             )
 
+    def extend(self, job: Job, member: Member, window: int) -> None:
+        """Let a member have a larger window, as far as there is memory for all ranks."""
+        left = self.memory_limit - self.reserved() + job.reserved
+        share = left // 2  # the rest is for jobs that grow as well, or have yet to come
+        if self._limits.job_memory_limit is not None:
+            share = min(share, self._limits.job_memory_limit - self._of_others(job))
+        room = share // (job.world_size + 1) - _spare(job)
+        set_aside = max(one.window for one in job.members.values())
+        member.window = max(member.window, min(window, max(room, set_aside)))
+        job.reserved = job.rounds.reserved = _needed(job, member.window)
+
     def _reserve(self, job: Job, window: int, freed: int) -> None:
-        # n windows of contributions, and results that the slowest rank has not taken: one more.
-        most = window + SPARE_CHUNKS * charge(job.max_chunk_bytes)
-        needed = max(job.reserved, (job.world_size + 1) * most)
         self._set_aside(
             job,
-            needed,
+            _needed(job, window),
             f"{job.world_size} ranks with a window of {window}",
             "lower REDUCTION_WINDOW_BYTES",
             freed,
@@ -507,8 +515,7 @@ class Membership:
                 limit="memory_limit",
             )
         most = self._limits.job_memory_limit
-        others = sum(one.reserved for one in self._of(job.key_shown) if one.key != job.key)
-        others = others if job.key_shown else 0
+        others = self._of_others(job)
         if most is not None and needed + others > most:
             beside = f", beside {others} of other jobs of its key" if others else ""
             raise CapacityError(
@@ -519,10 +526,29 @@ class Membership:
             )
         job.reserved = job.rounds.reserved = needed
 
+    def _of_others(self, job: Job) -> int:
+        """Return what other jobs of a job's key have reserved, bytes."""
+        if not job.key_shown:
+            return 0
+        return sum(one.reserved for one in self._of(job.key_shown) if one.key != job.key)
+
 
 def is_another(process: str, hello: Hello) -> bool:
     """Whether a HELLO comes from another process, as far as both have said what they are."""
     return bool(process and hello.process) and process != hello.process
+
+
+def _spare(job: Job) -> int:
+    """Return what a rank may have in flight beyond its window, bytes."""
+    return SPARE_CHUNKS * charge(job.max_chunk_bytes)
+
+
+def _needed(job: Job, window: int) -> int:
+    """Return what a job has to reserve for windows of this size, bytes; never less than it has.
+
+    That is n windows of contributions, and results that the slowest rank has not taken: one more.
+    """
+    return max(job.reserved, (job.world_size + 1) * (window + _spare(job)))
 
 
 def _other_run(job: Job) -> StaleGenerationError:

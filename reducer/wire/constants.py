@@ -33,7 +33,7 @@ NO_SEQUENCE = (1 << 64) - 1  # the message concerns the connection, not one all-
 
 
 class MessageType(IntEnum):
-    """What a message asks or says. Type 12 is set aside for quotas."""
+    """What a message asks or says."""
 
     HELLO = 1
     WELCOME = 2
@@ -46,6 +46,7 @@ class MessageType(IntEnum):
     STRAGGLERS = 9
     SHARD_MAP = 10
     RETAINED = 11
+    CREDIT = 12
     CHALLENGE = 13
 
 
@@ -129,4 +130,9 @@ class ErrorCode(IntEnum):
 
 
 class Feature(IntFlag):
-    """Optional abilities; two peers use those that both announced. None is defined in 1.0."""
+    """Optional abilities; two peers use those that both announced."""
+
+    CREDIT = 1  # windows may grow while a worker is a member
+
+
+FEATURES = Feature.CREDIT  # what both implementations speak

@@ -118,6 +118,33 @@ def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network() -> None:
     assert path.windows[0] == pytest.approx(BUSY_BYTES + 5 * 0.2 * 6e6, rel=0.01)
 
 
+def test_windows_of_a_near_network_do_not_grow() -> None:
+    path = Path(1, rate=1e10, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, MIB, 1.0, 0.009, grows=True)
+    run(flow, path, 5)
+    assert path.windows == [MIB]
+    assert flow.asks(10.0) == []
+
+
+def test_windows_of_a_far_network_grow_to_256_mib_in_all() -> None:
+    path = Path(2, rate=1e9, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    for link in range(2):
+        flow.admit(link, MOST_BYTES // 2, 1.0, 0.1, grows=True)
+    for now in range(10):
+        run(flow, path, 1)
+        assert all(window <= 128 * MIB for window in path.windows)
+        for link, asked in flow.asks(now):
+            assert asked > path.windows[link]
+            flow.grant(link, asked)
+    assert path.windows == [128 * MIB] * 2
+    flow.admit(0, MOST_BYTES // 2, 1.0, 0.1)  # a reducer of an earlier version
+    flow.grant(0, 64 * MIB)
+    run(flow, path, 5)
+    assert path.windows == [MOST_BYTES // 2, 128 * MIB]
+
+
 def test_a_link_that_waits_keeps_its_window() -> None:
     path, flow = one_link(rate=1.2e8, rtt_s=0.010, most=MOST_BYTES)
     run(flow, path, 5)

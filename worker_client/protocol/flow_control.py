@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
 
 MOST_BYTES = 16 << 20  # over all links; a reducer sets aside as much for every worker
+MOST_FAR_BYTES = 256 << 20  # over all links in a far network, as far as reducers grant it
+ASK_S = 1.0  # between two requests for a larger window
 BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
 BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
 MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
@@ -49,7 +51,8 @@ class FlowControl:
     the ranks, and for each rank whose contribution is missing. A reducer that owns less than others
     gets less, so that all are done at the same time: contributions to it must not fill the network
     card's queue, while those to a larger owner wait at its end of the network, where all ranks
-    meet.
+    meet. In a far network that may be more than a reducer has set aside when the worker joined: it
+    is asked for the difference when that is known.
 
     Args:
         flight: whose windows are set.
@@ -66,12 +69,22 @@ class FlowControl:
         self._most: dict[int, int] = {}
         self._shares: dict[int, float] = {}
         self._round_trips: dict[int, int] = {}  # of the distance that a window is made for
+        self._wanted: dict[int, int] = {}  # windows of links whose reducers may be asked for more
+        self._asked: dict[int, float] = {}  # not again before
         self._rates: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
         self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
 
-    def admit(self, link: int, most: int, share: float, round_trip_s: float = 0.0) -> None:
+    def admit(
+        self,
+        link: int,
+        most: int,
+        share: float,
+        round_trip_s: float = 0.0,
+        *,
+        grows: bool = False,
+    ) -> None:
         """Begin with a link that the reducer has opened.
 
         Args:
@@ -79,8 +92,13 @@ class FlowControl:
             most: the window that the reducer allows, bytes.
             share: what the reducer owns, relative to the one that owns most, 0 to 1.
             round_trip_s: of the network alone, seconds; 0 if that is not known.
+            grows: whether the reducer may allow more later.
         """
-        self._round_trips[link] = FAR_ROUND_TRIPS if round_trip_s >= FAR_S else 1
+        far = round_trip_s >= FAR_S
+        self._round_trips[link] = FAR_ROUND_TRIPS if far else 1
+        self._wanted.pop(link, None)
+        if far and grows and not self._forced:
+            self._wanted[link] = 0
         self._most[link] = most
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
@@ -91,6 +109,7 @@ class FlowControl:
         """End with a link that is lost, until it is admitted anew."""
         self._most.pop(link, None)
         self._rates.pop(link, None)
+        self._wanted.pop(link, None)
 
     @property
     def rate(self) -> float:
@@ -119,6 +138,22 @@ class FlowControl:
         if self._measured and now - self._looked >= LOOK_S:
             self._look(now)
 
+    def asks(self, now: float) -> list[tuple[int, int]]:
+        """Return links whose reducers are to be asked for a larger window, and how many bytes."""
+        due = []
+        for link, wanted in self._wanted.items():
+            window = min(wanted, MOST_FAR_BYTES // len(self._most))
+            if window > self._most[link] and now >= self._asked.get(link, now):
+                self._asked[link] = now + ASK_S
+                due.append((link, window))
+        return due
+
+    def grant(self, link: int, nbytes: int) -> None:
+        """Take note of the window that a reducer allows from now on, bytes."""
+        if link in self._wanted:
+            self._most[link] = max(self._most[link], nbytes)
+            self._flight.set_window(link, min(self._most[link], self._wanted[link]))
+
     def _look(self, now: float) -> None:
         elapsed = now - self._looked
         if elapsed <= 0:
@@ -137,4 +172,6 @@ class FlowControl:
         most = self._most[link]
         busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
         window = int(busy * self._shares[link] ** 2 + distance)
+        if link in self._wanted:
+            self._wanted[link] = window
         self._flight.set_window(link, most if self._forced else min(most, window))

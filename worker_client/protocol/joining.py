@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import AuthError, StaleGenerationError
 from reducer.wire import authentication
+from reducer.wire.constants import FEATURES, Feature
 from reducer.wire.messages import Challenge, Hello, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
 from worker_client.protocol.flight import Connect, Send
@@ -113,6 +114,7 @@ class Joining:
             patience_ms=round(1000 * s.heartbeats.patience_s),
             host_name=s.host_name,
             auth=authentication.nonce() if self._has_secret(link) else "",
+            features=FEATURES,
         )
         header = header._replace(window=s.window_per_reducer())
         link.hello, link.proof = (header, body), ""
@@ -152,7 +154,8 @@ class Joining:
         link.incarnation = welcome.incarnation
         self._refused.discard(link.index)
         share = self._plan.share(link)
-        self._flow.admit(link.index, header.window, share, link.round_trip_s)
+        grows = bool(welcome.features & Feature.CREDIT)
+        self._flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
         self._flight.open(link.index)
         connects = []
         if not self.complete:

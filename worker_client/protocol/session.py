@@ -123,6 +123,7 @@ class Session:
             MessageType.SHARD_MAP: self._shard_map,
             MessageType.RETAINED: self._retained,
             MessageType.STRAGGLERS: self._stragglers,
+            MessageType.CREDIT: self._credit,
         }
 
     # -- what the client asks -----------------------------------------------------------------
@@ -339,6 +340,10 @@ class Session:
             sequence = operation.sequence
             ask = self._header(MessageType.STRAGGLERS)._replace(sequence=sequence).pack()
             actions += [Send(one.index, ask, None) for one in self.calls.waiting(sequence)]
+        for index, window in self._flow.asks(now):
+            ask = self._header(MessageType.CREDIT)._replace(window=window).pack()
+            if self.links[index].member:
+                actions.append(Send(index, ask, None))
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:
@@ -446,6 +451,11 @@ class Session:
         if told.straggler is not None and told.straggler.rank >= self.spec.world_size:
             raise RemoteProtocolError(f"the straggler, rank {told.straggler.rank}, does not exist")
         link.straggler = told.straggler
+        return []
+
+    def _credit(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        del payload
+        self._flow.grant(link.index, header.window)
         return []
 
     def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
