@@ -145,6 +145,21 @@ def test_windows_of_a_far_network_grow_to_256_mib_in_all() -> None:
     assert path.windows == [MOST_BYTES // 2, 128 * MIB]
 
 
+def test_a_burst_of_a_far_network_is_no_rate() -> None:
+    path = Path(1, rate=1e7, rtt_s=0.2)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, MOST_BYTES, 1.0, 0.2, grows=True)
+    for _ in range(3):
+        flow.begin(MIB, 0.0)
+    path.received[0] = MIB
+    flow.end(MIB, 0.25)
+    path.received[0] = 3 * MIB  # what was behind a lost packet
+    for now in (0.251, 0.252):
+        flow.end(MIB, now)
+    flow.tick(0.252)
+    assert flow.rate == pytest.approx(MIB / 0.25)
+
+
 def test_a_link_that_waits_keeps_its_window() -> None:
     path, flow = one_link(rate=1.2e8, rtt_s=0.010, most=MOST_BYTES)
     run(flow, path, 5)

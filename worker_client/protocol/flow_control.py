@@ -70,11 +70,13 @@ class FlowControl:
         self._shares: dict[int, float] = {}
         self._round_trips: dict[int, int] = {}  # of the distance that a window is made for
         self._wanted: dict[int, int] = {}  # windows of links whose reducers may be asked for more
+        self._far_s: dict[int, float] = {}  # round trips of the network to these
         self._asked: dict[int, float] = {}  # not again before
         self._rates: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
         self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
+        self._least_s = 0.0  # between two looks: far results come in bursts, a round trip apart
 
     def admit(
         self,
@@ -96,9 +98,12 @@ class FlowControl:
         """
         far = round_trip_s >= FAR_S
         self._round_trips[link] = FAR_ROUND_TRIPS if far else 1
+        if far:
+            self._least_s = max(self._least_s, round_trip_s)
         self._wanted.pop(link, None)
         if far and grows and not self._forced:
             self._wanted[link] = 0
+            self._far_s[link] = round_trip_s
         self._most[link] = most
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
@@ -130,12 +135,12 @@ class FlowControl:
         """Take note that an all-reduce of `nbytes` has ended, well at `now` or badly at None."""
         if nbytes >= MEASURED_BYTES:
             self._measured -= 1
-            if now is not None:
+            if now is not None and now - self._looked >= self._least_s:
                 self._look(now)
 
     def tick(self, now: float) -> None:
         """Look at all-reduces that take long; call it several times a second."""
-        if self._measured and now - self._looked >= LOOK_S:
+        if self._measured and now - self._looked >= max(LOOK_S, self._least_s):
             self._look(now)
 
     def asks(self, now: float) -> list[tuple[int, int]]:
@@ -166,12 +171,18 @@ class FlowControl:
             if received:  # a link that waits says nothing about what it can carry
                 self._rates[link].append(received / elapsed)
             distance_s = self._round_trips[link] * stats.min_rtt_s
-            self._set_window(link, max(self._rates[link], default=0.0) * distance_s)
+            rate = max(self._rates[link], default=0.0)
+            if link in self._wanted:  # no more than that: a result also waits for other ranks
+                far = FAR_ROUND_TRIPS * self._far_s[link]
+                self._wanted[link] = int(self._busy(link) + rate * far)
+            self._set_window(link, rate * distance_s)
 
     def _set_window(self, link: int, distance: float) -> None:
         most = self._most[link]
-        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
-        window = int(busy * self._shares[link] ** 2 + distance)
-        if link in self._wanted:
-            self._wanted[link] = window
+        window = int(self._busy(link) + distance)
         self._flight.set_window(link, most if self._forced else min(most, window))
+
+    def _busy(self, link: int) -> float:
+        """Return what keeps both ends of a link busy, bytes."""
+        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
+        return busy * self._shares[link] ** 2
