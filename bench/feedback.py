@@ -4,7 +4,8 @@
 
 A linear regression, whose features have scales from 1 to 0.001 side by side. Each has a step of its
 own, in proportion to what its scale needs, as adaptive optimizers make them. It is trained in
-fp32, with int8 on the wire, and with int8 and what casts take away added to the next step.
+fp32, and with int8 or fp8_e4m3 on the wire, without and with what casts take away added to the next
+step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from worker_client.client.bootstrap import connect
 from worker_client.ddp import ReductionState, reduction_hook
 
 FEATURES, BATCH, STEPS, SEEDS = 5040, 64, 1000, 3
-MODES = {"fp32": ("none", False), "int8": ("int8", False), "int8, feedback": ("int8", True)}
+MODES = {
+    "fp32": ("none", False),
+    "int8": ("int8", False),
+    "int8, feedback": ("int8", True),
+    "fp8_e4m3": ("fp8_e4m3", False),
+    "fp8_e4m3, feedback": ("fp8_e4m3", True),
+}
 
 
 def train(seed: int, wire_dtype: str, *, feedback: bool) -> float:

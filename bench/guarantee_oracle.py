@@ -40,6 +40,7 @@ _ROUNDED_OPS = {
     "bf16": {"sum", "mean", "min", "max"},
     "fp16": {"sum", "mean", "min", "max"},
     "int8": {"sum", "mean"},
+    "fp8_e4m3": {"sum", "mean"},
 }
 _ODD = (np.nan, -np.nan, np.inf, -np.inf, 3e38, -3e38, 6e4, 1e-40, -1e-40, 6e-8)
 
@@ -50,7 +51,8 @@ class Shape(NamedTuple):
     Attributes:
         groups: ranks whose contributions are folded first, in the order of the groups; one group
             of all of them but with a hierarchy.
-        wire_dtype: what float32 travels as, ``bf16``, ``fp16`` or ``int8``; "" for itself.
+        wire_dtype: what float32 travels as, ``bf16``, ``fp16``, ``int8`` or ``fp8_e4m3``; "" for
+            itself.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -181,9 +183,9 @@ def is_rounded(call: Call, wire_dtype: str) -> bool:
 
 def _through(values: Array, wire_dtype: str, *, dithered: bool = False) -> Array:
     """Round float32 values to what travels, as reducers do if so, and return that as float32."""
-    if wire_dtype == "int8":
-        sent = block8_oracle.travels(values, dithered=dithered)
-        return block8_oracle.arrives(sent, values.size)
+    if wire_dtype in block8_oracle.Q:
+        sent = block8_oracle.travels(values, wire_dtype, dithered=dithered)
+        return block8_oracle.arrives(sent, values.size, wire_dtype)
     dtype = "bfloat16" if wire_dtype == "bf16" else "float16"
     return widen(narrow(values, dtype), dtype)
 

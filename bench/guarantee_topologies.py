@@ -147,9 +147,9 @@ def arrange(
     if not (topology.local or topology.exact):
         # Where a block begins in a rank's part of a node's sum is no promise, and what is rounded
         # to blocks has no sums that are the same in any order.
-        wire_dtypes.append("int8")
+        wire_dtypes += ["int8", "fp8_e4m3"]
     wire_dtype = rng.choice(wire_dtypes)
-    if wire_dtype == "int8" and "chunk_bytes" in settings:
+    if wire_dtype in {"int8", "fp8_e4m3"} and "chunk_bytes" in settings:
         settings["chunk_bytes"] = max(settings["chunk_bytes"], 256)
     part = Part(
         life=0,

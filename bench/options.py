@@ -66,8 +66,8 @@ def ours(
     found = found or [Contender("pool", workers)]
     pools = [contender for contender in found if contender.kind == "pool"]
     for wire_dtype in _words(wire_dtypes):
-        if wire_dtype not in {"bf16", "fp16", "int8"}:
-            raise typer.BadParameter(f"{wire_dtype!r} is none of bf16, fp16, int8")
+        if wire_dtype not in {"bf16", "fp16", "int8", "fp8_e4m3"}:
+            raise typer.BadParameter(f"{wire_dtype!r} is none of bf16, fp16, int8, fp8_e4m3")
         found += [replace(pool, wire_dtype=wire_dtype) for pool in pools]
     if keys:
         found += [replace(pool, keyed=True) for pool in found if pool.kind == "pool"]

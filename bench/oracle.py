@@ -36,8 +36,8 @@ def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") 
         exact: whether every bit counts: the sum is then the left fold in rank order, in fp32.
             Otherwise an element may be off by ``world_size * eps * sum(|contributions|)`` (eps =
             2^-23), which covers every order of additions.
-        wire_dtype: ``bf16``, ``fp16`` or ``int8`` if contributions and the exact sum are rounded to
-            that.
+        wire_dtype: ``bf16``, ``fp16``, ``int8`` or ``fp8_e4m3`` if contributions and the exact sum
+            are rounded to that.
     """
     if exact:
         return wrong_bits(result, world_size, wire_dtype)
@@ -47,7 +47,7 @@ def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") 
 def wrong_bits(result: Array, world_size: int, wire_dtype: str = "") -> int:
     """Count the elements that differ in any bit from the left fold in rank order."""
     # What values are rounded to in blocks depends on where these lie, and so has no period.
-    period = result.size if wire_dtype == "int8" else PERIOD
+    period = result.size if wire_dtype in block8_oracle.Q else PERIOD
     expected = _left_fold(world_size, wire_dtype, period).view(np.uint32)
     return sum(
         int(np.count_nonzero(part.view(np.uint32) != expected[: part.size]))
@@ -78,8 +78,9 @@ def _left_fold(world_size: int, wire_dtype: str, count: int) -> Array:
     total = _rounded(contribution(0, count), wire_dtype)
     for rank in range(1, world_size):
         total += _rounded(contribution(rank, count), wire_dtype)
-    if wire_dtype == "int8":
-        return block8_oracle.arrives(block8_oracle.travels(total, dithered=True), total.size)
+    if wire_dtype in block8_oracle.Q:
+        sent = block8_oracle.travels(total, wire_dtype, dithered=True)
+        return block8_oracle.arrives(sent, total.size, wire_dtype)
     return _rounded(total, wire_dtype)
 
 
@@ -87,8 +88,9 @@ def _rounded(finite: Array, wire_dtype: str) -> Array:
     """Round to the nearest value of the type on the wire, of two the one with an even last bit."""
     if not wire_dtype:
         return finite
-    if wire_dtype == "int8":
-        return block8_oracle.arrives(block8_oracle.travels(finite), finite.size)
+    if wire_dtype in block8_oracle.Q:
+        sent = block8_oracle.travels(finite, wire_dtype)
+        return block8_oracle.arrives(sent, finite.size, wire_dtype)
     if wire_dtype == "fp16":
         return finite.astype(np.float16).astype(np.float32)
     bits = finite.view(np.uint32)

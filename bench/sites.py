@@ -88,7 +88,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     reducers: Annotated[int, typer.Option(min=1, help="Hosts with a reducer each.")] = 1,
     steps: Annotated[int, typer.Option(min=POINTS, help="Each site's own.")] = 500,
     kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = USUAL,
-    wire: Annotated[str, typer.Option(help="none, bf16 or int8; not of DDP.")] = "int8",
+    wire: Annotated[str, typer.Option(help="none, bf16, int8 or fp8_e4m3; not of DDP.")] = "int8",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each, with seeds 0, 1, ...")] = 1,
     mbit: Annotated[float | None, typer.Option(help="Of every link; else unshaped.")] = None,
     round_trip_ms: Annotated[float, typer.Option(help="Between any two hosts.")] = 0.0,

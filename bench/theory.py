@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from bench.contenders import Contender
 
 # By wire dtype: how many times as many bytes fp32 has.
-_SMALLER = {"": 1.0, "bf16": 2.0, "fp16": 2.0, "int8": 4 * 252 / 256}
+_BLOCKS = 4 * 252 / 256
+_SMALLER = {"": 1.0, "bf16": 2.0, "fp16": 2.0, "int8": _BLOCKS, "fp8_e4m3": _BLOCKS}
 bus_factor = network_model.ring_factor  # busbw / algbw: nccl-tests' definition
 
 
@@ -20,8 +21,8 @@ def limit(contender: Contender, workers: int, rate: float) -> float:
     A pool of k reducers takes ``max(S/B, n S/(k B))``. A ring, an MPI of unknown algorithm (which
     no algorithm without further machines can beat) and embedded reducers take ``2(n-1)/n S/B``. k
     reducers beside the workers' own take ``2n(n-1)/(n^2+kn-2k) S/B`` with the best split of the
-    bytes (BytePS, OSDI 2020); with k >= n that is a pool. S is what travels: of int8 256 bytes for
-    252 values.
+    bytes (BytePS, OSDI 2020); with k >= n that is a pool. S is what travels: in 8 bits 256 bytes
+    for 252 values.
     """
     k = contender.reducers
     rate *= _SMALLER[contender.wire_dtype]

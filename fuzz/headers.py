@@ -38,7 +38,7 @@ WIDTHS = {
     "window": 64,
     "history": 64,
 }  # bits of each field
-_ITEMSIZES = (0, 4, 8, 2, 2, 1, 4, 8, 1, 256)  # by code; written again, to be independent
+_ITEMSIZES = (0, 4, 8, 2, 2, 1, 4, 8, 1, 256, 256)  # by code; written again, to be independent
 _SET_ASIDE = 67  # the byte that pads the dtypes
 
 
@@ -55,7 +55,7 @@ def sound(header: Header, payload_bytes: int, max_chunk_bytes: int) -> bool:
         return False
     if header.op == ReduceOp.MEAN and DType.BFLOAT16 < header.dtype < DType.BLOCK8:
         return False
-    if header.op > ReduceOp.MEAN and header.dtype == DType.BLOCK8:
+    if header.op > ReduceOp.MEAN and header.dtype in {DType.BLOCK8, DType.BLOCK8_E4M3}:
         return False
     size = _ITEMSIZES[header.dtype]
     return (

@@ -373,6 +373,24 @@ ROWS = (
         "tests/integration/test_wire_dtype.py::test_a_reducer_may_die_between_the_pieces[compiled-int8]",
         ("tests/integration/test_wire_dtype.py::test_a_reducer_may_die_between_the_pieces",),
     ),
+    Row(
+        "tests/integration/test_wire_dtype.py",
+        (
+            "tests/integration/test_wire_dtype.py::test_blocks_of_e4m3",
+            "tests/kernels/test_block8.py::test_the_bits",
+        ),
+        {"wire": "fp8_e4m3"},
+    ),
+    Row(
+        "tests/integration/test_wire_ddp.py",
+        ("tests/integration/test_wire_ddp.py::test_feedback_is_the_default_in_8_bits_alone",),
+        {"compressed": "fp8_e4m3"},
+    ),
+    Row(
+        "tests/kernels/test_block8.py::test_each_special_case",
+        ("tests/kernels/test_block8.py::test_the_bits",),
+        {"wire": "fp8_e4m3"},
+    ),
     Row("tests/integration/test_timeline.py", ("tests/worker_client/test_timeline.py",)),
     Row("tests/launch/test_vertex.py", ()),
     Row("tests/bench/test_shown_commands.py", ()),

@@ -49,8 +49,9 @@ def init(**settings: Unpack[InitSettings]) -> Client:
         hierarchy: ``"auto"``: if several nodes have equally many ranks, those of a node reduce
             among themselves first, so that its network card carries each buffer once, and results
             may differ in the last place; or ``"off"``.
-        wire_dtype: ``"bf16"``, ``"fp16"`` or ``"int8"``: float32 buffers from 16 KiB on travel in
-            16 bits, or 8 and a scale for 252 values, the same at every rank; or ``"none"``.
+        wire_dtype: ``"bf16"``, ``"fp16"``, ``"int8"`` or ``"fp8_e4m3"``: float32 buffers from 16
+            KiB on travel in 16 bits, or 8 and a scale for 252 values, the same at every rank; or
+            ``"none"``.
         keys: directory of the job's keys, as `reducer keygen` makes it.
         encrypt: whether connections to reducers that ranks host are encrypted; with keys they are.
 

@@ -186,11 +186,11 @@ class WorkerConfig(BaseSettings):
     may then differ in the last place, a failure within a node ends the client, and small buffers
     take longer. Not with REDUCTION_ON_RANK_LOST."""
 
-    wire_dtype: Literal["none", "bf16", "fp16", "int8"] = "none"
+    wire_dtype: Literal["none", "bf16", "fp16", "int8", "fp8_e4m3"] = "none"
     """``bf16`` or ``fp16``: float32 buffers of 16 KiB and more travel in 16 bits for sum, mean, min
-    and max, the same at every rank. ``int8``: in 8 bits, with one float32 scale for 252 values, for
-    sum and mean. Each contribution is rounded before it is sent, and each result once. Tensors on a
-    GPU are cast only in calls with names or with REDUCTION_HIERARCHY=auto
+    and max, the same at every rank. ``int8`` or ``fp8_e4m3``: in 8 bits, with one float32 scale for
+    252 values, for sum and mean. Each contribution is rounded before it is sent, and each result
+    once. Tensors on a GPU are cast only in calls with names or with REDUCTION_HIERARCHY=auto
     (docs/frameworks.md#pytorch-ddp)."""
 
     keys: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
@@ -260,10 +260,10 @@ class WorkerConfig(BaseSettings):
     @classmethod
     def _check_wire_dtype(cls, value: str, info: ValidationInfo) -> str:
         chunk_bytes = info.data.get("chunk_bytes", 0)
-        if value == "int8" and chunk_bytes % DType.BLOCK8.itemsize:
+        if value in {"int8", "fp8_e4m3"} and chunk_bytes % DType.BLOCK8.itemsize:
             raise ValueError(
-                f"int8 travels in blocks of {DType.BLOCK8.itemsize} bytes, which chunks must not "
-                f"cut: write a multiple of that for REDUCTION_CHUNK_BYTES, got {chunk_bytes}"
+                f"{value} travels in blocks of {DType.BLOCK8.itemsize} bytes, which chunks must "
+                f"not cut: write a multiple of that for REDUCTION_CHUNK_BYTES, got {chunk_bytes}"
             )
         return value
 

@@ -99,7 +99,7 @@ class ReductionState:
         exclude: Optional["Exclude"] = None,
     ) -> None:
         self._client: Client | None = worker_client.init() if client is None else client
-        if error_feedback and self.client.wire_dtype == "float32":
+        if error_feedback and self.client.wire_dtype == "none":
             raise ConfigError(
                 "error_feedback=True keeps what the cast takes away, and nothing is cast: set "
                 "REDUCTION_WIRE_DTYPE=bf16, or leave it out"
@@ -234,7 +234,8 @@ class ReductionState:
         feedback = self.error_feedback
         if feedback is None:
             # A residual goes with data in host memory.
-            feedback = self.client.wire_dtype == "block8" and parameter.device.type == "cpu"
+            in_blocks = self.client.wire_dtype in {"int8", "fp8_e4m3"}
+            feedback = in_blocks and parameter.device.type == "cpu"
         if not feedback:
             return None
         if parameter not in self._residuals:

@@ -24,7 +24,8 @@ HALVES: dict[DType, np.dtype[Any]] = {
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 }
-SENT = [*HALVES, DType.BLOCK8]
+BLOCKS = {DType.BLOCK8: "int8", DType.BLOCK8_E4M3: "fp8_e4m3"}
+SENT = [*HALVES, *BLOCKS]
 
 pytestmark = [
     pytest.mark.benchmark(max_time=0.2),
@@ -50,15 +51,16 @@ def view(array: Array) -> memoryview:
 
 def travels(values: Array, dtype: DType) -> Array:
     """Return the bytes that values are rounded to."""
-    if dtype is DType.BLOCK8:
-        return block8_oracle.travels(values).reshape(-1)
+    if dtype.is_block:
+        return block8_oracle.travels(values, BLOCKS[dtype]).reshape(-1)
     return values.astype(HALVES[dtype]).view(np.uint8)
 
 
 def arrives(sent: Array, dtype: DType, count: int) -> Array:
     """Return the values that bytes stand for."""
-    if dtype is DType.BLOCK8:
-        return block8_oracle.arrives(sent.reshape(-1, block8_oracle.BYTES), count)
+    if dtype.is_block:
+        rows = sent.reshape(-1, block8_oracle.BYTES)
+        return block8_oracle.arrives(rows, count, BLOCKS[dtype])
     return sent.view(HALVES[dtype]).astype(np.float32)
 
 

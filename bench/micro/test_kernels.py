@@ -46,7 +46,9 @@ ELEMENTS: dict[DType, np.dtype[Any]] = {
     DType.INT64: np.dtype(np.int64),
     DType.UINT8: np.dtype(np.uint8),
     DType.BLOCK8: np.dtype(np.uint8),
+    DType.BLOCK8_E4M3: np.dtype(np.uint8),
 }
+BLOCKS = {DType.BLOCK8: "int8", DType.BLOCK8_E4M3: "fp8_e4m3"}
 STEPS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
@@ -81,7 +83,7 @@ SHAPES = [
     for inputs in INPUTS
 ]
 GRADIENTS = pytest.mark.parametrize(
-    "dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.BLOCK8], ids=named
+    "dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, *BLOCKS], ids=named
 )
 
 
@@ -101,9 +103,10 @@ class Memory:
         self._dtype = dtype
         elements = ELEMENTS[dtype]
         rng = np.random.default_rng(0)
-        if dtype is DType.BLOCK8:
+        if dtype.is_block:
             values = rng.standard_normal((inputs, PERIOD_BLOCKS * block8_oracle.VALUES))
-            blocks = [block8_oracle.travels(row) for row in values.astype(np.float32)]
+            wire = BLOCKS[dtype]
+            blocks = [block8_oracle.travels(row, wire) for row in values.astype(np.float32)]
             self._rows = np.stack(blocks).reshape(inputs, PERIOD)
         elif dtype.is_floating:
             self._rows = rng.standard_normal((inputs, PERIOD)).astype(elements)
@@ -130,14 +133,15 @@ class Memory:
             op: the reduction.
             in_steps: whether narrow elements are rounded after each input, and not once at the end.
         """
-        if self._dtype is DType.BLOCK8:
+        if self._dtype.is_block:
+            wire = BLOCKS[self._dtype]
             rows = [row.reshape(-1, block8_oracle.BYTES) for row in self._rows]
             total, rest = (rows[:2], rows[2:]) if in_steps else (rows, [])
             mean = op is ReduceOp.MEAN
             expected = reduce(
-                lambda one, other: block8_oracle.folded([one, other]),
+                lambda one, other: block8_oracle.folded([one, other], wire),
                 rest,
-                block8_oracle.folded(total, mean=mean),
+                block8_oracle.folded(total, wire, mean=mean),
             )
             assert (out.reshape(-1, PERIOD) == expected.reshape(-1)).all()
             return

@@ -30,6 +30,7 @@ _DTYPES = {
     "fp16": DType.FLOAT16,
     "bf16": DType.BFLOAT16,
     "int8": DType.BLOCK8,
+    "fp8_e4m3": DType.BLOCK8_E4M3,
 }
 
 
@@ -45,7 +46,9 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     ] = None,
     dtype: Annotated[
         str,
-        typer.Option(help="fp32, fp64, fp16, bf16 or int8.", autocompletion=lambda: [*_DTYPES]),
+        typer.Option(
+            help="fp32, fp64, fp16, bf16, int8 or fp8_e4m3.", autocompletion=lambda: [*_DTYPES]
+        ),
     ] = "fp32",
     backward: Annotated[str, typer.Option(help="Time of the backward pass, such as 200ms.")] = "0",
     forward: Annotated[str, typer.Option(help="Time of the rest of a step.")] = "0",

@@ -36,6 +36,7 @@ enum fold_dtype {
     FOLD_INT64,
     FOLD_UINT8,
     FOLD_BLOCK8,
+    FOLD_BLOCK8_E4M3,
     FOLD_DTYPES
 };
 enum fold_op { FOLD_SUM = 1, FOLD_MEAN, FOLD_MIN, FOLD_MAX, FOLD_PRODUCT, FOLD_OPS };

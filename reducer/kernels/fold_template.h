@@ -191,20 +191,21 @@ DEFINE_COMMON_FOLDS(u8, u8)
 
 /* The piece's accumulators are in registers, those of the whole block in the first cache: all of
  * them count for its scale. */
-INLINE void block8_fold_piece(v_f32 *acc, const void *const *in, size_t n, size_t at, size_t from) {
+INLINE void block8_fold_piece(v_f32 *acc, const void *const *in, size_t n, size_t at, size_t from,
+                              enum block8_q of) {
     const unsigned char *block = (const unsigned char *)in[0] + at;
     v_f32 sum[FOLD_HALF_BLOCK];
     v_f32 scale = block8_scale(block) + (v_f32){0};
     prefetch(block + from * BLOCK8_LANES, FOLD_HALF_BLOCK * BLOCK8_LANES);
     UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
-        sum[v] = block8_values(block, from + v, scale);
+        sum[v] = block8_values(block, from + v, scale, of);
     }
     for (size_t rank = 1; rank < n; rank++) {
         block = (const unsigned char *)in[rank] + at;
         scale = block8_scale(block) + (v_f32){0};
         prefetch(block + from * BLOCK8_LANES, FOLD_HALF_BLOCK * BLOCK8_LANES);
         UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
-            sum[v] += block8_values(block, from + v, scale);
+            sum[v] += block8_values(block, from + v, scale, of);
         }
     }
     UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
@@ -212,28 +213,31 @@ INLINE void block8_fold_piece(v_f32 *acc, const void *const *in, size_t n, size_
     }
 }
 
-INLINE void block8_fold(void *out, const void *const *in, size_t n, size_t count, int is_mean) {
+INLINE void block8_fold(void *out, const void *const *in, size_t n, size_t count, enum block8_q of,
+                        int is_mean) {
     for (size_t at = 0; at < count * BLOCK8_BYTES; at += BLOCK8_BYTES) {
         v_f32 acc[BLOCK8_VECTORS];
         for (size_t from = 0; from < BLOCK8_VECTORS; from += FOLD_HALF_BLOCK) {
-            block8_fold_piece(acc, in, n, at, from);
+            block8_fold_piece(acc, in, n, at, from, of);
         }
         if (is_mean) {
             UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
                 acc[v] /= (float)n;
             }
         }
-        block8_round((unsigned char *)out + at, acc, 1);
+        block8_round((unsigned char *)out + at, acc, of, 1);
     }
 }
 
-ISA_TARGET static void block8_sum(void *out, const void *const *in, size_t n, size_t count) {
-    block8_fold(out, in, n, count, 0);
-}
+#define DEFINE_BLOCK_FOLD(name, of, is_mean)                                                    \
+    ISA_TARGET static void name(void *out, const void *const *in, size_t n, size_t count) {    \
+        block8_fold(out, in, n, count, of, is_mean);                                            \
+    }
 
-ISA_TARGET static void block8_mean(void *out, const void *const *in, size_t n, size_t count) {
-    block8_fold(out, in, n, count, 1);
-}
+DEFINE_BLOCK_FOLD(block8_sum, Q_INT8, 0)
+DEFINE_BLOCK_FOLD(block8_mean, Q_INT8, 1)
+DEFINE_BLOCK_FOLD(block8_e4m3_sum, Q_E4M3, 0)
+DEFINE_BLOCK_FOLD(block8_e4m3_mean, Q_E4M3, 1)
 
 ISA_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nbytes) {
     v_u64 acc[FOLD_BLOCK] = {{0}};
@@ -283,5 +287,6 @@ const struct fold_table FOLD_TABLE = {
         [FOLD_INT64] = {COMMON_ENTRIES(i64)},
         [FOLD_UINT8] = {COMMON_ENTRIES(u8)},
         [FOLD_BLOCK8] = {[FOLD_SUM] = block8_sum, [FOLD_MEAN] = block8_mean},
+        [FOLD_BLOCK8_E4M3] = {[FOLD_SUM] = block8_e4m3_sum, [FOLD_MEAN] = block8_e4m3_mean},
     },
 };

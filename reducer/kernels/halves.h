@@ -7,7 +7,8 @@
  *     widen_u16, narrow_u32  16-bit lanes to 32-bit ones and back, in which they fit
  *     load_bytes, store_bytes  signed 8-bit lanes of memory to 32-bit ones, and the lowest 8 bits
  *                         of these back; functions may follow this file
- *     ISA_CONVERTS_HALVES where the CPU converts float16; then widen_half and narrow_half as well
+ *     ISA_CONVERTS_HALVES where the CPU converts float16; then widen_half and narrow_half as well,
+ *                         and load_words, signed 8-bit lanes of memory to 16-bit ones
  *
  * Rounding is to nearest, ties to even. A NaN that is rounded must be 0x7fc00000.
  */
@@ -22,6 +23,7 @@ typedef float v_f32 VECTOR(ISA_VECTOR_BYTES);
 typedef int32_t v_i32 VECTOR(ISA_VECTOR_BYTES);
 typedef uint32_t v_u32 VECTOR(ISA_VECTOR_BYTES);
 typedef uint16_t v_half VECTOR(ISA_VECTOR_BYTES / 2); /* as many 16-bit lanes as a v_f32 has */
+typedef int16_t v_i16 VECTOR(ISA_VECTOR_BYTES / 2);
 
 INLINE v_u32 select_u32(v_u32 mask, v_u32 yes, v_u32 no) { return (yes & mask) | (no & ~mask); }
 

@@ -15,6 +15,7 @@
     ((v_half)_mm256_castsi256_si128(_mm256_permute4x64_epi64( \
         _mm256_packus_epi32((__m256i)(x), _mm256_setzero_si256()), 0x08)))
 #define load_bytes(from) ((v_i32)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
+#define load_words(from) ((v_i16)_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(from))))
 #define low_bytes(x) /* of each 32-bit lane: to the front of each half */ \
     _mm256_shuffle_epi8((__m256i)(x), _mm256_set1_epi32(0x0c080400))
 #define store_bytes(to, x) \

@@ -13,6 +13,7 @@
 #define widen_u16(x) ((v_u32)_mm512_cvtepu16_epi32((__m256i)(x)))
 #define narrow_u32(x) ((v_half)_mm512_cvtepi32_epi16((__m512i)(x)))
 #define load_bytes(from) ((v_i32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from))))
+#define load_words(from) ((v_i16)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(from))))
 #define store_bytes(to, x) \
     _mm_storeu_si128((__m128i *)(to), _mm512_cvtepi32_epi8((__m512i)(x)))
 #include "halves.h"

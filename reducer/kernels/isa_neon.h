@@ -14,11 +14,14 @@
 #define narrow_u32(x) ((v_half)vmovn_u32((uint32x4_t)(x)))
 #include "halves.h"
 
-INLINE v_i32 load_bytes(const int8_t *from) {
+INLINE v_i16 load_words(const void *from) {
     int32_t four;
     memcpy(&four, from, sizeof four);
-    int16x8_t words = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
-    return (v_i32)vmovl_s16(vget_low_s16(words));
+    return (v_i16)vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four))));
+}
+
+INLINE v_i32 load_bytes(const int8_t *from) {
+    return (v_i32)vmovl_s16((int16x4_t)load_words(from));
 }
 
 INLINE void store_bytes(int8_t *to, v_i32 x) {

@@ -29,6 +29,7 @@ _MEMORY_TYPES: dict[DType, np.dtype[Any]] = {
     DType.INT64: np.dtype("<i8"),
     DType.UINT8: np.dtype("u1"),
     DType.BLOCK8: block8.ELEMENT,
+    DType.BLOCK8_E4M3: block8.ELEMENT,
 }
 
 
@@ -94,8 +95,8 @@ def _fold(sources: list[Array], dtype: DType, op: ReduceOp) -> Array:
 
 def _widen(elements: Array, dtype: DType) -> Array:
     """Aligned elements of the accumulator's type, in memory of their own."""
-    if dtype is DType.BLOCK8:
-        return block8.values_of(elements)
+    if dtype.is_block:
+        return block8.values_of(elements, dtype)
     if dtype is DType.BFLOAT16:
         return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return elements.astype(np.float32 if dtype is DType.FLOAT16 else elements.dtype)
@@ -115,8 +116,8 @@ def _step(acc: Array, x: Array, op: ReduceOp) -> None:
 
 def _narrow(acc: Array, dtype: DType) -> Array:
     """Round to the element's type: to nearest, ties to even; blocks with a dither."""
-    if dtype is DType.BLOCK8:
-        return block8.rounded(acc, dithered=True)
+    if dtype.is_block:
+        return block8.rounded(acc, dtype, dithered=True)
     if dtype is DType.FLOAT16:
         return acc.astype(np.float16)
     if dtype is DType.BFLOAT16:

@@ -15,7 +15,7 @@ PORT = 5555  # where a reducer listens, unless it is told otherwise
 HEADER_BYTES = 96
 TYPE_AT = 5  # where a header says what type of message it is
 SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of the size of smaller elements
-BLOCK_VALUES = 252  # of one BLOCK8, whose size so is a power of two
+BLOCK_VALUES = 252  # of one block, whose size so is a power of two
 MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame must be short
 MAX_BODY_BYTES = 4096  # of a control message's JSON
 MAX_JOB_NAME_BYTES = 128
@@ -62,6 +62,7 @@ class DType(IntEnum):
     INT64 = 7
     UINT8 = 8
     BLOCK8 = 9
+    BLOCK8_E4M3 = 10
 
     @property
     def itemsize(self) -> int:
@@ -71,12 +72,17 @@ class DType(IntEnum):
     @property
     def is_floating(self) -> bool:
         """Whether its values are floating-point numbers."""
-        return self <= DType.BFLOAT16 or self is DType.BLOCK8
+        return self <= DType.BFLOAT16 or self.is_block
+
+    @property
+    def is_block(self) -> bool:
+        """Whether an element is a block of values that have one scale."""
+        return self >= DType.BLOCK8
 
     @property
     def values(self) -> int:
         """Values per element."""
-        return BLOCK_VALUES if self is DType.BLOCK8 else 1
+        return BLOCK_VALUES if self.is_block else 1
 
     def nbytes(self, count: int) -> int:
         """Return the size of the elements that hold `count` values, in bytes."""
@@ -84,7 +90,7 @@ class DType(IntEnum):
 
     def defines(self, op: ReduceOp) -> bool:
         """Whether a reduction is defined for the type."""
-        if self is DType.BLOCK8:
+        if self.is_block:
             return op <= ReduceOp.MEAN
         return op is not ReduceOp.MEAN or self.is_floating
 
@@ -99,6 +105,7 @@ _ITEMSIZES = {
     DType.INT64: 8,
     DType.UINT8: 1,
     DType.BLOCK8: 4 + BLOCK_VALUES,  # after their common scale
+    DType.BLOCK8_E4M3: 4 + BLOCK_VALUES,
 }
 
 

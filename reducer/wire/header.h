@@ -22,8 +22,8 @@ enum {
     TYPE_CONTRIBUTION = 3,
     TYPE_RESULT = 4,
     DTYPE_BFLOAT16 = 4, /* those up to it are floating-point numbers */
-    DTYPE_BLOCK8 = 9,
-    DTYPE_LAST = DTYPE_BLOCK8,
+    DTYPE_BLOCK8 = 9, /* those from it on are blocks */
+    DTYPE_LAST = 10,
     OP_MEAN = 2,
     OP_LAST = 5,
     MIN_CHARGE = 1024,
@@ -62,14 +62,14 @@ _Static_assert(sizeof(struct header) == HEADER_BYTES, "the struct is the frame")
 /* Bytes per element of a dtype's code. */
 static inline uint32_t dtype_itemsize(uint8_t dtype)
 {
-    static const uint16_t sizes[DTYPE_LAST + 1] = {0, 4, 8, 2, 2, 1, 4, 8, 1, 256};
+    static const uint16_t sizes[DTYPE_LAST + 1] = {0, 4, 8, 2, 2, 1, 4, 8, 1, 256, 256};
     return sizes[dtype];
 }
 
 /* Whether a reduction is defined for a dtype (constants.py, `DType.defines`). */
 static inline bool dtype_defines(uint8_t dtype, uint8_t op)
 {
-    if (dtype == DTYPE_BLOCK8)
+    if (dtype >= DTYPE_BLOCK8)
         return op <= OP_MEAN;
     return op != OP_MEAN || dtype <= DTYPE_BFLOAT16;
 }

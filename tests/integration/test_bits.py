@@ -28,7 +28,7 @@ CHUNKS = ("64KiB", "1MiB")
 NUMPY = {
     dtype: np.dtype(ml_dtypes.bfloat16 if dtype is DType.BFLOAT16 else dtype.name.lower())
     for dtype in DType
-    if dtype is not DType.BLOCK8  # no array's
+    if not dtype.is_block  # no array's
 }
 CASES = tuple((dtype, op) for dtype, op in product(NUMPY, ReduceOp) if dtype.defines(op))
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 3e38)

@@ -264,8 +264,8 @@ def test_many_in_flight_of_any_size_and_strided(six: list[Client]) -> None:
 
 @pytest.mark.parametrize(
     ("wire_dtype", "bound"),
-    [(None, 1e-6), (DType.BFLOAT16, 2**-7), (DType.BLOCK8, 3.1 / 254)],
-    ids=["float32", "bfloat16", "block8"],
+    [(None, 1e-6), (DType.BFLOAT16, 2**-7), (DType.BLOCK8, 3.1 / 254), (DType.BLOCK8_E4M3, 0.2)],
+    ids=["float32", "bfloat16", "block8", "block8_e4m3"],
 )
 def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None, bound: float) -> None:
     with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:

@@ -14,7 +14,7 @@ from tests.conftest import joined
 from worker_client.local_sgd import PeriodicModelAverager
 
 
-@pytest.mark.parametrize("wire_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "fp8_e4m3"])
 def test_weights_travel_as_they_are(pool: list[str], wire_dtype: str) -> None:
     layers = [nn.Linear(80, 80) for _ in range(2)]  # each with weights of its own
     for parameter in (one for layer in layers for one in layer.parameters()):

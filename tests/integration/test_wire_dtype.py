@@ -62,10 +62,10 @@ def received(halves: np.ndarray, wire: str) -> np.ndarray:
 
 
 def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
-    if wire == "int8":
+    if wire in block8_oracle.Q:
         if op in {ReduceOp.MIN, ReduceOp.MAX}:  # which travel as they are
             return (np.min if op is ReduceOp.MIN else np.max)(given, axis=0)
-        return block8_oracle.reduced(given, mean=op is ReduceOp.MEAN)
+        return block8_oracle.reduced(given, wire, mean=op is ReduceOp.MEAN)
     inputs = [sent(array, wire) for array in given]
     out = np.empty_like(inputs[0])
     plain = kernels.select("numpy")
@@ -83,7 +83,7 @@ def check(clients: list[Client], count: int, wire: str = "bf16", op: str = "mean
 # -- bits ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8_e4m3"])
 def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
     clients = job(3, wire_dtype=wire)
     for count in COUNTS:
@@ -91,6 +91,19 @@ def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
             before = clients[0].bytes_reduced
             check(clients, count, wire, op)
             assert clients[0].bytes_reduced - before == 4 * count
+
+
+def test_blocks_of_e4m3_for_any_chunks_and_reducers(impl: str) -> None:
+    del impl
+    given = [values(rank, 100_001) for rank in range(3)]
+    expected = oracle(given, "fp8_e4m3", ReduceOp.MEAN).tobytes()
+    for reducers, chunks in ((1, (0,)), (2, (256, 256 * 37))):
+        with local_pool(reducers) as servers:
+            for chunk_bytes in chunks:
+                settings = {"wire_dtype": "fp8_e4m3", "chunk_bytes": chunk_bytes}
+                with joined(3, servers=servers, job=f"of {chunk_bytes}", **settings) as clients:
+                    ends = reduced(clients, [array.copy() for array in given])
+                    assert [end.tobytes() for end in ends] == [expected] * 3
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
@@ -108,7 +121,7 @@ def test_the_error_is_that_of_one_rounding(job: Job, wire: str) -> None:
     assert (np.abs(got - original) <= bound).all()
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_what_tensors_are_packed_with_does_not_change_them(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for first in (True, False):
@@ -133,7 +146,7 @@ def test_what_tensors_are_packed_with_does_not_change_them(job: Job, wire: str) 
             assert [array.tobytes() for array in named[f"large {at}"]] == [expected] * 2
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_what_adapters_pack_travels_as_it_would_alone(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire)
     large = [values(rank, SMALL) for rank in range(2)]
@@ -153,7 +166,7 @@ def test_what_adapters_pack_travels_as_it_would_alone(job: Job, wire: str) -> No
             assert got[3].tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job, wire: str) -> None:
     plain, cast = job(2, job="plain"), job(2, wire_dtype=wire)
     for count, dtype, op in (
@@ -170,7 +183,7 @@ def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job, wir
         assert [a.tobytes() for a in ends[0]] == [a.tobytes() for a in ends[1]]
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_tensors_and_strided_memory(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire)
     given = [values(rank, 2 * SMALL).reshape(2, SMALL) for rank in range(2)]
@@ -182,7 +195,7 @@ def test_tensors_and_strided_memory(job: Job, wire: str) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_what_is_to_be_exact_travels_as_it_is(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for count in (SMALL, LARGE):
@@ -238,7 +251,7 @@ def test_threads_may_call_at_once(job: Job) -> None:
     assert ends == [expected] * 12
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire, on_rank_lost="continue")
     given = [values(rank, LARGE) for rank in range(2)]
@@ -261,7 +274,7 @@ def test_the_others_go_on_in_blocks_without_a_rank(job: Job) -> None:
     assert clients[0].present == (0, 1)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
     del impl
     given = [values(rank, 4 * LARGE) for rank in range(2)]
@@ -312,10 +325,10 @@ def test_other_sizes_that_fill_as_many_blocks_are_noticed(
     check(clients, SMALL, "int8")
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_ranks_that_disagree_on_what_is_exact_are_named(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire, timeout=3)
-    as_sent = {"bf16": "bfloat16", "int8": "block8"}[wire]
+    as_sent = {"bf16": "bfloat16", "int8": "block8", "fp8_e4m3": "block8_e4m3"}[wire]
     for name, said in ((None, {"float32", as_sent}), ("x", {True, False})):
         works = [c.all_reduce(values(0, SMALL), name=name, exact=c.rank == 0) for c in clients]
         for error in errors_of(works, within_s=2):
@@ -370,7 +383,7 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
 # -- weights ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["none", "bf16", "int8"])
+@pytest.mark.parametrize("wire", ["none", "bf16", "int8", "fp8_e4m3"])
 def test_a_weighted_mean(job: Job, wire: str) -> None:
     clients = job(3, wire_dtype=wire)
     weights = [32.0, 7, np.float32(0.5)]
@@ -384,6 +397,8 @@ def test_a_weighted_mean(job: Job, wire: str) -> None:
         elif count >= SMALL and wire == "int8":  # half a step of contributions, one of their mean
             largest = np.average(np.abs(given).max(axis=1), weights=np.float64(weights))
             bound = 3.01 / 254 * largest
+        elif count >= SMALL and wire == "fp8_e4m3":  # a sixteenth, and an eighth of the mean
+            bound = 0.2 * size
         ends = reduced(clients, given, weight=weights)
         assert len({end.tobytes() for end in ends}) == 1
         assert (np.abs(ends[0] - exact) <= bound).all()
@@ -454,7 +469,7 @@ def test_weights_go_with_means_of_floats(job: Job) -> None:
 # -- residuals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_error_feedback_makes_up_for_rounding(job: Job, wire: str) -> None:
     clients = job(2, wire_dtype=wire)
     residuals = [np.zeros(SMALL, np.float32) for _ in clients]
@@ -467,7 +482,7 @@ def test_error_feedback_makes_up_for_rounding(job: Job, wire: str) -> None:
     assert error < plain / 1.5  # what is left is the rounding of results, which nobody keeps
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
 def test_calls_with_names_keep_what_calls_without_keep(job: Job, wire: str) -> None:
     # bf16 tensors are packed, one of them without a residual, and a cycle packs all of a step.
     clients = job(2, wire_dtype=wire, cycle_time=0.05)
@@ -518,17 +533,22 @@ def test_residuals_that_do_not_fit(job: Job) -> None:
 
 
 def test_another_type_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="REDUCTION_WIRE_DTYPE: Input should be 'none', 'bf16', 'fp16' or 'int8'"
-    ):
+    with pytest.raises(ConfigError, match="'none', 'bf16', 'fp16', 'int8' or 'fp8_e4m3'"):
         connect(rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int4")
 
 
+def test_a_client_says_what_was_set(job: Job) -> None:
+    for wire in ("none", "bf16", "fp16", "int8", "fp8_e4m3"):
+        (client,) = job(1, job=wire, wire_dtype=wire)
+        assert client.wire_dtype == wire
+
+
 def test_chunks_of_a_forced_size_cut_no_block(job: Job) -> None:
-    with pytest.raises(ConfigError, match="write a multiple of that for REDUCTION_CHUNK_BYTES"):
-        connect(
-            rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int8", chunk_bytes=64 * 1023
-        )
+    for wire in ("int8", "fp8_e4m3"):
+        with pytest.raises(ConfigError, match=f"{wire} .* multiple of that for REDUCTION_CHUNK_"):
+            connect(
+                rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype=wire, chunk_bytes=64 * 1023
+            )
     clients = job(2, wire_dtype="int8", chunk_bytes=256 * 37)
     for count in (SMALL, 100_001):
         check(clients, count, "int8")

@@ -1,4 +1,7 @@
-"""Blocks of 252 values with one scale: every variant gives the bits that the specification says."""
+"""Blocks of 252 values with one scale: every variant gives the bits that the specification says.
+
+Of int8 and of E4M3, whose independent witness is `ml_dtypes`.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,16 @@ SCALES = (
 )  # fmt: skip
 
 
+DTYPES = {"int8": DType.BLOCK8, "fp8_e4m3": DType.BLOCK8_E4M3}
+WIRES = pytest.mark.parametrize("wire", DTYPES)
+
+
 @pytest.fixture(params=kernels.variants())
 def variant(request: pytest.FixtureRequest) -> Kernels:
     return kernels.select(request.param)
 
 
-def block(case: str, rng: np.random.Generator) -> np.ndarray:
+def block(case: str, rng: np.random.Generator, wire: str) -> np.ndarray:
     """Return the bytes of one block."""
     x = rng.standard_normal(oracle.VALUES).astype(np.float32)
     at = rng.integers(oracle.VALUES)
@@ -55,23 +62,32 @@ def block(case: str, rng: np.random.Generator) -> np.ndarray:
         case "inf":
             x[at] = rng.choice([np.inf, -np.inf])
         case "ties":
-            x = rng.integers(-254, 255, x.size).astype(np.float32) / np.float32(2)
-            x[at] = 127
-    sent = oracle.travels(x)[0]
+            x = ties(rng, wire)
+    sent = oracle.travels(x, wire)[0]
     if case == "any scale":
         sent[:4] = np.array([rng.choice(SCALES)], "<u4").view(np.uint8)
         sent[4:] = rng.integers(0, 256, oracle.VALUES, np.uint8)
     return sent
 
 
-def contributions(n: int, count: int, seed: int = 0) -> list[np.ndarray]:
+def ties(rng: np.random.Generator, wire: str) -> np.ndarray:
+    """Return values of which many lie in the middle between two q."""
+    x = rng.integers(-254, 255, oracle.VALUES).astype(np.float32) / np.float32(2)
+    if wire == "fp8_e4m3":
+        x *= np.float32(2) ** rng.integers(-16, 1, x.size).astype(np.float32)
+    x[0] = oracle.LARGEST[wire]
+    return x
+
+
+def contributions(n: int, count: int, wire: str, seed: int = 0) -> list[np.ndarray]:
     """Rows of blocks for n ranks: mostly usual ones, and each special case beside those."""
     rng = np.random.default_rng([seed, n, count])
     rows = np.empty((n, count, oracle.BYTES), np.uint8)
     for at in range(count):
         for rank in range(n):
             special = rng.random() < 0.3
-            rows[rank, at] = block(CASES[rng.integers(len(CASES))] if special else "usual", rng)
+            case = CASES[rng.integers(len(CASES))] if special else "usual"
+            rows[rank, at] = block(case, rng, wire)
     return list(rows)
 
 
@@ -83,47 +99,51 @@ def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
     return room[start : start + data.nbytes]
 
 
-def fold(variant: Kernels, inputs: list[np.ndarray], op: ReduceOp, offset: int = 0) -> np.ndarray:
+def fold(
+    variant: Kernels, inputs: list[np.ndarray], op: ReduceOp, wire: str = "int8", offset: int = 0
+) -> np.ndarray:
     """Fold, and see that nothing is written beside the output."""
     sources = [misaligned(data, offset * rank % 7) for rank, data in enumerate(inputs)]
     room = np.full(inputs[0].nbytes + 128 + offset, 0xA5, np.uint8)
     out = room[64 + offset : 64 + offset + inputs[0].nbytes]
-    variant.reduce(sources, out, DType.BLOCK8, op)
+    variant.reduce(sources, out, DTYPES[wire], op)
     assert (room[: 64 + offset] == 0xA5).all()
     assert (room[64 + offset + out.size :] == 0xA5).all()
     return out.reshape(-1, oracle.BYTES)
 
 
+@WIRES
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
-def test_the_bits_are_those_of_the_specification(variant: Kernels, op: ReduceOp) -> None:
+def test_the_bits_are_those_of_the_specification(variant: Kernels, op: ReduceOp, wire: str) -> None:
     for n in (*range(1, 10), 17):
         for count in range(6):
-            inputs = contributions(n, count)
-            expected = oracle.folded(inputs, mean=op is ReduceOp.MEAN)
+            inputs = contributions(n, count, wire)
+            expected = oracle.folded(inputs, wire, mean=op is ReduceOp.MEAN)
             for offset in (0, 1, 3):
-                got = fold(variant, inputs, op, offset)
+                got = fold(variant, inputs, op, wire, offset)
                 assert got.tobytes() == expected.tobytes(), f"{n=} {count=} {offset=}"
 
 
+@WIRES
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
 @pytest.mark.parametrize("case", CASES)
 def test_each_special_case_at_every_rank_and_at_one(
-    variant: Kernels, case: str, op: ReduceOp
+    variant: Kernels, case: str, op: ReduceOp, wire: str
 ) -> None:
     rng = np.random.default_rng(len(case))
     for n in (1, 2, 5):
         for ranks in ({0}, {n - 1}, set(range(n))):
             inputs = [
-                np.stack([block(case if rank in ranks else "usual", rng) for _ in range(9)])
+                np.stack([block(case if rank in ranks else "usual", rng, wire) for _ in range(9)])
                 for rank in range(n)
             ]
-            expected = oracle.folded(inputs, mean=op is ReduceOp.MEAN)
-            assert fold(variant, inputs, op).tobytes() == expected.tobytes()
+            expected = oracle.folded(inputs, wire, mean=op is ReduceOp.MEAN)
+            assert fold(variant, inputs, op, wire).tobytes() == expected.tobytes()
 
 
 def test_a_long_buffer_is_folded_in_steps_that_do_not_show(variant: Kernels) -> None:
-    inputs = [np.tile(rows, (100, 1)) for rows in contributions(3, 7)]
-    expected = np.tile(oracle.folded(contributions(3, 7)), (100, 1))
+    inputs = [np.tile(rows, (100, 1)) for rows in contributions(3, 7, "int8")]
+    expected = np.tile(oracle.folded(contributions(3, 7, "int8")), (100, 1))
     assert fold(variant, inputs, ReduceOp.SUM).tobytes() == expected.tobytes()
 
 
@@ -154,11 +174,69 @@ def test_by_hand(variant: Kernels) -> None:
     assert out[1].tobytes() == sent(2.0, 127, 5).tobytes()
 
 
-def test_what_is_a_step_stays_what_it_is(variant: Kernels) -> None:
+@WIRES
+def test_what_is_a_step_stays_what_it_is(variant: Kernels, wire: str) -> None:
     rng = np.random.default_rng(0)
-    sent = oracle.travels(rng.standard_normal(oracle.VALUES * 500).astype(np.float32))
-    assert fold(variant, [sent], ReduceOp.SUM)[:, 4:].tobytes() == sent[:, 4:].tobytes()
-    assert fold(variant, [sent] * 3, ReduceOp.MEAN)[:, 4:].tobytes() == sent[:, 4:].tobytes()
+    values = rng.standard_normal(oracle.VALUES * 500) * 2.0 ** rng.integers(-20, 1, 126_000)
+    sent = oracle.travels(values.astype(np.float32), wire)
+    for op, n in ((ReduceOp.SUM, 1), (ReduceOp.MEAN, 3)):
+        assert fold(variant, [sent] * n, op, wire)[:, 4:].tobytes() == sent[:, 4:].tobytes()
+
+
+def test_every_byte_of_e4m3_is_the_number_that_it_stands_for(variant: Kernels) -> None:
+    every = np.array([byte for byte in range(256) if byte & 127 != 127], np.uint8)  # 254 numbers
+    sent = np.zeros((1, oracle.BYTES), np.uint8)
+    sent[0, :4] = np.array([1], "<f4").view(np.uint8)
+    for some in (every[:252], every[-252:]):
+        sent[0, 4:] = some
+        assert (fold(variant, [sent], ReduceOp.SUM, "fp8_e4m3") == sent).all()
+    for nan in (0x7F, 0xFF):
+        spoilt = sent.copy()
+        spoilt[0, 200] = nan
+        out = fold(variant, [sent, spoilt], ReduceOp.SUM, "fp8_e4m3")
+        assert out.tobytes() == bytes.fromhex("0000c07f") + bytes(252)
+
+
+def test_e4m3_by_hand(variant: Kernels) -> None:
+    def sent(*q: float) -> np.ndarray:
+        data = np.zeros(oracle.BYTES, np.uint8)
+        data[:4] = np.array([1], "<f4").view(np.uint8)
+        codes = {448: 0x7E, 240: 0x77, 16: 0x58, 1: 0x38, 0.125: 0x20, 2**-9: 1, -(2**-9): 0x81}
+        data[4 : 4 + len(q)] = [codes[value] for value in q]
+        return data
+
+    # 448 + 448 = 896, whose scale is 2: 16 + 1 becomes 8.5, half a step above 8, and 2^-9 half a
+    # step. What is added decides, by the bits of 17 and byte 5, and of 2^-9 and bytes 6 and 7.
+    one, other = sent(448, 16, 2**-9, -(2**-9)), sent(448, 1)
+    out = fold(variant, [one, other], ReduceOp.SUM, "fp8_e4m3")[0]
+    assert out[:5].tobytes() == np.array([2], "<f4").tobytes() + b"\x7e"
+    ups = [
+        mixed(bits, place) >= 2048
+        for bits, place in ((0x41880000, 5), (0x3B000000, 6), (0xBB000000, 7))
+    ]
+    assert out[5:8].tolist() == [0x50 + ups[0], ups[1], 0x80 + ups[2]]
+
+
+def mixed(bits: int, place: int) -> int:
+    """Return h of the specification."""
+    h = (bits ^ place * 2654435761) * 2246822507 % 2**32
+    return (h ^ h >> 15) * 3266489909 % 2**32 >> 20
+
+
+@pytest.mark.parametrize("value", [1, 2.0**-9])
+def test_means_of_e4m3_lose_nothing_on_average(variant: Kernels, value: float) -> None:
+    # What one of 8 ranks says more than the others is an eighth of a step in the mean; of 1, which
+    # has 8 steps to 2, and of the smallest number.
+    blocks, ranks, codes = 2000, 8, {1: (0x38, 0x39), 2.0**-9: (0, 1)}[value]
+    scales = np.random.default_rng(0).uniform(0.5, 2, blocks).astype(np.float32)
+    inputs = np.zeros((ranks, blocks, oracle.BYTES), np.uint8)
+    inputs[:, :, :4] = scales.view(np.uint8).reshape(-1, 4)
+    inputs[:, :, 4] = 0x7E
+    inputs[:, :, 5:] = codes[0]
+    inputs[0, :, 5:] = codes[1]
+    results = fold(variant, list(inputs), ReduceOp.MEAN, "fp8_e4m3")[:, 5:]
+    assert set(np.unique(results)) == set(codes)
+    assert (results == codes[1]).mean() == pytest.approx(1 / ranks, rel=0.02)
 
 
 def test_rounding_of_means_takes_nothing_away_on_average(variant: Kernels) -> None:
@@ -177,20 +255,23 @@ def test_rounding_of_means_takes_nothing_away_on_average(variant: Kernels) -> No
     assert of_places.std() < 1.3 * np.sqrt(1 / ranks * (1 - 1 / ranks) / blocks)
 
 
+@WIRES
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
-def test_in_place(variant: Kernels, op: ReduceOp) -> None:
-    inputs = contributions(4, 5)
-    expected = oracle.folded(inputs, mean=op is ReduceOp.MEAN).tobytes()
+def test_in_place(variant: Kernels, op: ReduceOp, wire: str) -> None:
+    inputs = contributions(4, 5, wire)
+    expected = oracle.folded(inputs, wire, mean=op is ReduceOp.MEAN).tobytes()
     for target in range(4):
         buffers = [data.copy() for data in inputs]
-        variant.reduce(buffers, buffers[target], DType.BLOCK8, op)
+        variant.reduce(buffers, buffers[target], DTYPES[wire], op)
         assert buffers[target].tobytes() == expected
 
 
+@WIRES
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
-def test_other_reductions_are_refused(variant: Kernels, op: ReduceOp) -> None:
-    with pytest.raises(ConfigError, match=f"{op.name} is not defined for BLOCK8: only sums and"):
-        variant.reduce([bytes(256)], bytearray(256), DType.BLOCK8, op)
+def test_other_reductions_are_refused(variant: Kernels, op: ReduceOp, wire: str) -> None:
+    name = DTYPES[wire].name
+    with pytest.raises(ConfigError, match=f"{op.name} is not defined for {name}: only sums and"):
+        variant.reduce([bytes(256)], bytearray(256), DTYPES[wire], op)
 
 
 def test_a_part_of_a_block_is_refused(variant: Kernels) -> None:
@@ -198,16 +279,17 @@ def test_a_part_of_a_block_is_refused(variant: Kernels) -> None:
         variant.reduce([bytes(252)], bytearray(252), DType.BLOCK8, ReduceOp.SUM)
 
 
-def test_a_thread_that_flushes_subnormals_gets_the_same_bits(variant: Kernels) -> None:
+@WIRES
+def test_a_thread_that_flushes_subnormals_gets_the_same_bits(variant: Kernels, wire: str) -> None:
     torch = pytest.importorskip("torch")
     if variant.name == "numpy":
         pytest.skip("NumPy has its thread's environment")
-    inputs = contributions(3, 5, seed=1)
-    expected = oracle.folded(inputs).tobytes()
+    inputs = contributions(3, 5, wire, seed=1)
+    expected = oracle.folded(inputs, wire).tobytes()
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormal numbers")
     try:
-        out = fold(variant, inputs, ReduceOp.SUM)
+        out = fold(variant, inputs, ReduceOp.SUM, wire)
     finally:
         torch.set_flush_denormal(False)
     assert out.tobytes() == expected

@@ -37,7 +37,7 @@ def completed(line: str) -> list[str]:
         ("reducer serve --impl ", get_args(ImplName)),
         ("reducer serve --log-", ["--log-level", "--log-format"]),
         ("reducer serve --log-format ", ["text", "json"]),
-        ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8"]),
+        ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8", "fp8_e4m3"]),
         ("worker-client ", ["demo", "launch", "doctor", "timeline"]),
         ("worker-client doctor --", ["--json", "--dump", "--help"]),
         ("worker-client timeline ", ["merge"]),

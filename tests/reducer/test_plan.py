@@ -202,6 +202,7 @@ def test_packets() -> None:
         ((None, "350M", "bf16"), 700 * 10**6),
         ((None, "1000", "fp64"), 8000),
         ((None, "1000", "int8"), 4 * 256),
+        ((None, "1000", "fp8_e4m3"), 4 * 256),
     ],
 )
 def test_sizes_of_models(given: tuple[str | None, str | None, str], nbytes: int) -> None:

@@ -49,6 +49,7 @@ CHUNK = Header(
     wire_dtype=DType.FLOAT32,
 )
 BLOCKS = {"dtype": DType.BLOCK8, "wire_dtype": DType.BLOCK8, "total_bytes": 4096}
+E4M3 = BLOCKS | {"dtype": DType.BLOCK8_E4M3, "wire_dtype": DType.BLOCK8_E4M3}
 
 
 @given(HEADERS)
@@ -96,7 +97,8 @@ def test_flags_of_no_agreed_feature_are_refused() -> None:
 def test_a_chunk_in_order_passes() -> None:
     check_chunk(CHUNK, 512, MAX_CHUNK_BYTES)
     check_chunk(CHUNK._replace(total_bytes=0, offset=0, nbytes=0), 0, MAX_CHUNK_BYTES)
-    check_chunk(CHUNK._replace(**BLOCKS), 512, MAX_CHUNK_BYTES)
+    for blocks in (BLOCKS, E4M3):
+        check_chunk(CHUNK._replace(**blocks), 512, MAX_CHUNK_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,8 @@ def test_a_chunk_in_order_passes() -> None:
         ({"op": 0}, 512, "op"),
         ({"dtype": DType.INT32}, 512, "MEAN is not defined"),
         ({**BLOCKS, "op": ReduceOp.MAX}, 512, "MAX is not defined for BLOCK8"),
+        ({**E4M3, "op": ReduceOp.MIN}, 512, "MIN is not defined for BLOCK8_E4M3"),
+        ({**E4M3, "offset": 128}, 512, "multiples of 256 for BLOCK8_E4M3"),
         ({**BLOCKS, "offset": 128}, 512, "multiples of 256 for BLOCK8"),
         ({**BLOCKS, "nbytes": 448}, 448, "multiples of 256 for BLOCK8"),
         ({**BLOCKS, "total_bytes": 4000}, 512, "multiples of 256 for BLOCK8"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RUBBISH = 0xA5
 PIECE = 4096  # bytes of a piece, with the fixture `devices`
-DTYPES = [getattr(torch, dtype.name.lower()) for dtype in DType if dtype is not DType.BLOCK8]
+DTYPES = [getattr(torch, dtype.name.lower()) for dtype in DType if not dtype.is_block]
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of a matrix
     "part": lambda whole: whole[1:-10],
     "transposed": lambda whole: whole.t(),

@@ -19,7 +19,8 @@ from worker_client.staging import casts
 COMPILED = [name for name in casts.variants() if name != "numpy"]
 ALL = list(casts.variants())
 TYPES = [DType.BFLOAT16, DType.FLOAT16]
-SENT = [*TYPES, DType.BLOCK8]
+BLOCKS = {DType.BLOCK8: "int8", DType.BLOCK8_E4M3: "fp8_e4m3"}
+SENT = [*TYPES, *BLOCKS]
 COUNTS = [*range(35), 63, 64, 65, 127, 129, 251, 252, 253, 503, 504, 505, 4099]
 NUMPY = {DType.BFLOAT16: ml_dtypes.bfloat16, DType.FLOAT16: np.float16}
 
@@ -127,7 +128,7 @@ def test_same_bits_as_numpy_at_any_length_and_alignment(
         assert results[0] == results[1], count
 
 
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.BLOCK8])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.BLOCK8, DType.BLOCK8_E4M3])
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_is_written_beyond_the_end(name: str, dtype: DType) -> None:
     chosen = casts.select(name)
@@ -144,27 +145,28 @@ def test_nothing_is_written_beyond_the_end(name: str, dtype: DType) -> None:
         assert (kept[count:] == 0.5).all()
 
 
+@pytest.mark.parametrize("dtype", BLOCKS)
 @pytest.mark.parametrize("name", ALL)
-def test_blocks_are_those_of_the_specification(name: str) -> None:
-    chosen = casts.select(name)
+def test_blocks_are_those_of_the_specification(name: str, dtype: DType) -> None:
+    chosen, wire = casts.select(name), BLOCKS[dtype]
     for count in COUNTS:
         # Blocks whose largest value is beside 2^-100, too, below which all is zero.
         tiny = np.resize(np.float32([0.99, -0.9, 0.5] * 84 + [1, -0.9, 0.5] * 84), count)
         for values in (floats(count, seed=count), usual(count), tiny * np.float32(2.0**-100)):
-            sent = np.empty(DType.BLOCK8.nbytes(count), np.uint8)
-            chosen.narrow(view(values), sent.data, DType.BLOCK8)
-            expected = block8_oracle.travels(values)
+            sent = np.empty(dtype.nbytes(count), np.uint8)
+            chosen.narrow(view(values), sent.data, dtype)
+            expected = block8_oracle.travels(values, wire)
             assert sent.tobytes() == expected.tobytes(), count
             back = np.empty(count, np.float32)
-            chosen.widen(sent.data, view(back), DType.BLOCK8)
-            assert back.tobytes() == block8_oracle.arrives(expected, count).tobytes()
+            chosen.widen(sent.data, view(back), dtype)
+            assert back.tobytes() == block8_oracle.arrives(expected, count, wire).tobytes()
             residual = usual(count, seed=1)
             with np.errstate(all="ignore"):
                 total = values + residual
-                expected = block8_oracle.travels(total)
-                rest = total - block8_oracle.arrives(expected, count)
+                expected = block8_oracle.travels(total, wire)
+                rest = total - block8_oracle.arrives(expected, count, wire)
             rest[~np.isfinite(rest)] = 0
-            chosen.narrow_keeping(view(values), view(residual), sent.data, DType.BLOCK8)
+            chosen.narrow_keeping(view(values), view(residual), sent.data, dtype)
             assert sent.tobytes() == expected.tobytes(), count
             assert residual.tobytes() == rest.tobytes(), count
 
@@ -180,6 +182,18 @@ def test_a_block_loses_half_a_step_at_most(name: str) -> None:
     largest = np.abs(values).reshape(50, 252).max(axis=1, keepdims=True)
     lost = np.abs(back.astype(np.float64) - values).reshape(50, 252)
     assert (lost <= largest / 254 * 1.00001).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_number_of_e4m3_loses_a_sixteenth_at_most(name: str) -> None:
+    rng = np.random.default_rng(5)
+    values = usual(252 * 50) * np.float32(10) ** rng.uniform(-7, 0, 252 * 50).astype(np.float32)
+    sent, back = np.empty(256 * 50, np.uint8), np.empty(values.size, np.float32)
+    casts.select(name).narrow(view(values), sent.data, DType.BLOCK8_E4M3)
+    casts.select(name).widen(sent.data, view(back), DType.BLOCK8_E4M3)
+    largest = np.abs(values).reshape(50, 252).max(axis=1).repeat(252)
+    lost = np.abs(back.astype(np.float64) - values)
+    assert (lost <= np.maximum(np.abs(values) / 16, largest / 448 / 1024) * 1.00001).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

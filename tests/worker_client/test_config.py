@@ -70,6 +70,7 @@ WAYS: list[tuple[str, str, Any]] = [
     ("hierarchy", "auto", "auto"),
     ("wire_dtype", "bf16", "bf16"),
     ("wire_dtype", "int8", "int8"),
+    ("wire_dtype", "fp8_e4m3", "fp8_e4m3"),
     ("wire_dtype", "fp16", "fp16"),
     ("keys", "/etc/job keys", Path("/etc/job keys")),
     ("encrypt", "1", True),

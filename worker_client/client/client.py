@@ -148,12 +148,11 @@ class Client:
 
     @property
     def wire_dtype(self) -> str:
-        """What large float32 buffers travel as: ``float32``, ``bfloat16``, ``float16``, ``block8``.
+        """What large float32 buffers travel as, in the words of ``REDUCTION_WIRE_DTYPE``.
 
-        The last one is what ``REDUCTION_WIRE_DTYPE=int8`` stands for.
+        One of ``none``, ``bf16``, ``fp16``, ``int8`` and ``fp8_e4m3``.
         """
-        dtype = self._wire.wire_dtype
-        return "float32" if dtype is None else dtype.name.lower()
+        return self._wire.setting
 
     @property
     def lanes(self) -> list[int]:

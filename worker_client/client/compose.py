@@ -49,8 +49,8 @@ class Composer:
         keys: what to show to reducers.
         timeout_s: for ranks that are left to reconcile.
         connect_timeout_s: how long to wait for every reducer's welcome.
-        wire_dtype: what `rounded` all-reduces travel as, FLOAT16, BFLOAT16 or BLOCK8; None if none
-            are.
+        wire_dtype: what `rounded` all-reduces travel as, FLOAT16, BFLOAT16 or a type of blocks;
+            None if none are.
         place: of this rank, if all-reduces go through nodes first.
         meet: connects to the other ranks of this node, which name the same topic.
         dump: where a client writes its latest calls when one fails; None for nowhere.

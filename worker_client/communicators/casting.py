@@ -40,7 +40,7 @@ class CastingCommunicator(Communicator):
 
     Args:
         inner: what the casts go through.
-        wire_dtype: FLOAT16, BFLOAT16 or BLOCK8.
+        wire_dtype: FLOAT16, BFLOAT16 or a type of blocks.
         whole: do not cut buffers: each all-reduce must be all or nothing, whoever is lost.
     """
 

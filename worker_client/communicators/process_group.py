@@ -137,8 +137,8 @@ class ProcessGroup:
             wide[lost.bool()] = torch.nan
         if operation.op is ReduceOp.MEAN:
             wide /= self.size
-        if dtype is DType.BLOCK8:
-            casts.dither(_bytes_of(wide), pieces.numpy().data)
+        if dtype.is_block:
+            casts.dither(_bytes_of(wide), pieces.numpy().data, dtype)
         elif is_narrow:
             self._casts.narrow(_bytes_of(wide), pieces.numpy().data, dtype)
         self._write(operation, ranges, pieces)

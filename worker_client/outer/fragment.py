@@ -78,7 +78,7 @@ class Fragment:
         self._read(self.outer)
         self._velocity = torch.zeros_like(self.outer)
         self._gradient = torch.zeros_like(self.outer)  # the pseudo-gradient, then the mean
-        self._residual = None if client.wire_dtype == "float32" else torch.zeros_like(self.outer)
+        self._residual = None if client.wire_dtype == "none" else torch.zeros_like(self.outer)
         self._made = 0  # outer steps
         self._known = 0.0  # those that the rank knows of, by quorum
         self._averaging: _Averaging | None = None

@@ -8,7 +8,7 @@ cdef extern from "<fenv.h>" nogil:
         pass
 
 cdef extern from "worker_client/staging/cast.h" nogil:
-    enum: CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_TABLES
+    enum: CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_BLOCK8_E4M3, CAST_TABLES, CAST_TYPES
 
     ctypedef void (*cast_fn)(void *out, const void *values, size_t count) noexcept nogil
     ctypedef void (*keeping_fn)(
@@ -19,9 +19,9 @@ cdef extern from "worker_client/staging/cast.h" nogil:
 
     struct cast_table:
         const char *name
-        cast_fn narrow[3]
-        keeping_fn narrow_keeping[3]
-        cast_fn widen[3]
+        cast_fn narrow[CAST_TYPES]
+        keeping_fn narrow_keeping[CAST_TYPES]
+        cast_fn widen[CAST_TYPES]
         divide_f32_fn divide_f32
         divide_f64_fn divide_f64
 
@@ -33,6 +33,7 @@ _TYPES = {
     DType.FLOAT16: CAST_FLOAT16,
     DType.BFLOAT16: CAST_BFLOAT16,
     DType.BLOCK8: CAST_BLOCK8,
+    DType.BLOCK8_E4M3: CAST_BLOCK8_E4M3,
 }
 
 

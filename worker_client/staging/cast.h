@@ -16,7 +16,7 @@
 #error "the casts are for little-endian CPUs, as the wire is; the NumPy twin serves the others"
 #endif
 
-enum cast_type { CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_TYPES };
+enum cast_type { CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_BLOCK8_E4M3, CAST_TYPES };
 
 /* The casts with one instruction set. Buffers may lie at any alignment, and do not overlap. */
 struct cast_table {

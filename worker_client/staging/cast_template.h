@@ -101,56 +101,58 @@ INLINE void store_block8(void *floats, const v_f32 x[BLOCK8_VECTORS]) {
     }
 }
 
-INLINE void narrow_block8_piece(unsigned char *out, const void *in) {
+INLINE void narrow_block8_piece(unsigned char *out, const void *in, enum block8_q to) {
     v_f32 x[BLOCK8_VECTORS];
     load_block8(x, in);
-    block8_round(out, x, 0);
+    block8_round(out, x, to, 0);
 }
 
-INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual) {
+INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual,
+                              enum block8_q to) {
     v_f32 x[BLOCK8_VECTORS], rest[BLOCK8_VECTORS];
     load_block8(x, in);
     load_block8(rest, residual);
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
         x[v] += rest[v];
     }
-    block8_round(out, x, 0);
+    block8_round(out, x, to, 0);
     v_f32 scale = block8_scale(out) + (v_f32){0};
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
-        rest[v] = finite_or_zero(x[v] - block8_values(out, v, scale));
+        rest[v] = finite_or_zero(x[v] - block8_values(out, v, scale, to));
     }
     store_block8(residual, rest);
 }
 
-INLINE void widen_block8_piece(void *out, const unsigned char *in) {
+INLINE void widen_block8_piece(void *out, const unsigned char *in, enum block8_q of) {
     v_f32 x[BLOCK8_VECTORS];
     v_f32 scale = block8_scale(in) + (v_f32){0};
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
-        x[v] = one_nan(block8_values(in, v, scale));
+        x[v] = one_nan(block8_values(in, v, scale, of));
     }
     store_block8(out, x);
 }
 
-ISA_TARGET static void narrow_block8(void *out, const void *in, size_t count) {
+INLINE void narrow_blocks(void *out, const void *in, size_t count, enum block8_q to_q) {
     unsigned char *to = out;
     const unsigned char *from = in;
     for (; count >= BLOCK8_VALUES; count -= BLOCK8_VALUES) {
-        narrow_block8_piece(to, from);
+        narrow_block8_piece(to, from, to_q);
         to += BLOCK8_BYTES;
         from += FLOATS_BYTES;
     }
     if (count > 0) {
         unsigned char filled[FLOATS_BYTES] = {0};
         memcpy(filled, from, count * SIZE_f32);
-        narrow_block8_piece(to, filled);
+        narrow_block8_piece(to, filled, to_q);
     }
 }
 
-ISA_TARGET static void keep_block8(void *out, const void *in, void *residual, size_t count) {
+INLINE void keep_blocks(void *out, const void *in, void *residual, size_t count,
+                        enum block8_q to_q) {
     unsigned char *to = out, *rest = residual;
     const unsigned char *from = in;
     for (; count >= BLOCK8_VALUES; count -= BLOCK8_VALUES) {
-        keep_block8_piece(to, from, rest);
+        keep_block8_piece(to, from, rest, to_q);
         to += BLOCK8_BYTES;
         from += FLOATS_BYTES;
         rest += FLOATS_BYTES;
@@ -159,25 +161,39 @@ ISA_TARGET static void keep_block8(void *out, const void *in, void *residual, si
         unsigned char filled[FLOATS_BYTES] = {0}, kept[FLOATS_BYTES] = {0};
         memcpy(filled, from, count * SIZE_f32);
         memcpy(kept, rest, count * SIZE_f32);
-        keep_block8_piece(to, filled, kept);
+        keep_block8_piece(to, filled, kept, to_q);
         memcpy(rest, kept, count * SIZE_f32);
     }
 }
 
-ISA_TARGET static void widen_block8(void *out, const void *in, size_t count) {
+INLINE void widen_blocks(void *out, const void *in, size_t count, enum block8_q of) {
     unsigned char *to = out;
     const unsigned char *from = in;
     for (; count >= BLOCK8_VALUES; count -= BLOCK8_VALUES) {
-        widen_block8_piece(to, from);
+        widen_block8_piece(to, from, of);
         to += FLOATS_BYTES;
         from += BLOCK8_BYTES;
     }
     if (count > 0) {
         unsigned char filled[FLOATS_BYTES];
-        widen_block8_piece(filled, from);
+        widen_block8_piece(filled, from, of);
         memcpy(to, filled, count * SIZE_f32);
     }
 }
+
+#define DEFINE_BLOCK_CASTS(T, q)                                                                \
+    ISA_TARGET static void narrow_##T(void *out, const void *in, size_t count) {                \
+        narrow_blocks(out, in, count, q);                                                       \
+    }                                                                                           \
+    ISA_TARGET static void keep_##T(void *out, const void *in, void *residual, size_t count) {  \
+        keep_blocks(out, in, residual, count, q);                                               \
+    }                                                                                           \
+    ISA_TARGET static void widen_##T(void *out, const void *in, size_t count) {                 \
+        widen_blocks(out, in, count, q);                                                        \
+    }
+
+DEFINE_BLOCK_CASTS(block8, Q_INT8)
+DEFINE_BLOCK_CASTS(block8_e4m3, Q_E4M3)
 
 #define DEFINE_DIVIDE(T, U, scalar, quiet_nan)                                                  \
     INLINE void divide_##T##_piece(unsigned char *values, scalar by, size_t at, size_t lanes) { \
@@ -197,13 +213,16 @@ const struct cast_table CAST_TABLE = {
     .name = ISA_NAME,
     .narrow = {[CAST_FLOAT16] = narrow_f16,
                [CAST_BFLOAT16] = narrow_bf16,
-               [CAST_BLOCK8] = narrow_block8},
+               [CAST_BLOCK8] = narrow_block8,
+               [CAST_BLOCK8_E4M3] = narrow_block8_e4m3},
     .narrow_keeping = {[CAST_FLOAT16] = keep_f16,
                        [CAST_BFLOAT16] = keep_bf16,
-                       [CAST_BLOCK8] = keep_block8},
+                       [CAST_BLOCK8] = keep_block8,
+                       [CAST_BLOCK8_E4M3] = keep_block8_e4m3},
     .widen = {[CAST_FLOAT16] = widen_f16,
               [CAST_BFLOAT16] = widen_bf16,
-              [CAST_BLOCK8] = widen_block8},
+              [CAST_BLOCK8] = widen_block8,
+              [CAST_BLOCK8_E4M3] = widen_block8_e4m3},
     .divide_f32 = divide_f32,
     .divide_f64 = divide_f64,
 };

@@ -34,13 +34,13 @@ class Casts(Protocol):
         """One of ``avx512``, ``avx2``, ``neon``, ``generic`` and ``numpy``."""
 
     def narrow(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        """Round float32 `values` to FLOAT16, BFLOAT16 or BLOCK8 in `out`: to nearest even."""
+        """Round float32 `values` to FLOAT16, BFLOAT16 or blocks in `out`: to nearest even."""
 
     def narrow_keeping(self, values: Bytes, residual: Bytes, out: Bytes, dtype: DType) -> None:
         """Round `values + residual`, and keep in `residual` what rounding takes away, if finite."""
 
     def widen(self, values: Bytes, out: Bytes, dtype: DType) -> None:
-        """Cast FLOAT16, BFLOAT16 or BLOCK8 `values` to float32 in `out`.
+        """Cast FLOAT16, BFLOAT16 or blocks, `values`, to float32 in `out`.
 
         Exactly, but for the multiplication by a block's scale.
         """
@@ -84,15 +84,15 @@ class PlainCasts:
                 numbers[part] = _one_nan(numbers[part] / numbers.dtype.type(by))
 
 
-def dither(values: Bytes, out: Bytes) -> None:
-    """Round float32 `values`, whole blocks, to BLOCK8 in `out` as reducers round results."""
+def dither(values: Bytes, out: Bytes, dtype: DType) -> None:
+    """Round float32 `values`, whole blocks, to blocks in `out` as reducers round results."""
     rows = np.frombuffer(values, "<f4").reshape(-1, BLOCK_VALUES)
     blocks = np.frombuffer(out, block8.ELEMENT)
     step = _STEP // BLOCK_VALUES
     with np.errstate(all="ignore"):
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            blocks[part] = block8.rounded(rows[part], dithered=True)
+            blocks[part] = block8.rounded(rows[part], dtype, dithered=True)
 
 
 def select(name: str | None = None) -> Casts:
@@ -135,10 +135,10 @@ def _one_nan(numbers: Array) -> Array:
 
 def _round(floats: Array, dtype: DType) -> Array:
     """Return the bytes that travel."""
-    if dtype is DType.BLOCK8:
+    if dtype.is_block:
         filled = np.zeros(dtype.nbytes(floats.size) // dtype.itemsize * BLOCK_VALUES, np.float32)
         filled[: floats.size] = floats
-        return block8.rounded(filled.reshape(-1, BLOCK_VALUES)).view(np.uint8)
+        return block8.rounded(filled.reshape(-1, BLOCK_VALUES), dtype).view(np.uint8)
     floats = _one_nan(floats.copy())
     if dtype is DType.FLOAT16:
         return floats.astype("<f2").view(np.uint8)
@@ -150,8 +150,8 @@ def _round(floats: Array, dtype: DType) -> Array:
 
 def _float(sent: Array, dtype: DType) -> Array:
     """Return what bytes that travel stand for; of blocks with what fills the last one up."""
-    if dtype is DType.BLOCK8:
-        return block8.values_of(sent.view(block8.ELEMENT)).reshape(-1)
+    if dtype.is_block:
+        return block8.values_of(sent.view(block8.ELEMENT), dtype).reshape(-1)
     floats: Array
     if dtype is DType.FLOAT16:
         floats = sent.view("<f2").astype("<f4")

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 STAGED = ("cuda",)  # torch's types of devices whose tensors are copied to host memory first
 DEVICES = ("cpu", *STAGED)
 # By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here. No array has blocks.
-DTYPES: dict[str, DType] = {
-    dtype.name.lower(): dtype for dtype in DType if dtype is not DType.BLOCK8
-}
+DTYPES: dict[str, DType] = {dtype.name.lower(): dtype for dtype in DType if not dtype.is_block}
 _NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 

@@ -19,6 +19,7 @@ WIRE_DTYPES = {
     "bf16": DType.BFLOAT16,
     "fp16": DType.FLOAT16,
     "int8": DType.BLOCK8,
+    "fp8_e4m3": DType.BLOCK8_E4M3,
 }
 _CAST_OPS = {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX}  # factors' errors would grow
 
@@ -27,17 +28,19 @@ class WireRule:
     """What float32 tensors travel as.
 
     Args:
-        wire_dtype: FLOAT16, BFLOAT16 or BLOCK8; None for themselves.
+        wire_dtype: FLOAT16, BFLOAT16 or a type of blocks; None for themselves.
 
     Attributes:
         wire_dtype: that.
+        setting: what `REDUCTION_WIRE_DTYPE` says for it.
         apart: whether what is rounded is packed with nothing else. A block has one scale: its
             values would depend on what is packed beside them, which is a matter of time.
     """
 
     def __init__(self, wire_dtype: DType | None) -> None:
         self.wire_dtype = wire_dtype
-        self.apart = wire_dtype is DType.BLOCK8
+        self.setting = next(name for name, dtype in WIRE_DTYPES.items() if dtype is wire_dtype)
+        self.apart = wire_dtype is not None and wire_dtype.is_block
 
     def packs(self, tensors: Sequence[tuple[DType, int]], op: ReduceOp) -> list[list[int]]:
         """Return which tensors may be packed into one buffer; `Client.packs` says the rest."""
