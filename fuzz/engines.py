@@ -30,6 +30,7 @@ PEERS = (*(b"\0peer%d"[:5] + b"%d" % n for n in range(5)), b"a long routing id")
 AHEAD = MAX_ROUNDS_AHEAD
 SEQUENCES = (0, 0, 1, 2, 3, 5, AHEAD - 1, AHEAD, AHEAD + 1, 1 << 40)
 CHUNK = 64
+BLOCK = DType.BLOCK8.itemsize
 
 
 class World:
@@ -197,8 +198,9 @@ class World:
         """Add a chunk's fields; returns its seed as well."""
         source = self._source
         shape = source.below(256)
-        dtype, op = DType(1 + shape % 8), ReduceOp(1 + shape // 8 % 5)
-        nbytes = (CHUNK, CHUNK, 0, 8)[shape >> 6]
+        dtype, op = DType(1 + shape % len(DType)), ReduceOp(1 + shape // 8 % 5)
+        sizes = (BLOCK, BLOCK, 0, CHUNK) if dtype.is_block else (CHUNK, CHUNK, 0, 8)
+        nbytes = sizes[shape >> 6]
         chunks = 1 if nbytes == 0 else 1 + source.below(3)
         header = header._replace(
             total_bytes=chunks * nbytes,

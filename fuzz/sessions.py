@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 M = MessageType
 MOST_STEPS = 150  # of one input; what is longer only takes longer
-SIZES = (64, 64, 256, 0, 8, 1 << 16)
+BLOCK = DType.BLOCK8.itemsize
+SIZES = (BLOCK, BLOCK, 4 * BLOCK, 0, 8, 1 << 16)
 # Of the first two calls, of the first question, and of none.
 NUMBERS = (NO_SEQUENCE, FIRST_PLACE, FIRST_PLACE + PLACES, 2 * PLACES, 3)
 ERRORS: tuple[ReductionError, ...] = (
@@ -70,7 +71,7 @@ class Life:
                 world_size=world_size,
                 reducers=reducers,
                 window_bytes=source.pick((4096, 0)),
-                chunk_bytes=source.pick((64, 64, 0)),
+                chunk_bytes=source.pick((BLOCK, BLOCK, 0)),
                 fallback=source.chance(3),
                 elastic=source.chance(4),
                 patience_s=source.pick((math.inf, 1.0)),
@@ -202,7 +203,12 @@ class Life:
         if len(self.calls) == 40:
             return
         nbytes = self._source.pick(SIZES)
-        dtype, op = DType(1 + self._source.below(8)), ReduceOp(1 + 2 * self._source.below(3))
+        dtype, op = (
+            DType(1 + self._source.below(len(DType))),
+            ReduceOp(1 + 2 * self._source.below(3)),
+        )
+        if dtype.is_block:
+            nbytes, op = nbytes // BLOCK * BLOCK, ReduceOp.SUM
         self.calls.append(Call(nbytes, set(), {}))
         self._do(lambda twin: twin.submit(nbytes, dtype, op, self.now))
 
