@@ -36,7 +36,8 @@ WIDTHS = {  # of floating types: bits of the exponent and of the mantissa
     "BFLOAT16": (8, 7),
 }
 INTEGERS = {"INT8": "<i1", "INT32": "<i4", "INT64": "<i8", "UINT8": "<u1"}
-NARROW = ("FLOAT16", "BFLOAT16", "BLOCK8")
+BLOCKS = {"BLOCK8": "int8", "BLOCK8_E4M3": "fp8_e4m3"}
+NARROW = ("FLOAT16", "BFLOAT16", *BLOCKS)
 RANKS = (1, 2, 3, 8, 17)
 COUNTS = (1, 2, 3, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 257, 1000)
 BLOCK_COUNTS = (1, 2, 3, 5)
@@ -58,7 +59,7 @@ class Request(NamedTuple):
 def cases() -> dict[str, list[Request]]:
     """Return all cases by name, such as ``fold FLOAT32 SUM`` and ``narrow BLOCK8``."""
     found = {}
-    for dtype in (*WIDTHS, *INTEGERS, "BLOCK8"):
+    for dtype in (*WIDTHS, *INTEGERS, *BLOCKS):
         for op in ("SUM", "MEAN", "MIN", "MAX", "PRODUCT"):
             undefined = op == "MEAN" if dtype in INTEGERS else op not in ("SUM", "MEAN")
             if not undefined or dtype in WIDTHS:
@@ -76,7 +77,7 @@ def cases() -> dict[str, list[Request]]:
 
 def _folds(dtype: str, op: str) -> Iterator[Request]:
     for n in RANKS:
-        for count in BLOCK_COUNTS if dtype == "BLOCK8" else COUNTS:
+        for count in BLOCK_COUNTS if dtype in BLOCKS else COUNTS:
             inputs = tuple(contribution(dtype, count, rank) for rank in range(n))
             yield Request("fold", dtype, op, inputs, len(inputs[0]))
 
@@ -84,9 +85,9 @@ def _folds(dtype: str, op: str) -> Iterator[Request]:
 def _cast(kind: str, dtype: str, count: int) -> Request:
     floats, residual = (contribution("FLOAT32", count, rank) for rank in range(2))
     blocks = -(-count // block8.VALUES)
-    nbytes = blocks * block8.BYTES if dtype == "BLOCK8" else 2 * count
+    nbytes = blocks * block8.BYTES if dtype in BLOCKS else 2 * count
     if kind == "widen":
-        sent = contribution(dtype, blocks if dtype == "BLOCK8" else count, 0)
+        sent = contribution(dtype, blocks if dtype in BLOCKS else count, 0)
         return Request(kind, dtype, "", (sent,), 4 * count)
     if kind == "keep":
         return Request(kind, dtype, "", (floats, residual), nbytes + 4 * count)
@@ -101,10 +102,15 @@ def contribution(dtype: str, count: int, rank: int) -> bytes:
     label = f"{dtype} {count} {rank}"
     if dtype in INTEGERS:
         return _random(label, count * np.dtype(INTEGERS[dtype]).itemsize).tobytes()
-    if dtype != "BLOCK8":
+    if dtype not in BLOCKS:
         return _floats(label, count, *WIDTHS[dtype]).tobytes()
     blocks = _random(label, count * block8.BYTES).reshape(count, block8.BYTES).copy()
     blocks[:, :4] = _floats(label, count, *WIDTHS["FLOAT32"]).view(np.uint8).reshape(count, 4)
+    if dtype == "BLOCK8_E4M3" and count != BLOCK_COUNTS[-1]:
+        q = blocks[:, 4:]
+        q[(q & 0x7F) == 0x7F] ^= (
+            1  # else nearly every block would have a NaN, and give nothing else
+        )
     return blocks.tobytes()
 
 
@@ -145,9 +151,9 @@ def result(request: Request) -> bytes:
 
 def _folded(request: Request) -> bytes:
     dtype, op = request.dtype, request.op
-    if dtype == "BLOCK8":
+    if dtype in BLOCKS:
         rows = [np.frombuffer(sent, np.uint8).reshape(-1, block8.BYTES) for sent in request.inputs]
-        return block8.folded(rows, mean=op == "MEAN").tobytes()
+        return block8.folded(rows, BLOCKS[dtype], mean=op == "MEAN").tobytes()
     total = numbers(request.inputs[0], dtype)
     for given in request.inputs[1:]:
         x = numbers(given, dtype)
@@ -169,9 +175,9 @@ def _divided(request: Request) -> bytes:
 
 
 def _widened(request: Request) -> bytes:
-    if request.dtype == "BLOCK8":
+    if request.dtype in BLOCKS:
         rows = np.frombuffer(request.inputs[0], np.uint8).reshape(-1, block8.BYTES)
-        return block8.arrives(rows, request.nbytes // 4).tobytes()
+        return block8.arrives(rows, request.nbytes // 4, BLOCKS[request.dtype]).tobytes()
     return rounded(numbers(request.inputs[0], request.dtype), "FLOAT32")
 
 
@@ -181,16 +187,18 @@ def _narrowed(request: Request) -> bytes:
         return _sent(total, request.dtype)
     total = total + numbers(request.inputs[1], "FLOAT32")
     sent = _sent(total, request.dtype)
-    if request.dtype == "BLOCK8":
+    if request.dtype in BLOCKS:
         rows = np.frombuffer(sent, np.uint8).reshape(-1, block8.BYTES)
-        kept = total - block8.arrives(rows, total.size)
+        kept = total - block8.arrives(rows, total.size, BLOCKS[request.dtype])
     else:
         kept = total - numbers(sent, request.dtype)
     return sent + np.where(np.isfinite(kept), kept, np.float32(0)).tobytes()
 
 
 def _sent(values: Array, dtype: str) -> bytes:
-    return block8.travels(values).tobytes() if dtype == "BLOCK8" else rounded(values, dtype)
+    if dtype in BLOCKS:
+        return block8.travels(values, BLOCKS[dtype]).tobytes()
+    return rounded(values, dtype)
 
 
 def numbers(data: bytes, dtype: str) -> Array:

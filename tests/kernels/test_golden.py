@@ -84,7 +84,7 @@ def test_a_variant_of_this_cpu_gives_them(variant: str) -> None:
 def packed(request: Request) -> bytes:
     """Return a request as the driver reads it."""
     first = request.inputs[0]
-    narrow = {"FLOAT16": 0, "BFLOAT16": 1, "BLOCK8": 2}
+    narrow = {"FLOAT16": 0, "BFLOAT16": 1, "BLOCK8": 2, "BLOCK8_E4M3": 3}
     if request.kind in ("fold", "divide"):
         dtype, count = int(DType[request.dtype]), len(first) // DType[request.dtype].itemsize
     else:

@@ -77,7 +77,7 @@ def test_an_integer_mean_is_refused(variant: Kernels, dtype: DType) -> None:
         variant.reduce([bytes(8)], bytearray(8), dtype, ReduceOp.MEAN)
 
 
-@pytest.mark.parametrize(("dtype", "op"), [(0, 1), (10, 1), (1, 0), (1, 6), (-1, 1), ("x", 1)])
+@pytest.mark.parametrize(("dtype", "op"), [(0, 1), (11, 1), (1, 0), (1, 6), (-1, 1), ("x", 1)])
 def test_an_unknown_code_is_refused(variant: Kernels, dtype: int, op: int) -> None:
     with pytest.raises(ConfigError, match="unknown; use a DType and a ReduceOp"):
         variant.reduce([bytes(8)], bytearray(8), dtype, op)  # type: ignore[arg-type]
