@@ -191,12 +191,6 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "tests/integration/test_demo.py": {
-        "test_it_trains_alike_through_reducers_and_through_gloo": (
-            "test_the_command_trains_alike",
-            "test_it_can_be_stopped",
-            "test_nobody_outlives_a_killed_demo",
-            "test_a_worker_that_dies_is_named_and_the_others_are_stopped",
-        ),
         "test_ranks_that_differ_are_a_failure": ("test_too_little_training",),
     },
     "tests/integration/test_ddp.py": {
@@ -225,9 +219,6 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_errors[3-": ("test_errors[2-",),
         "test_servers_without_a_launcher_are_refused": (
             "test_without_a_launcher_the_job_is_of_one",
-        ),
-        "test_a_rank_is_killed_and_one_joins": (
-            "test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for",
         ),
     },
     # -- the page, and what a reducer tells
@@ -395,6 +386,29 @@ ROWS = (
     Row("tests/launch/test_vertex.py", ()),
     Row("tests/bench/test_shown_commands.py", ()),
     Row("tests/lab/test_delay.py::test_a_pulled_cable", ()),
+    *(
+        Row(
+            f"tests/integration/test_demo.py::test_{name}",
+            ("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]",),
+        )
+        for name in (
+            "it_trains_alike_through_reducers_and_through_gloo",
+            "the_command_trains_alike",
+            "it_can_be_stopped",
+            "nobody_outlives_a_killed_demo",
+            "a_worker_that_dies_is_named_and_the_others_are_stopped",
+        )
+    ),
+    *(
+        Row(
+            f"tests/integration/test_horovod.py::test_a_rank_{what}",
+            ("tests/integration/test_horovod.py::test_training", "tests/integration/test_join.py"),
+        )
+        for what in (
+            "is_killed_and_one_joins",
+            "that_is_stopped_for_longer_than_the_timeout_is_waited_for",
+        )
+    ),
     Row(
         "tests/lab/test_sites.py::test_two_sites",
         ("tests/integration/test_elastic.py", "tests/worker_client/test_outer.py"),
