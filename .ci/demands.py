@@ -101,7 +101,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
     ("docker/grafana/* docker/prometheus/*", ("tests/reducer/test_prometheus.py",)),
     ("release.lock MANIFEST.in reducer/monitoring/page/*", (f"{JOBS}wheel.py",)),
-    ("release.lock tests/wheels/*", (WHEELS,)),
+    ("release.lock tests/wheels/* *.pyx *.pxd", (WHEELS,)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
     ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),

@@ -15,6 +15,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -177,6 +178,7 @@ class Training:
         self._before = [sent(host) for host in hosts]
         self._curve: dict[int, float] = {}
         self._said = ""
+        self._errors = [tempfile.TemporaryFile("w+") for _ in hosts]  # noqa: SIM115 (closed by `end`)
         self._lost: set[int] = set()
         example, *others = arguments
         self._processes = [
@@ -184,9 +186,9 @@ class Training:
                 [sys.executable, str(ROOT / "examples" / example), *others],
                 env={**common, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,  # a pipe that nobody reads would stop a rank that says much
             )
-            for rank, host in enumerate(hosts)
+            for rank, (host, errors) in enumerate(zip(hosts, self._errors, strict=True))
         ]
 
     def reports(self) -> Iterator[int]:
@@ -213,7 +215,10 @@ class Training:
         """
         said = []
         for rank, process in enumerate(self._processes):
-            output, errors = process.communicate(timeout=PATIENCE_S)
+            output, _ = process.communicate(timeout=PATIENCE_S)
+            with self._errors[rank] as file:
+                file.seek(0)
+                errors = file.read()
             if rank in self._lost:
                 continue
             found = _SAID.search(output if rank else self._said)

@@ -59,6 +59,7 @@ class World:
             self._claim_all,
             self._abort,
             self._ask,
+            self._credit,
             self._lose,
             self._goodbye,
             self._garbage,
@@ -273,6 +274,11 @@ class World:
     def _ask(self) -> None:
         peer = self._source.pick(self._peers)
         self._say(peer, self._from(peer, M.STRAGGLERS).pack())
+
+    def _credit(self) -> None:
+        peer = self._source.pick(self._peers)
+        window = self._source.pick((0, 4096, 1 << 40, (1 << 64) - 1))
+        self._say(peer, self._from(peer, M.CREDIT)._replace(window=window).pack())
 
     def _lose(self) -> None:
         source = self._source

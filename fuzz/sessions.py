@@ -217,7 +217,7 @@ class Life:
     def _welcome(self) -> None:
         source = self._source
         header = Header(M.WELCOME, window=source.pick((4096, 4096, 0, 64, 1 << 40, (1 << 64) - 1)))
-        body = encode(Welcome("1", lanes=(5, 6)[: source.below(3)]))
+        body = encode(Welcome("1", features=source.below(2), lanes=(5, 6)[: source.below(3)]))
         if source.chance(4):
             body = bodies.nearly(Welcome, source)
         elif source.chance(8):
@@ -271,12 +271,14 @@ class Life:
     def _tell(self) -> None:
         """Say what is about the job, not about a chunk."""
         source = self._source
-        kind = source.pick((M.PING, M.SHARD_MAP, M.STRAGGLERS, M.RETAINED, M.GOODBYE))
+        kind = source.pick((M.PING, M.SHARD_MAP, M.STRAGGLERS, M.RETAINED, M.GOODBYE, M.CREDIT))
         watermark = source.pick(
             (0, FIRST_PLACE, FIRST_PLACE + PLACES, self.workers.plain.watermark, (1 << 64) - 1)
         )
         sequence = self._sequence() if kind in {M.STRAGGLERS, M.RETAINED} else NO_SEQUENCE
         header = Header(kind, sequence=sequence, watermark=watermark)
+        if kind is M.CREDIT:
+            header = header._replace(window=source.pick((0, 4096, 1 << 40, (1 << 64) - 1)))
         body = b""
         if kind is M.SHARD_MAP:
             body = encode(Loss(source.pick((-1, 0, 1, 2, 3)), source.number(32)))

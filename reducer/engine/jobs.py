@@ -74,6 +74,7 @@ class Job:
             rank began anew with all of them.
         given_up: all-reduces that a rank has given up, as first, last, and why.
         reserved: bytes of the reducer's memory set aside for this job.
+        window: the largest that is set aside for each rank, bytes.
         key_shown: public key that its first rank has shown; "" without keys.
         keys: public key that each rank came with.
         processes: what each rank has called its process, of members and lost ranks.
@@ -99,6 +100,7 @@ class Job:
         self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
         self.reserved = 0
+        self.window = 0
         rounds.most = 0
         self.keys: dict[int, str] = {}
         self.processes: dict[int, str] = {}
@@ -106,6 +108,11 @@ class Job:
         self.patience_s = hello.patience_ms / 1000
         self.barred: dict[int, MismatchError] = {}
         self.watch = Watch()
+
+    @property
+    def spare(self) -> int:
+        """What a rank may have in flight beyond its window, bytes."""
+        return SPARE_CHUNKS * charge(self.max_chunk_bytes)
 
     def bar(self, rank: int, error: MismatchError) -> bool:
         """Take note that a rank was refused; whether the job cannot go on without it."""
@@ -456,13 +463,13 @@ class Membership:
     def extend(self, job: Job, member: Member, window: int) -> None:
         """Let a member have a larger window, as far as there is memory for all ranks."""
         left = self.memory_limit - self.reserved() + job.reserved
-        share = left // 2  # the rest is for jobs that grow as well, or have yet to come
         if self._limits.job_memory_limit is not None:
-            share = min(share, self._limits.job_memory_limit - self._of_others(job))
-        room = share // (job.world_size + 1) - _spare(job)
-        set_aside = max(one.window for one in job.members.values())
-        member.window = max(member.window, min(window, max(room, set_aside)))
-        job.reserved = job.rounds.reserved = _needed(job, member.window)
+            left = min(left, self._limits.job_memory_limit - self._of_others(job))
+        share = left // 2  # the rest is for jobs that grow as well, or have yet to come
+        room = share // (job.world_size + 1) - job.spare
+        member.window = max(member.window, min(window, max(room, job.window)))
+        job.window = max(job.window, member.window)
+        job.reserved = job.rounds.reserved = _needed(job, job.window)
 
     def _reserve(self, job: Job, window: int, freed: int) -> None:
         self._set_aside(
@@ -472,6 +479,7 @@ class Membership:
             "lower REDUCTION_WINDOW_BYTES",
             freed,
         )
+        job.window = max(job.window, window)
 
     def grow(self, job: Job, nbytes: int) -> None:
         """Set aside more for the records of a job's all-reduces, if there is room.
@@ -538,17 +546,12 @@ def is_another(process: str, hello: Hello) -> bool:
     return bool(process and hello.process) and process != hello.process
 
 
-def _spare(job: Job) -> int:
-    """Return what a rank may have in flight beyond its window, bytes."""
-    return SPARE_CHUNKS * charge(job.max_chunk_bytes)
-
-
 def _needed(job: Job, window: int) -> int:
     """Return what a job has to reserve for windows of this size, bytes; never less than it has.
 
     That is n windows of contributions, and results that the slowest rank has not taken: one more.
     """
-    return max(job.reserved, (job.world_size + 1) * (window + _spare(job)))
+    return max(job.reserved, (job.world_size + 1) * (window + job.spare))
 
 
 def _other_run(job: Job) -> StaleGenerationError:

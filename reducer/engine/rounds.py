@@ -33,7 +33,6 @@ from reducer.wire.constants import (
     MAX_ROUNDS_AHEAD,
     NO_SEQUENCE,
     PLACES,
-    SPARE_CHUNKS,
     DType,
     MessageType,
     ReduceOp,
@@ -392,8 +391,7 @@ def _without_sender(header: Header) -> Header:
 
 
 def _check_window(job: Job, member: Member, header: Header) -> None:
-    spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
-    if member.held + charge(header.nbytes) > member.window + spare:
+    if member.held + charge(header.nbytes) > member.window + job.spare:
         raise CapacityError(
             f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
         )

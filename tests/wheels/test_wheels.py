@@ -34,6 +34,8 @@ assert importlib.util.find_spec("torch") is None
 assert shutil.which("gcc") is None and shutil.which("cc") is None
 has = set(open("/proc/cpuinfo").read().split())
 best = ["generic", "numpy"]
+if "asimd" in has:
+    best.insert(0, "neon")
 if {"avx2", "f16c"} <= has:
     best.insert(0, "avx2")
 if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= has:

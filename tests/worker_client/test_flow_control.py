@@ -145,6 +145,29 @@ def test_windows_of_a_far_network_grow_to_256_mib_in_all() -> None:
     assert path.windows == [MOST_BYTES // 2, 128 * MIB]
 
 
+def test_who_asks_in_vain_waits_twice_as_long() -> None:
+    path = Path(1, rate=1e8, rtt_s=0.1)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, MIB, 1.0, 0.1, grows=True)
+    run(flow, path, 5)
+    assert [now for now in range(20) if flow.asks(float(now))] == [0, 1, 3, 7, 15]
+    flow.grant(0, 2 * MIB)
+    assert [now for now in range(31, 40) if flow.asks(float(now))] == [31, 32, 34, 38]
+
+
+def test_a_far_link_that_is_gone_holds_up_no_looks() -> None:
+    path = Path(2, rate=3e8, rtt_s=0.005)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    flow.admit(0, MOST_BYTES, 1.0, 0.005)
+    flow.admit(1, MOST_BYTES, 1.0, 0.3, grows=True)
+    flow.dismiss(1)
+    for now in range(5):
+        flow.begin(8 * MIB, float(now))
+        path.received[0] += 8 * MIB
+        flow.end(8 * MIB, now + 0.05)
+    assert flow.rate == pytest.approx(160 * MIB)
+
+
 def test_a_burst_of_a_far_network_is_no_rate() -> None:
     path = Path(1, rate=1e7, rtt_s=0.2)
     flow = FlowControl(path, 64 * KIB, forced=False)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 16 << 20  # over all links; a reducer sets aside as much for every worker
 MOST_FAR_BYTES = 256 << 20  # over all links in a far network, as far as reducers grant it
-ASK_S = 1.0  # between two requests for a larger window
+ASK_S = 1.0  # between two requests for a larger window; twice as long after one in vain, up to
+MOST_ASK_S = 64.0
 BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
 BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
 MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
@@ -68,15 +69,15 @@ class FlowControl:
         self._forced = forced
         self._most: dict[int, int] = {}
         self._shares: dict[int, float] = {}
-        self._round_trips: dict[int, int] = {}  # of the distance that a window is made for
+        self._far_s: dict[int, float] = {}  # round trips of the network, where they are long
         self._wanted: dict[int, int] = {}  # windows of links whose reducers may be asked for more
-        self._far_s: dict[int, float] = {}  # round trips of the network to these
-        self._asked: dict[int, float] = {}  # not again before
+        self._asks: dict[
+            int, tuple[float, float]
+        ] = {}  # not again before; and the pause after that
         self._rates: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
         self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
-        self._least_s = 0.0  # between two looks: far results come in bursts, a round trip apart
 
     def admit(
         self,
@@ -96,14 +97,11 @@ class FlowControl:
             round_trip_s: of the network alone, seconds; 0 if that is not known.
             grows: whether the reducer may allow more later.
         """
-        far = round_trip_s >= FAR_S
-        self._round_trips[link] = FAR_ROUND_TRIPS if far else 1
-        if far:
-            self._least_s = max(self._least_s, round_trip_s)
-        self._wanted.pop(link, None)
-        if far and grows and not self._forced:
-            self._wanted[link] = 0
+        self.dismiss(link)
+        if round_trip_s >= FAR_S:
             self._far_s[link] = round_trip_s
+            if grows and not self._forced:
+                self._wanted[link] = 0
         self._most[link] = most
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
@@ -114,7 +112,9 @@ class FlowControl:
         """End with a link that is lost, until it is admitted anew."""
         self._most.pop(link, None)
         self._rates.pop(link, None)
+        self._far_s.pop(link, None)
         self._wanted.pop(link, None)
+        self._asks.pop(link, None)
 
     @property
     def rate(self) -> float:
@@ -135,29 +135,35 @@ class FlowControl:
         """Take note that an all-reduce of `nbytes` has ended, well at `now` or badly at None."""
         if nbytes >= MEASURED_BYTES:
             self._measured -= 1
-            if now is not None and now - self._looked >= self._least_s:
+            if now is not None and now - self._looked >= self._farthest_s:
                 self._look(now)
 
     def tick(self, now: float) -> None:
         """Look at all-reduces that take long; call it several times a second."""
-        if self._measured and now - self._looked >= max(LOOK_S, self._least_s):
+        if self._measured and now - self._looked >= max(LOOK_S, self._farthest_s):
             self._look(now)
 
     def asks(self, now: float) -> list[tuple[int, int]]:
         """Return links whose reducers are to be asked for a larger window, and how many bytes."""
         due = []
         for link, wanted in self._wanted.items():
-            window = min(wanted, MOST_FAR_BYTES // len(self._most))
-            if window > self._most[link] and now >= self._asked.get(link, now):
-                self._asked[link] = now + ASK_S
-                due.append((link, window))
+            after, pause = self._asks.get(link, (now, ASK_S))
+            if wanted > self._most[link] and now >= after:
+                self._asks[link] = now + pause, min(2 * pause, MOST_ASK_S)
+                due.append((link, wanted))
         return due
 
     def grant(self, link: int, nbytes: int) -> None:
-        """Take note of the window that a reducer allows from now on, bytes."""
-        if link in self._wanted:
-            self._most[link] = max(self._most[link], nbytes)
-            self._flight.set_window(link, min(self._most[link], self._wanted[link]))
+        """Take note of the window that a reducer allows from the next look on, bytes."""
+        if link in self._wanted and nbytes > self._most[link]:
+            self._most[link] = nbytes
+            after, _ = self._asks.get(link, (0.0, ASK_S))
+            self._asks[link] = after, ASK_S
+
+    @property
+    def _farthest_s(self) -> float:
+        """The least between two looks, seconds: far results come in bursts, a round trip apart."""
+        return max(self._far_s.values(), default=0.0)
 
     def _look(self, now: float) -> None:
         elapsed = now - self._looked
@@ -170,19 +176,18 @@ class FlowControl:
             self._received[link] = stats.bytes_received
             if received:  # a link that waits says nothing about what it can carry
                 self._rates[link].append(received / elapsed)
-            distance_s = self._round_trips[link] * stats.min_rtt_s
-            rate = max(self._rates[link], default=0.0)
+            carried = max(self._rates[link], default=0.0)
+            carried *= FAR_ROUND_TRIPS if link in self._far_s else 1
             if link in self._wanted:  # no more than that: a result also waits for other ranks
-                far = FAR_ROUND_TRIPS * self._far_s[link]
-                self._wanted[link] = int(self._busy(link) + rate * far)
-            self._set_window(link, rate * distance_s)
+                self._wanted[link] = self._window(link, carried * self._far_s[link])
+            self._set_window(link, carried * stats.min_rtt_s)
 
     def _set_window(self, link: int, distance: float) -> None:
         most = self._most[link]
-        window = int(self._busy(link) + distance)
-        self._flight.set_window(link, most if self._forced else min(most, window))
+        window = most if self._forced else min(most, self._window(link, distance))
+        self._flight.set_window(link, window)
 
-    def _busy(self, link: int) -> float:
-        """Return what keeps both ends of a link busy, bytes."""
-        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes))
-        return busy * self._shares[link] ** 2
+    def _window(self, link: int, distance: float) -> int:
+        """Return the window for a distance, bytes: with what keeps both ends of the link busy."""
+        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes)) * self._shares[link] ** 2
+        return min(int(busy + distance), MOST_FAR_BYTES // len(self._most))
