@@ -28,7 +28,7 @@ from worker_client.client.compose import Composer
 from worker_client.communicators import hierarchical
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
-from worker_client.protocol.spec import JobSpec
+from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def joining(
         place = arrange(keys, rank)
         assert place is not None
         job = f"hierarchy-{number}-{place.local_rank}"
-        spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0)
+        patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
+        spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
 
         def meet(topic: str) -> NodeSockets:
             board = boards[topic]
@@ -119,10 +120,8 @@ def ranks_on(
 @pytest.fixture(scope="module")
 def six(servers: list[str]) -> Iterator[list[Client]]:
     """Two nodes of three ranks each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REDUCTION_PATIENCE", "4s")  # all ranks are threads of this one process
-        with ranks_on(2, 3, servers) as clients:
-            yield clients
+    with ranks_on(2, 3, servers) as clients:
+        yield clients
 
 
 def contributions(dtype: str, count: int, ranks: int) -> list[np.ndarray]:

@@ -37,7 +37,7 @@ def test_it_trains_nearly_like_gloo_in_float32(compressed: list[dict], case: str
 
 def test_feedback_is_the_default_in_8_bits_alone(compressed: list[dict]) -> None:
     for rank in compressed:
-        same = "feedback" if rank["wire_dtype"] == "int8" else "plain"
+        same = "feedback" if rank["wire_dtype"] in {"int8", "fp8_e4m3"} else "plain"
         assert rank["default"] == rank[same]
 
 
