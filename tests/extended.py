@@ -400,6 +400,14 @@ ROWS = (
     Row("tests/launch/test_vertex.py", ()),
     Row("tests/bench/test_shown_commands.py", ()),
     Row("tests/lab/test_delay.py::test_a_pulled_cable", ()),
+    Row(
+        "tests/integration/test_staged_ddp.py",
+        ("tests/worker_client/test_device_staging.py", "tests/integration/test_ddp.py"),
+    ),
+    Row(
+        "tests/integration/test_horovod.py::test_without_servers_every_rank_hosts",
+        ("tests/integration/test_embedded.py", "tests/integration/test_horovod.py::test_training"),
+    ),
     *(
         Row(
             f"tests/integration/test_demo.py::test_{name}",
