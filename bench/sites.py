@@ -149,7 +149,9 @@ def _chosen(
     if (site_dies or reducer_dies) and any(kind.startswith("ddp") for kind in chosen):
         raise typer.BadParameter("DDP does not go on without a rank: leave its kinds out")
     if reducer_dies and reducers < 2:
-        raise typer.BadParameter("whoever kills a reducer needs another one: --reducers 2")
+        raise typer.BadParameter(
+            "--reducer-dies needs a second reducer to go on with: add --reducers 2"
+        )
     return chosen
 
 
@@ -208,7 +210,7 @@ class Training:
         self._lost.add(len(self._processes) - 1)
 
     def end(self, steps: int) -> Turn:
-        """Wait for all, and return what has come of it.
+        """Wait for all ranks, and return the figures of this training.
 
         Raises:
             CrewError: a rank failed, or the ranks have not ended with the same weights.

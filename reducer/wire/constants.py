@@ -137,7 +137,7 @@ class ErrorCode(IntEnum):
 
 
 class Feature(IntFlag):
-    """Optional abilities; two peers use those that both announced."""
+    """Optional features of the protocol: two peers use those that both have announced."""
 
     CREDIT = 1  # windows may grow while a worker is a member
 

@@ -76,7 +76,7 @@ def test_the_limit_of_a_job_holds(implementation: str) -> None:
     assert reducer.engine.reserved() == 3 * MIB, "half of it: other jobs of its key may come"
 
 
-def test_what_was_set_aside_is_granted_to_whoever_comes_back(implementation: str) -> None:
+def test_a_rank_that_rejoins_gets_the_window_that_is_still_reserved(implementation: str) -> None:
     reducer = pool(implementation)
     most = ask(reducer, 0, 1 << 40)
     other = {"job": "other", "world_size": 1, "peer": b"other", "chunk_bytes": CHUNK}

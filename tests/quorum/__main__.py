@@ -36,7 +36,7 @@ def mutate(seeds: range) -> int:
 
 
 def outcomes_of(seed: int) -> tuple[int, Counter[str], str]:
-    """Run a seed; return the outcomes of its averagings, and what has gone wrong."""
+    """Simulate one seed; return the outcome of each averaging, and every violation found."""
     world = World(seed)
     story = run(world)
     return seed, Counter({one.name: count for one, count in world.outcomes.items()}), story

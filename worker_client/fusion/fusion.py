@@ -556,7 +556,7 @@ class Fusion:
     ) -> None:
         first = requests[0].tensor
         name = f"{len(requests)} tensors from {first.name!r} on" if requests[1:] else first.name
-        timeout_s = max(min([r.deadline for r in requests]) - time.monotonic(), LEAST_S)
+        timeout_s = max(min(r.deadline for r in requests) - time.monotonic(), LEAST_S)
         if self._trace.timeline is not None:
             names = [request.tensor.name for request in requests]
             finish = self._trace.fused(names, min(r.begun for r in requests), finish)
@@ -611,8 +611,7 @@ def fusion_buffers() -> BufferPool[np.ndarray[Any, np.dtype[np.uint8]]]:
 
 def _packed_residuals(requests: Sequence[Request], nbytes: int) -> memoryview | None:
     """Return the residuals of tensors that travel together, zeros where there is none."""
-    # A list, as a generator would take twice as long for a thousand small tensors.
-    if not [request for request in requests if request.residual is not None]:
+    if all(request.residual is None for request in requests):
         return None
     packed = np.zeros(nbytes, np.uint8).data
     for place, residual in _places(requests):

@@ -154,7 +154,7 @@ class FlowControl:
         return due
 
     def grant(self, link: int, nbytes: int) -> None:
-        """Take note of the window that a reducer allows from the next look on, bytes."""
+        """Record the larger window that a reducer has granted, bytes; the next look uses it."""
         if link in self._wanted and nbytes > self._most[link]:
             self._most[link] = nbytes
             after, _ = self._asks.get(link, (0.0, ASK_S))
