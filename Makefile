@@ -69,11 +69,11 @@ test-torch-suite: .venv/frameworks-ready
 
 # Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
 test-containers: .venv/manifests-ready container-tools kubernetes-tools
-	$(PYTEST) -rs tests/containers
+	$(PYTEST) -rfEs tests/containers
 
 # The job files of Vertex AI and Azure ML. Their clients are large and pin what others need newer.
 test-clouds: .venv-clouds/ready
-	.venv-clouds/bin/python -m pytest -rs tests/containers/test_manifests.py
+	.venv-clouds/bin/python -m pytest -rfEs tests/containers/test_manifests.py
 
 # What `make test` needs for links between hosts that lose packets, for launchers and for the page.
 test-tools:
@@ -111,7 +111,7 @@ lint: .venv/ready
 docs: .venv/docs-ready
 	rm -rf build/docs
 	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -d build/doctrees . build/docs
-	$(PYTEST) -rs tests/site
+	$(PYTEST) -rfEs tests/site
 
 bench: .venv/bench-ready
 	$(BIN)/python -m bench
@@ -150,7 +150,7 @@ release:
 
 # ... and the wheel's tests, with every Python that is installed, and without a compiler.
 wheels: .venv/ready release
-	$(PYTEST) -rs tests/wheels
+	$(PYTEST) -rfEs tests/wheels
 
 clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)

@@ -34,7 +34,7 @@ def failed_once(log: str) -> list[str]:
 
 def passes(test: str) -> bool:
     """Return whether pytest runs this test, and it passes."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", test]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfEs", test]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout, flush=True)
     return done.returncode == 0 and " skipped" not in done.stdout.splitlines()[-1]

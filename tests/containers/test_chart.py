@@ -5,19 +5,17 @@ It is held against the kustomization, against Kubernetes' schemas and against wh
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
 import shutil
 from subprocess import PIPE
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import reducer
-from reducer import cli
-from reducer.config import ImplName, KernelName, ReducerConfig
+from reducer.config import ReducerConfig
 from reducer.wire.constants import MAX_LANES
 from tests.commands import REDUCER, run_command, serving
 from tests.containers.manifests import (
@@ -485,23 +483,3 @@ def test_the_schema_knows_all_values_and_no_others() -> None:
         assert one["additionalProperties"] is False
         assert list(one["properties"]) in ([*values], ["global", *values])
         assert one["required"] == [*values]
-
-
-def test_the_schema_knows_the_reducers_settings() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    apart = {"memory_limit", "threads"}  # are values of their own
-    apart |= {"bind", "http", "keys", "insecure"}  # the chart decides
-    apart |= {
-        "config",
-        "stop_at_eof",
-        "timeline",
-    }  # a pod has no file, no input, and writes nothing
-    known = schema["settings"]["properties"]
-    options = inspect.signature(cli.serve).parameters
-    assert list(known) == [name for name in options if name not in apart]
-    assert apart < set(options)
-    assert known["kernel"]["enum"] == [*get_args(KernelName)]
-    assert known["impl"]["enum"] == [*get_args(ImplName)]
-    assert known["log_level"]["enum"] == [level.value for level in cli.LogLevel]
-    assert known["log_format"]["enum"] == [form.value for form in cli.LogFormat]
-    assert schema["threads"]["maximum"] == MAX_LANES

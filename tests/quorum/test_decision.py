@@ -83,6 +83,20 @@ def test_one_averaging_of_three_ranks_of_which_one_is_late() -> None:
     assert first.look(register, 106.4) == second.look(register, 106.4) == End(Outcome.AVERAGED)
 
 
+@pytest.mark.parametrize(("blamed", "outcome"), [((2,), Outcome.LEFT_OUT), ((), Outcome.FAILED)])
+def test_a_rank_that_hears_first_that_it_is_late_has_no_error(
+    blamed: tuple[int, ...], outcome: Outcome
+) -> None:
+    late = participant(2)
+    register = Register(0, {rank: Arrival(0, 10.0) for rank in range(3)}, False, TERMS, 0).begin()
+    assert isinstance(late.look(register, 0.0), Attempt)
+    late.fail(blamed)  # the others, who are to say so as well, have not been as quick
+    action = late.look(register, 9.0)
+    assert isinstance(action, Propose)
+    assert action.register.members == (0, 1)
+    assert late.look(action.register, 9.1) == End(outcome)
+
+
 def test_a_rank_that_was_late_waits_next_time() -> None:
     register = Register(steps=2, counted={0: 2, 1: 2})
     assert participant(2, steps=1, known=1.0).look(register, 0.0) == End(Outcome.LEFT_OUT)

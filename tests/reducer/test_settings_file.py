@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from reducer import cli
 from reducer import config as reducer_config
 from reducer.errors import ConfigError
+from reducer.wire.constants import MAX_LANES
 from tests.commands import REDUCER, run_command, serving
 from tests.launch.conftest import bare_environment
 from worker_client import config
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
-DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = ROOT / "docs" / "deployment.md"
+SCHEMA = ROOT / "docker" / "helm" / "reducer" / "values.schema.json"
 
 
 @pytest.fixture
@@ -179,3 +186,19 @@ def test_a_misspelt_variable_is_refused_by_the_command() -> None:
     )
     said = "unknown setting REDUCTION_MEMORY_LIMITS: did you mean REDUCTION_MEMORY_LIMIT?"
     assert (done.returncode, done.stderr.strip()) == (2, f"reducer: {said}")
+
+
+def test_the_charts_schema_knows_the_settings() -> None:
+    schema = json.loads(SCHEMA.read_text())["properties"]
+    apart = {"memory_limit", "threads"}  # are values of their own
+    apart |= {"bind", "http", "keys", "insecure"}  # the chart decides
+    apart |= {"config", "stop_at_eof", "timeline"}  # a pod has no file, no input, and writes none
+    known = schema["settings"]["properties"]
+    options = inspect.signature(cli.serve).parameters
+    assert list(known) == [name for name in options if name not in apart]
+    assert apart < set(options)
+    assert known["kernel"]["enum"] == [*get_args(reducer_config.KernelName)]
+    assert known["impl"]["enum"] == [*get_args(reducer_config.ImplName)]
+    assert known["log_level"]["enum"] == [level.value for level in cli.LogLevel]
+    assert known["log_format"]["enum"] == [form.value for form in cli.LogFormat]
+    assert schema["threads"]["maximum"] == MAX_LANES

@@ -227,6 +227,7 @@ class Participant:
         self._complete = False
         self._late: frozenset[int] = frozenset()
         self._failed = False
+        self._late_itself = False
         self._end: End | None = None  # once the register says that this rank is out
 
     def complete(self) -> None:
@@ -241,6 +242,8 @@ class Participant:
         """
         self._late = frozenset(late) - {self._rank}
         self._failed = not self._late
+        # It is stopped or slow, and hears from a reducer that the others wait for it no more.
+        self._late_itself = self._failed and self._rank in late
 
     def look(self, register: Register, now: float) -> Propose | Attempt | Wait | End:
         """Say what to do, as the register is; `now` in seconds of a monotonic clock."""
@@ -309,7 +312,7 @@ class Participant:
         if self._complete:
             return Propose(register.decide())
         if self._failed:
-            self._end = End(Outcome.FAILED)
+            self._end = End(Outcome.LEFT_OUT if self._late_itself else Outcome.FAILED)
             return Propose(register.without({self._rank}, self._least))
         if self._late:
             return Propose(register.without(self._late, self._least))
