@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -95,6 +97,19 @@ def test_how_often_a_rank_asks_that_could_use_one_more(between_s: float, often: 
     assert due == {call + 1 for call in calls if (call + 1) % often == 0 or (call + 1) % EVERY == 0}
     agreement.wanted = False
     assert {call + 1 for call in calls if agreement.due(number(call))} < due
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_nothing_is_due_before_the_next_number_that_may_be(needed: bool) -> None:
+    agreement = Agreement(needed=needed, fixed=0, reducers=2)
+    due = [call for call in range(EVERY * 6) if agreement.due(number(call))]
+    assert bool(due) is needed
+    for call in range(EVERY * 5):
+        following = agreement.next_due(number(call))
+        assert following > number(call)
+        assert following <= min((number(at) for at in due if at > call), default=math.inf)
+        if needed and call > EVERY:
+            assert following == number(next(at for at in due if at > call), 0)
 
 
 def test_a_pause_makes_a_rank_ask_at_once() -> None:

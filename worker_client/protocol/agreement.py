@@ -13,6 +13,7 @@ multiples of powers of two, and so meet where the slowest one asks.
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -87,6 +88,14 @@ class Agreement:
             return call % self.every == 0
         turns, rest = divmod(call, FIRST_CALL)
         return rest == 0 and turns & (turns - 1) == 0
+
+    def next_due(self, sequence: int) -> float:
+        """Return the first number after this one for which `due` may say yes, if none is wanted."""
+        if not self._needed:
+            return math.inf
+        call = sequence // PLACES + 1
+        every = FIRST_CALL if call < self.every else self.every
+        return ((call // every + 1) * every - 1) * PLACES
 
     def _often(self) -> int:
         """Return the largest power of two of calls that this rank makes in `OFTEN_S`, or 1."""

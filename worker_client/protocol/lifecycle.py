@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
 from reducer.wire.messages import encode_error
-from worker_client.protocol.flight import Send
+from worker_client.protocol.flight import Finish, Send
 from worker_client.protocol.link import Failed
 from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
 
@@ -133,7 +133,10 @@ class Calls:
         for sequence in sequences:
             operation = self.active.end(sequence)
             self._flow.end(operation.view.nbytes, now)
-            actions += self._ended(operation, None)
+            if operation is self.question:
+                actions += self._ended(operation, None)
+            else:
+                actions.append(Finish(operation, None))
         return actions
 
     def expire(self, now: float) -> list[Action]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.wire.messages import Straggler
-    from worker_client.protocol.flight import Flight
+    from worker_client.protocol.flight import Flight, LinkShard
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import JobSpec
@@ -113,6 +113,8 @@ class Session:
         )
         self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
         self._handing = HandingOver()
+        # Nothing stands in the way of all-reduces below this number, unless something happens.
+        self._steady_until: float = 0
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.CHALLENGE: self._challenge,
             MessageType.WELCOME: self._welcome,
@@ -203,11 +205,17 @@ class Session:
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
         self.calls.number(operation)
+        if operation.sequence < self._steady_until and operation.refusal is None:
+            self._begin(operation, now)
+            return []
         if operation.sequence % PLACES == FIRST_PLACE:
             self._agreement.called(now)
         if self.spec.fallback and not self.handed_over:
             self._handing.asked(operation.sequence, self.flight.reached)
-        return self._move_on(self._go_on(operation, now))
+        actions = self._move_on(self._go_on(operation, now))
+        if self._is_steady():
+            self._steady_until = self._agreement.next_due(operation.sequence)
+        return actions
 
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
         """Start what has its number, as soon as nothing stands in its way."""
@@ -236,10 +244,7 @@ class Session:
     def _start(self, operation: Operation, now: float) -> list[Action]:
         if operation.refusal is not None:
             return self.calls.refuse(operation, operation.refusal)
-        nbytes = operation.view.nbytes
-        shards = self._plan.cut(nbytes, operation.sequence, operation.dtype.itemsize)
-        chunk_bytes = self._agreement.chunk_bytes_of(nbytes, len(shards))
-        self.calls.begin(operation, shards, chunk_bytes, self._map.epoch, now)
+        shards = self._begin(operation, now)
         self._roll_call.begin(now)
         actions: list[Action] = []
         for shard in shards:
@@ -247,6 +252,31 @@ class Session:
             if link.state is not LinkState.MEMBER or not self._map.intact:
                 actions += self.failover.route(operation, link)
         return actions
+
+    def _begin(self, operation: Operation, now: float) -> list[LinkShard]:
+        """Hand an all-reduce to the flight; return the parts that it was cut into."""
+        nbytes = operation.view.nbytes
+        shards = self._plan.cut(nbytes, operation.sequence, operation.dtype.itemsize)
+        chunk_bytes = self._agreement.chunk_bytes_of(nbytes, len(shards))
+        self.calls.begin(operation, shards, chunk_bytes, self._map.epoch, now)
+        return shards
+
+    def _is_steady(self) -> bool:
+        """Whether a call could be begun at once, and needs no thought but whether it is due."""
+        return (
+            not (
+                self.spec.fallback
+                or self.handed_over
+                or self.calls.final
+                or self.calls.question
+                or self.failover.final
+                or self.failover.closed
+                or self._agreement.wanted
+                or self._roll_call.lost
+            )
+            and self._map.intact
+            and all(link.state is LinkState.MEMBER for link in self.links)
+        )
 
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
@@ -307,7 +337,9 @@ class Session:
 
     def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
-        return self._move_on(self.calls.completed(sequences, now))
+        actions = self.calls.completed(sequences, now)
+        # In a steady state there is nothing to move on from, and this is called with every result.
+        return actions if self._steady_until else self._move_on(actions)
 
     def fail(self, error: ReductionError) -> list[Action]:
         """End badly what is in progress, and tell the reducers."""
@@ -370,6 +402,7 @@ class Session:
 
     def _move_on(self, actions: list[Action]) -> list[Action]:
         """Let others have what was left with connections that these actions close, or all calls."""
+        self._steady_until = 0  # something has happened
         if self.failover.closed:
             actions += self.failover.rehome_all()
         return actions + self._hand_over() if self.failover.final else actions

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Action
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
-    from worker_client.runtime.transport import Event, Transport
+    from worker_client.runtime.transport import Message, Transport
 
 IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
@@ -281,7 +281,10 @@ class Driver:
         """Do everything that is due."""
         session = self._session
         for event in self._transport.events():
-            self._do(self._take(event))
+            if isinstance(event, Completed):
+                self._do(session.completed(event, time.monotonic()))
+            else:
+                self._do(self._take(event))
         if self._queue:
             self._start()
         self._transport.refill()
@@ -310,9 +313,7 @@ class Driver:
             self._resume.put(None)
             raise
 
-    def _take(self, event: Event) -> list[Action]:
-        if isinstance(event, Completed):
-            return self._session.completed(event, time.monotonic())
+    def _take(self, event: Connected | Disconnected | Refused | Message) -> list[Action]:
         if isinstance(event, Connected):
             round_trip_s = self._transport.round_trip_s(event.link)
             return self._session.connected(event.link, round_trip_s)
