@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import sys
 import time
 from contextlib import contextmanager
+from subprocess import PIPE
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +16,8 @@ import pytest
 from bench import pool
 from bench.fault_job import Job
 from lab import Lab
+from tests.ranks import environments
+from worker_client.protocol.flow_control import MOST_BYTES, MOST_FAR_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +28,7 @@ PAUSE_S = 1.3  # longer than that, and shorter than with five round trips more
 AWAY_S = 1.0  # that a rank may take to come back
 WORKERS = 2
 ELEMENTS = 16 * 1024
+GROWN_S = 60.0  # at most until a window has grown
 
 
 @contextmanager
@@ -80,3 +86,21 @@ def test_who_is_silent_for_longer_is_named(namespaces: None) -> None:
 def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces: None) -> None:
     with far_job(loss_percent=1) as (job, _):
         check(job, 15)
+
+
+def test_a_window_grows_beyond_what_the_reducer_sets_aside(namespaces: None) -> None:
+    """It asks for what a fast link holds, and the reducer grants that over a real connection."""
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler")
+    with Lab(2, 800, round_trip_ms=1000 * ROUND_TRIP_S) as lab:
+        worker, far = lab.hosts
+        (reducer,) = pool.start([far])
+        settings = environments(1, [reducer.address])[0]
+        command = [sys.executable, "-m", "tests.lab.far_rank", str(GROWN_S)]
+        try:
+            rank = worker.start(command, env=settings, stdout=PIPE)
+            said = json.loads(rank.communicate(timeout=3 * GROWN_S)[0])
+        finally:
+            reducer.stop()
+    assert (said["wrong"], said["losses"]) == (0, 0)
+    assert said["usual"] <= MOST_BYTES < said["latest"] <= MOST_FAR_BYTES
