@@ -21,7 +21,7 @@ import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
 from worker_client.staging.weighted import check_weight
-from worker_client.staging.wire_rule import SMALLEST_BYTES
+from worker_client.staging.wire_rule import SMALLEST_BYTES, WIRE_DTYPES
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -234,8 +234,8 @@ class ReductionState:
         feedback = self.error_feedback
         if feedback is None:
             # A residual goes with data in host memory.
-            in_blocks = self.client.wire_dtype in {"int8", "fp8_e4m3"}
-            feedback = in_blocks and parameter.device.type == "cpu"
+            wire = WIRE_DTYPES[self.client.wire_dtype]
+            feedback = wire is not None and wire.is_block and parameter.device.type == "cpu"
         if not feedback:
             return None
         if parameter not in self._residuals:
