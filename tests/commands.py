@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 REDUCER = (sys.executable, "-m", "reducer")
+# The only rank of a job, whose package is that of its own environment, and not of this checkout.
+RANK = """
+import sys
+from pathlib import Path
+import numpy
+import reducer, worker_client
+assert Path(reducer.__file__).is_relative_to(sys.prefix), reducer.__file__
+client = worker_client.init(rank=0, world_size=1, servers=sys.argv[1])
+print(client.impl, client.all_reduce(numpy.arange(5.0)).wait(10))
+client.shutdown()
+"""
 
 
 class Serving(NamedTuple):
@@ -51,6 +62,22 @@ def serving(
             yield Serving(process, address, http.removeprefix(HTTP_READY).strip())
         finally:
             process.kill()
+
+
+def reduced_by(
+    *python: object, code: str = "", command: Sequence[object] = (), **options: Any
+) -> str:
+    """Run an all-reduce of one rank, which runs `code` first, and return what the rank printed.
+
+    Reducer and rank have the interpreter `python`; `command` starts another reducer.
+    """
+    reducer = [*map(str, command or (*python, "-m", "reducer"))]
+    with serving(command=reducer, **options) as server:
+        done = run_command(*python, "-c", code + RANK, server.address, **options)
+        assert done.returncode == 0, done.stderr
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+    return done.stdout.strip()
 
 
 def free_ports(number: int) -> list[int]:

@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 import reducer
-from tests.commands import run_command
+from tests.commands import reduced_by, run_command
 
 ROOT = Path(__file__).parent.parent.parent
 REPOSITORY = "https://example.org/someone/reduction"
@@ -24,25 +24,6 @@ PAGE = ("index.html", "page.css", "page.js", "icon.svg")
 LINK = re.compile(r"(!?)\[[^]]*\]\(([^)]+)\)")
 # Of processes that are not to find this checkout.
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-TALK = """
-import subprocess, sys
-from pathlib import Path
-import numpy
-import reducer, worker_client
-assert Path(reducer.__file__).is_relative_to(sys.argv[1]), reducer.__file__
-command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
-with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-    try:
-        address = server.stdout.readline().split()[-1]
-        client = worker_client.init(rank=0, world_size=1, servers=address)
-        print(client.impl, client.all_reduce(numpy.arange(5.0)).wait(10))
-        client.shutdown()
-        server.terminate()
-        assert server.wait(20) == 0
-    finally:
-        server.kill()
-"""
 
 EMPTY = """
 import importlib.util, shutil
@@ -74,14 +55,6 @@ def try_to_build(*arguments: str | Path, **environment: str) -> subprocess.Compl
     return run_command(*command, env={**os.environ, **environment})
 
 
-def talk(python: str | Path, code: str, home: Path, **environment: str) -> str:
-    """Run `code`, then one all-reduce of one rank through a reducer, with the code in `home`."""
-    command = (python, "-c", code + TALK, home)
-    done = run_command(*command, env={**OUTSIDE, **environment}, cwd=home)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An archive of the sources."""
@@ -110,7 +83,7 @@ def test_a_reducer_runs_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> 
     python = home / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", wheel]
     subprocess.run(command, env=OUTSIDE, check=True, capture_output=True)
-    said = talk(python, EMPTY, home, PATH=str(home / "bin"))
+    said = reduced_by(python, code=EMPTY, cwd=home, env={**OUTSIDE, "PATH": str(home / "bin")})
     assert said == "compiled [0. 1. 2. 3. 4.]"
 
 
@@ -138,7 +111,7 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path
         built.extractall(packages)
     # Our dependencies are those of this environment, but not the checkout that is installed there.
     (packages / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
-    said = talk(home / "bin" / "python", NO_COMPILER, home)
+    said = reduced_by(home / "bin" / "python", code=NO_COMPILER, cwd=home, env=OUTSIDE)
     assert said == "plain [0. 1. 2. 3. 4.]"
     # Nobody said where the repository is: no link leads into it, and no text is lost.
     assert LINK.findall(described.get_payload()) == []

@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.commands import run_command
+from tests.commands import reduced_by, run_command
 
 DIST = Path(__file__).parents[2] / "dist"
 FOUND = sorted(DIST.glob("*.whl"))
@@ -25,10 +25,9 @@ IMPORT_S = 0.25  # promised to those who import it on every start
 PYTHONS = [f"python3.{minor}" for minor in range(11, 15)]
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-# The loops are compiled, and the kernels are chosen by the CPU.
-TALK = """
-import importlib.util, shutil, subprocess
-import numpy, worker_client
+# Kernels are chosen by the CPU.
+ALONE = """
+import importlib.util, shutil
 from reducer import kernels
 assert importlib.util.find_spec("torch") is None
 assert shutil.which("gcc") is None and shutil.which("cc") is None
@@ -41,17 +40,6 @@ if {"avx2", "f16c"} <= has:
 if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= has:
     best.insert(0, "avx512")
 assert kernels.variants() == tuple(best), kernels.variants()
-command = ["reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
-with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-    try:
-        address = server.stdout.readline().split()[-1]
-        client = worker_client.init(rank=0, world_size=1, servers=address)
-        print(client.impl, client.all_reduce(numpy.arange(5.0)).wait(10))
-        client.shutdown()
-        server.terminate()
-        assert server.wait(20) == 0
-    finally:
-        server.kill()
 """
 IMPORT = """
 import sys, time
@@ -92,10 +80,14 @@ def test_one_wheel_serves_every_python_on_older_systems() -> None:
 
 @pytest.mark.timeout(400)
 def test_it_runs_with_this_python_and_without_a_compiler(installed: Path) -> None:
-    command = (installed / "python", "-c", TALK)
-    ended = run_command(*command, env={**OUTSIDE, "PATH": str(installed)}, cwd=installed)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["compiled [0. 1. 2. 3. 4.]"]
+    said = reduced_by(
+        installed / "python",
+        code=ALONE,
+        command=[installed / "reducer"],
+        env={**OUTSIDE, "PATH": str(installed)},
+        cwd=installed,
+    )
+    assert said == "compiled [0. 1. 2. 3. 4.]"
 
 
 def test_an_import_is_quick(installed: Path) -> None:
