@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine (python3 >= 3.10, a C compiler): make demo, make test.
+# Two commands do everything on a fresh machine (python3 >= 3.11, a C compiler): make demo, make test.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,11 +6,15 @@ INSTALL := $(BIN)/python -m pip install -q -c constraints.txt
 # By name, what is installed already is left alone: only an extra's packages are added to it.
 PACKAGE := reduction-server
 GENERATED := $(shell find reducer worker_client -name '_*.c')
+# The other architecture that has a wheel.
+CROSS := aarch64-linux-gnu
 # Commands, and Debian's packages for them where those are others.
+CROSS_TOOLS := qemu-aarch64:qemu-user $(CROSS)-gcc:gcc-$(CROSS),libc6-dev-arm64-cross
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
-	slurmctld slurmd prometheus qemu-aarch64:qemu-user \
-	aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross
+	slurmctld slurmd prometheus $(CROSS_TOOLS)
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
+BUILD = REDUCTION_BUILD_STABLE_ABI=1 REDUCTION_BUILD_REQUIRED=1 \
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
 UNPACKED := build/kubernetes-tools
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
 PROCESSES ?= $(shell expr $$(nproc) + 1)
@@ -29,7 +33,7 @@ FUZZ_SECONDS ?= 60
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
-	test-tools container-tools kubernetes-tools docs lint bench fuzz sanitize audit sbom release \
+	test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize audit sbom release \
 	wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
@@ -78,6 +82,9 @@ test-clouds: .venv-clouds/ready
 # What `make test` needs for links between hosts that lose packets, for launchers and for the page.
 test-tools:
 	$(call install,$(TEST_TOOLS))
+
+cross-tools:
+	$(call install,$(CROSS_TOOLS))
 
 container-tools:
 	$(call install,$(CONTAINER_TOOLS))
@@ -135,21 +142,31 @@ sbom: build/runtime/ready .venv/security-ready
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o dist/sbom.cdx.json \
 		build/runtime/bin/python
 
-# A source distribution, and a wheel for every Python from 3.11 on, built by exactly what
-# release.lock names. The wheel's name says which C library it needs.
+# A source distribution, and wheels for every Python from 3.11 on, built by exactly what
+# release.lock names: for this architecture and, where its compiler is, for 64-bit Arm. For that one
+# the headers of this Python are right: their sizes are those of every 64-bit Linux, and Debian's
+# differ in nothing that an extension reads but the folder's name. A wheel's name says which C
+# library it needs.
 release:
 	rm -rf build/release dist
 	$(PYTHON) -m venv build/release
 	build/release/bin/python -m pip install -q --require-hashes --only-binary :all: -r release.lock
-	REDUCTION_BUILD_STABLE_ABI=1 REDUCTION_BUILD_REQUIRED=1 \
-		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
-		build/release/bin/python -m build --no-isolation --outdir build/release/dist
+	$(BUILD) --outdir build/release/dist
+	@if test "$$(uname -m)" = aarch64; then :; \
+	elif command -v $(CROSS)-gcc >/dev/null; then \
+		mkdir build/release/headers \
+			&& ln -s /usr/include/$$(uname -m)-linux-gnu build/release/headers/$(CROSS) \
+			&& C_INCLUDE_PATH="$(CURDIR)/build/release/headers" \
+				CC=$(CROSS)-gcc LDSHARED="$(CROSS)-gcc -shared" \
+				_PYTHON_HOST_PLATFORM=linux-aarch64 \
+				$(BUILD) --wheel --outdir build/release/dist build/release/dist/*.tar.gz; \
+	else echo "no wheel for 64-bit Arm: needs $(CROSS)-gcc (make cross-tools)"; fi
 	PATH="$(CURDIR)/build/release/bin:$$PATH" auditwheel repair -w dist build/release/dist/*.whl
 	cp build/release/dist/*.tar.gz dist
 	cd dist && sha256sum *.whl *.tar.gz | tee SHA256SUMS
 
-# ... and the wheel's tests, with every Python that is installed, and without a compiler.
-wheels: .venv/ready release
+# ... and the wheels' tests, with every Python that is installed, and without a compiler.
+wheels: .venv/ready cross-tools release
 	$(PYTEST) -rfEs tests/wheels
 
 clean:

@@ -22,7 +22,7 @@ from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
 from tests.commands import run_command
 from tests.kernels import golden
-from worker_client.staging import casts
+from tests.kernels.computed import computed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,33 +51,10 @@ def test_the_table_is_what_numpy_gives() -> None:
         assert golden.digest([golden.result(request) for request in requests]) == TABLE[name], name
 
 
-def computed(variant: str, request: Request) -> bytes:
-    """Return what the product gives."""
-    if request.kind == "fold":
-        out = bytearray(request.nbytes)
-        dtype, op = DType[request.dtype], ReduceOp[request.op]
-        kernels.select(variant).reduce(request.inputs, out, dtype, op)
-        return bytes(out)
-    its, given = casts.select(variant), memoryview(request.inputs[0])
-    if request.kind == "divide":
-        values = bytearray(given)
-        its.divide(memoryview(values), request.by, DType[request.dtype])
-        return bytes(values)
-    residual = bytearray(request.inputs[1] if request.kind == "keep" else b"")
-    out = bytearray(request.nbytes - len(residual))
-    if request.kind == "keep":
-        its.narrow_keeping(given, memoryview(residual), memoryview(out), DType[request.dtype])
-    elif request.kind == "narrow":
-        its.narrow(given, memoryview(out), DType[request.dtype])
-    else:
-        its.widen(given, memoryview(out), DType[request.dtype])
-    return bytes(out + residual)
-
-
 @pytest.mark.parametrize("variant", kernels.variants())
 def test_a_variant_of_this_cpu_gives_them(variant: str) -> None:
     for name, requests in CASES.items():
-        results = [computed(variant, request) for request in requests]
+        results = [computed(variant, **request._asdict()) for request in requests]
         assert golden.digest(results) == TABLE[name], name
 
 

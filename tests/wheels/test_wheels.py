@@ -1,29 +1,30 @@
-"""The wheel that `make release` has just built: what it needs, how large it is, and that it runs.
+"""What `make release` has just built: what wheels need, how large they are, and that they run.
 
-Each Python that is installed gets it in an environment of its own, where no compiler is found.
+Each Python that is installed runs this machine's wheel, or 3.10 what it compiled from the archive
+of sources, in an environment of its own, where no compiler is found.
 """
 
 from __future__ import annotations
 
-import os
+import platform
 import re
 import shutil
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import ZipFile
 
 import pytest
 
 from tests.commands import reduced_by, run_command
+from tests.wheels.built import COMPILERS, DIST, OUTSIDE, wheel_of
 
-DIST = Path(__file__).parents[2] / "dist"
-FOUND = sorted(DIST.glob("*.whl"))
-if not FOUND:
-    pytest.skip("needs a wheel: run make release", allow_module_level=True)
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MOST_BYTES = 3_000_000
 IMPORT_S = 0.25  # promised to those who import it on every start
-PYTHONS = [f"python3.{minor}" for minor in range(11, 15)]
-OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
+MACHINES = {platform.machine(), *COMPILERS}
 
 # Kernels are chosen by the CPU.
 ALONE = """
@@ -52,7 +53,8 @@ assert "torch" not in sys.modules
 
 @pytest.fixture(scope="module", params=PYTHONS)
 def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of an environment that holds the wheel and what it asks for."""
+    """The commands of an environment that holds what was built and what it asks for."""
+    wheel = wheel_of(platform.machine())
     interpreter = shutil.which(request.param)
     if interpreter is None or run_command(interpreter, "--version").returncode:
         pytest.skip(f"needs {request.param}")
@@ -61,14 +63,23 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert made.returncode == 0, made.stderr
     commands = home / "bin"
     pip = [sys.executable, "-m", "pip", "--python", commands / "python"]
-    done = run_command(*pip, "install", "-q", "--only-binary", ":all:", FOUND[0], env=OUTSIDE)
+    if request.param == "python3.10":
+        (sources,) = DIST.glob("*.tar.gz")
+        what = (sources,)
+    else:
+        what = ("--only-binary", ":all:", wheel)
+    done = run_command(
+        *pip, "install", "-q", *what, env={**OUTSIDE, "REDUCTION_BUILD_REQUIRED": "1"}
+    )
     assert done.returncode == 0, done.stderr
     return commands
 
 
-def test_one_wheel_serves_every_python_on_older_systems() -> None:
-    (wheel,) = FOUND
-    assert re.fullmatch(r"reduction_server-[\w.]+-cp311-abi3-manylinux_2_\d+_\S+\.whl", wheel.name)
+@pytest.mark.parametrize("machine", sorted(MACHINES))
+def test_one_wheel_serves_every_python_on_older_systems(machine: str) -> None:
+    wheel = wheel_of(machine)
+    name = rf"reduction_server-[\w.]+-cp311-abi3-manylinux_2_\d+_{machine}\.whl"
+    assert re.fullmatch(name, wheel.name)
     assert wheel.stat().st_size <= MOST_BYTES
     with ZipFile(wheel) as packed:
         names = packed.namelist()

@@ -1,0 +1,95 @@
+"""The wheel for 64-bit Arm, run by Debian's Python for such CPUs.
+
+An emulator of single programs runs both where it is installed (``make cross-tools``). That Python
+is unpacked from Debian's packages, which an apt with a state of its own fetches.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.commands import reduced_by, run_command
+from tests.kernels import computed, golden
+from tests.wheels.built import OUTSIDE, wheel_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PACKAGES = ("python3-minimal", "libpython3-stdlib", "libstdc++6")  # NumPy needs the last
+EMULATOR = "qemu-aarch64"
+PLATFORMS = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 40))]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The command of an emulated Python that has the wheel and what it asks for."""
+    wheel = wheel_of("aarch64")
+    for tool in (EMULATOR, "apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}: make cross-tools, on a Debian")
+    home = tmp_path_factory.mktemp("aarch64")
+    root = home / "root"
+    for package in fetched(home):
+        subprocess.run(["dpkg-deb", "-x", package, root], check=True)
+    found = root / "usr" / "bin" / "python3"
+    version = found.resolve().name.removeprefix("python")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:"]
+    pip += ["--target", root / "usr/lib/python3/dist-packages", "--python-version", version]
+    pip += [f"--platform={platform}" for platform in PLATFORMS]
+    done = run_command(*pip, wheel, env=OUTSIDE)
+    assert done.returncode == 0, done.stderr
+    return [EMULATOR, "-L", root, found]
+
+
+def fetched(home: Path) -> list[Path]:
+    """Return packages that hold a Python for 64-bit Arm, and all that they need."""
+    state, cache = home / "state", home / "cache"
+    for folder in (state / "lists" / "partial", cache / "archives" / "partial"):
+        folder.mkdir(parents=True)
+    (state / "status").touch()  # nothing is installed
+    options = {
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": cache,
+        "APT::Architecture": "arm64",
+        "APT::Architectures": "arm64",
+        "APT::Sandbox::User": "root",
+    }
+    apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
+    install = ("install", "-y", "--download-only", "--no-install-recommends", *PACKAGES)
+    for command in (("update",), install):
+        done = run_command(*apt, *command)
+        if done.returncode:
+            pytest.skip(f"apt has no Python for 64-bit Arm here: {done.stderr[-300:]}")
+    return sorted((cache / "archives").glob("*.deb"))
+
+
+@pytest.mark.timeout(600)
+def test_its_kernels_and_casts_give_the_bits_of_all_others(python: list[object]) -> None:
+    cases, digests = golden.cases(), json.loads(golden.TABLE.read_text())
+    requests = [request._asdict() for group in cases.values() for request in group]
+    done = subprocess.run(
+        [*map(str, python), computed.__file__],
+        input=pickle.dumps(requests),
+        env=OUTSIDE,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    results = pickle.loads(done.stdout)  # noqa: S301 (of the program that was just run)
+    assert list(results) == ["neon", "generic", "numpy"]
+    for variant, given in results.items():
+        left = iter(given)
+        for name, group in cases.items():
+            assert golden.digest([next(left) for _ in group]) == digests[name], (variant, name)
+
+
+@pytest.mark.timeout(600)
+def test_a_reducer_and_a_rank_run(python: list[object], tmp_path: Path) -> None:
+    assert reduced_by(*python, env=OUTSIDE, cwd=tmp_path) == "compiled [0. 1. 2. 3. 4.]"
