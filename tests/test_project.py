@@ -11,15 +11,29 @@ import pytest
 import yaml
 
 import reducer
+from reducer.wire.constants import PORT
 from worker_client.config import REDUCER_SETTINGS, WorkerConfig
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
-FIELDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}  # of GitHub's forms
 VERSIONS = runpy.run_path(str(ROOT / "docker" / "write_version.py"))
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OURS = PYPROJECT["project"]
+MINORS = [int(minor) for minor in re.findall(r":: 3\.(\d+)$", "\n".join(OURS["classifiers"]), re.M)]
+
+
+def stated(file: str, words: str) -> str:
+    """Return the only thing that a file says in these words."""
+    (found,) = re.findall(words, (ROOT / file).read_text(), re.MULTILINE)
+    return found
+
+
+STABLE = stated("setup.py", r'"cp3(\d+)"')  # from this Python on there is one wheel, and `make`
+TESTED_TORCH = stated("constraints.txt", r"^torch==(\d+\.\d+)")
+LEAST_TORCH = OURS["optional-dependencies"]["torch"][0].removeprefix("torch>=")
+HTTP = stated("docker/reducer.Dockerfile", r"REDUCTION_HTTP=.*:(\d+)")
+BUCKET_MB = stated("worker_client/ddp.py", r"^DEFAULT_BUCKET_CAP_MB = (\d+)")
 
 
 def read(path: Path) -> Any:
@@ -55,10 +69,7 @@ def test_classifiers_name_what_runs_it() -> None:
     classifiers = OURS["classifiers"]
     least = re.fullmatch(r">=3\.(\d+)", OURS["requires-python"])
     assert least
-    named = re.findall(
-        r"^Programming Language :: Python :: 3\.(\d+)$", "\n".join(classifiers), re.M
-    )
-    assert [int(minor) for minor in named] == list(range(int(least[1]), int(named[-1]) + 1))
+    assert list(range(int(least[1]), MINORS[-1] + 1)) == MINORS
     assert "Typing :: Typed" in classifiers
     for package in ("reducer", "worker_client"):
         assert (ROOT / package / "py.typed").is_file()
@@ -69,24 +80,46 @@ def test_what_older_pythons_need_is_asked_for_there_alone() -> None:
     assert re.fullmatch(r"""tomli>=2; python_version < ["']3\.11["']""", tomli)
 
 
-def test_it_can_be_cited() -> None:
-    """By the required fields of the Citation File Format 1.2.0, and those that must be true."""
+def test_it_is_cited_by_version_and_license() -> None:
     found = read(ROOT / "CITATION.cff")
-    assert {"cff-version", "message", "title", "authors"} <= set(found)
-    assert found["cff-version"] == "1.2.0"
-    assert found["type"] == "software"
-    assert all(
-        set(author) <= {"name", "family-names", "given-names"} for author in found["authors"]
-    )
     assert (found["version"], found["license"]) == (reducer.__version__, OURS["license"])
+
+
+# Files, what they repeat there, and what it must be.
+REPEATED = (
+    ("CHANGELOG.md", r"\A(?:.*\n)*?## \[(.*)\]", reducer.__version__),
+    ("Makefile", r"^PACKAGE := (.*)|freeze --exclude (\S+)", OURS["name"]),
+    ("Makefile *.md docs/*.md", r"Pythons? (?:from )?3\.(\d+)|python3 >= 3\.(\d+)", STABLE),
+    ("setup.py", r"Py_LIMITED_API=0x03(..)0000", f"{int(STABLE):02x}"),
+    ("README.md docs/frameworks.md", r"with PyTorch (\d+\.\d+)", TESTED_TORCH),
+    ("README.md docs/frameworks.md", r"(?:it needs|asks for) (\d+\.\d+)", LEAST_TORCH),
+    ("pyproject.toml", r'"torch>=(.*?)"', LEAST_TORCH),
+    ("*.md docs/*.md docker/**/*.*", r"tcp://0\.0\.0\.0:(\d+)", str(PORT)),
+    ("docker/**/*.yaml", r"name: data, (?:containerP|p)ort: (\d+)", str(PORT)),
+    ("docker/**/*.yaml", r"name: http, (?:containerP|p)ort: (\d+)|--http=\S*:(\d+)", HTTP),
+    ("docker/reducer.Dockerfile", r"^EXPOSE (.*)", f"{PORT} {HTTP}"),
+    ("README.md docs/*.md examples/*.py", r"\bDistributedDataParallel\(.*cap_mb=(\d+)", BUCKET_MB),
+    ("worker_client/lightning.py", r"DDP's, (\d+) by default", BUCKET_MB),
+    ("docs/frameworks.md", r"Buckets are (\d+) MB unless", BUCKET_MB),
+)
+
+
+@pytest.mark.parametrize(("files", "words", "said"), REPEATED)
+def test_what_files_repeat_is_so(files: str, words: str, said: str) -> None:
+    found = [
+        (str(path.relative_to(ROOT)), match[match.lastindex])
+        for pattern in files.split()
+        for path in sorted(ROOT.glob(pattern))
+        for match in re.finditer(words, path.read_text(), re.MULTILINE)
+    ]
+    assert found
+    assert [one for one in found if one[1] != said] == []
 
 
 @pytest.mark.parametrize("name", ["bug_report", "feature_request"])
 def test_what_an_issue_asks_for(name: str) -> None:
     form = read(GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml")
-    assert {"name", "description", "body"} <= set(form) <= {"name", "description", "body", "labels"}
     questions = [part for part in form["body"] if part["type"] != "markdown"]
-    assert {part["type"] for part in form["body"]} <= FIELDS
     names = [part["id"] for part in questions]
     assert len(set(names)) == len(names)
     labels = [part["attributes"]["label"] for part in questions]
@@ -102,8 +135,12 @@ def test_what_an_issue_asks_for(name: str) -> None:
 
 
 def test_every_setting_and_page_that_these_files_name_exists() -> None:
-
-    files = [*GITHUB.rglob("*.*"), ROOT / "CODE_OF_CONDUCT.md", ROOT / "SECURITY.md"]
+    files = [
+        *GITHUB.glob("*.md"),
+        *GITHUB.glob("ISSUE_TEMPLATE/*"),
+        ROOT / "CODE_OF_CONDUCT.md",
+        ROOT / "SECURITY.md",
+    ]
     settings = {
         f"REDUCTION_{name.upper()}" for name in (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
     }
