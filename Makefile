@@ -16,6 +16,8 @@ CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
 BUILD = REDUCTION_BUILD_STABLE_ABI=1 REDUCTION_BUILD_REQUIRED=1 \
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
 UNPACKED := build/kubernetes-tools
+# By schemas that it brings along.
+JUDGE := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
 PROCESSES ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest --durations=10
@@ -113,6 +115,9 @@ lint: .venv/ready
 	$(BIN)/mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" cython-lint reducer worker_client
 	$(BIN)/lint-imports
+	$(JUDGE).github-workflows .github/workflows/*.yml
+	$(JUDGE).github-issue-forms .github/ISSUE_TEMPLATE/*_*.yml
+	$(JUDGE).citation-file-format CITATION.cff
 
 # The site in build/docs, with warnings as errors, and its checks: links, and a look by a browser.
 docs: .venv/docs-ready

@@ -116,6 +116,26 @@ def test_what_files_repeat_is_so(files: str, words: str, said: str) -> None:
     assert [one for one in found if one[1] != said] == []
 
 
+def test_the_workflow_runs_what_is_here() -> None:
+    """On every Python that `make` takes, with the least rights, by actions of a major version."""
+    (path,) = (GITHUB / "workflows").iterdir()
+    workflow = read(path)
+    jobs = workflow["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    made = {step["run"].removeprefix("make ") for step in steps if "make" in step.get("run", "")}
+    assert made == {"lint", "test", "docs", "wheels"}
+    assert jobs["test"]["strategy"]["matrix"]["python"] == [
+        f"3.{minor}" for minor in MINORS if minor >= int(STABLE)
+    ]
+    for step in steps:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", step.get("uses", "a/b@v1"))
+    assert workflow["permissions"] == {"contents": "read"}
+    given = {name: job["permissions"] for name, job in jobs.items() if "permissions" in job}
+    assert given == {"publish": {"id-token": "write"}}
+    assert jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+
+
 @pytest.mark.parametrize("name", ["bug_report", "feature_request"])
 def test_what_an_issue_asks_for(name: str) -> None:
     form = read(GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml")
