@@ -64,7 +64,7 @@ test: .venv/ready
 	$(PYTEST) $(PARALLEL) $(APART) -m "not extended"
 
 # All that `make test` runs, and what it leaves out: tests/extended.py says what.
-test-extended: .venv/ready
+test-extended: .venv/notebook-ready
 	$(PYTEST) $(PARALLEL) $(APART) $(SELECT)
 
 test-frameworks: .venv/frameworks-ready
@@ -196,6 +196,10 @@ clean:
 # Apart, so that no other test ever needs the frameworks, nor any test what the benchmarks need.
 .venv/frameworks-ready: .venv/ready
 	$(INSTALL) "$(PACKAGE)[frameworks]"
+	touch $@
+
+.venv/notebook-ready: .venv/ready
+	$(INSTALL) "$(PACKAGE)[notebook]"
 	touch $@
 
 .venv/manifests-ready: .venv/ready

@@ -82,6 +82,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     # -- what is beside them
     ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
+    ("examples/*.ipynb", (f"{JOBS}notebook.py",)),
     ("examples/elastic_digits.py", ("tests/lab/test_elastic.py",)),
     ("examples/quickstart.py", (f"{JOBS}readme.py", f"{JOBS}pages.py", "tests/launch")),
     ("docs/*", (DOCS, f"{JOBS}pages.py", "tests/lab/test_tutorial.py")),

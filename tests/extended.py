@@ -443,6 +443,7 @@ ROWS = (
             "tests/integration/test_pages.py::test_the_three_commands",
         )
     ),
+    Row("tests/integration/test_notebook.py::test_the_loss_goes_on", ()),
     Row(
         "tests/integration/test_pages.py::test_a_script_for_horovod_runs_as_shown",
         ("tests/integration/test_horovod.py",),
