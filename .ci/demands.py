@@ -107,6 +107,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
     ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),
+    ("examples/gpt_text.py", ("tests/lab/test_tutorial.py",)),
     ("bench/rolling* bench/chaos_run.py", (f"{JOBS}rolling.py",)),
     (
         "bench/chaos* bench/fault* bench/rank_loss.py",

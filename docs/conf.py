@@ -33,6 +33,7 @@ root_doc = "docs/index"
 PARTS = {  # of the table of contents: pages, and titles that are shorter than their own
     "Begin": {
         "docs/tutorial": "Tutorial",
+        "docs/gpt": "A GPT on two hosts",
         "docs/from-horovod": "Coming from Horovod",
         "docs/from-vertex": "Coming from Vertex AI",
         "docs/from-gloo": "Coming from Gloo or NCCL",

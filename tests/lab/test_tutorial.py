@@ -1,4 +1,4 @@
-"""The whole tutorial on two hosts, from one machine to a pool with keys, by its commands alone."""
+"""Pages that lead from one machine to a pool with keys on two hosts, by their commands alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from lab import Lab
-from tests.pages import FINGERPRINT, ROOT, blocks
+from tests.pages import FINGERPRINT, ROOT, blocks, finish, shell
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -86,3 +86,22 @@ def test_a_pool_with_keys_on_two_machines(
     for one in said:
         assert "job 'vision/" in one
         assert "stopped" in one
+
+
+@pytest.mark.timeout(900)
+def test_a_gpt_on_two_hosts(namespaces: None, tmp_path: Path) -> None:
+    activate, *steps = blocks("docs/gpt.md", "sh")
+    assert activate in blocks("docs/index.md", "sh")[0]
+    said = []
+    for step in steps:
+        with shell(step, HOME=str(tmp_path)) as running:
+            said.append(finish(running))
+    ends = [sorted(FINGERPRINT.findall(one)) for one in said]
+    assert [[rank for rank, *_ in one] for one in ends] == [["0", "1"]] * len(steps)
+    assert all(len({end[1:] for end in one}) == 1 for one in ends), ends
+    losses, weights, reduced = zip(*(one[0][1:] for one in ends), strict=True)
+    alone, embedded, stock, pool, in_8_bits = weights
+    assert alone == embedded == stock == pool != in_8_bits
+    assert [number == "0" for number in reduced] == [False, False, True, False, False]
+    assert float(losses[-1]) == pytest.approx(float(losses[0]), rel=0.01)
+    assert "job 'gpt/" in said[3]
