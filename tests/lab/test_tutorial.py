@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Hosts of a lab share their files, so each has a home of its own, which these two reach.
 SSH = """#!/bin/sh
-host=$1; shift
-cd "{homes}/$host" && exec "$@"
+test "$1" = -n && shift
+cd "{homes}/$1" && shift && exec "$@" </dev/null
 """
 SCP = """#!/bin/sh
 test "$1" = -r && exec cp -r "$2" "{homes}/${{3%%:*}}/${{3#*:}}"
