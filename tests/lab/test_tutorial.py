@@ -18,10 +18,11 @@ pytest.importorskip("torch", reason="needs torch")
 if TYPE_CHECKING:
     from lab import Host
 
-# Hosts of a lab share their files, so each has a home of its own, which these two reach.
+# Hosts of a lab share their files, so each has a home of its own, which these two reach. Like the
+# real one, ssh reads the commands that are pasted after it, unless it has -n.
 SSH = """#!/bin/sh
-test "$1" = -n && shift
-cd "{homes}/$1" && shift && exec "$@" </dev/null
+if test "$1" = -n; then shift; else cat >/dev/null; fi
+cd "{homes}/$1" && shift && exec "$@"
 """
 SCP = """#!/bin/sh
 test "$1" = -r && exec cp -r "$2" "{homes}/${{3%%:*}}/${{3#*:}}"
@@ -30,7 +31,7 @@ END_S = 200.0
 
 
 class Machine:
-    """A host, a home, and shells there that run commands in the checkout."""
+    """A host, a home, and shells there into which commands are pasted, in the checkout."""
 
     def __init__(self, host: Host, homes: Path) -> None:
         self._host = host
@@ -41,17 +42,17 @@ class Machine:
         )
 
     def start(self, *steps: str) -> subprocess.Popen[str]:
-        return self._host.start(
-            ["bash", "-euo", "pipefail", "-c", "".join(steps)],
-            env={
-                "HOME": str(self._home),
-                "PATH": self._path,
-                "GLOO_SOCKET_IFNAME": "eth0",  # a lab's host does not resolve its own name
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-        )
+        pasted = self._home / "pasted"
+        pasted.write_text("".join(steps))
+        with pasted.open() as stdin:
+            return self._host.start(
+                ["bash", "-euo", "pipefail"],
+                env={"HOME": str(self._home), "PATH": self._path},
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+            )
 
 
 def said_by(shell: subprocess.Popen[str]) -> str:
@@ -76,6 +77,7 @@ def test_a_pool_with_keys_on_two_machines(
         names = names.replace("alpha", lab.hosts[0].name).replace("beta", lab.hosts[1].name)
         found = FINGERPRINT.findall(said_by(alpha.start(*alone, names, copy)))
         assert sorted(reducers for *_, reducers in found) == ["1", "1", "2", "2", "2", "2"]
+        assert (tmp_path / lab.hosts[1].name / "keys" / "jobs" / "vision" / "job.secret").exists()
         shells = [alpha.start(names, both, first, end), beta.start(names, both, second, end)]
         said = [said_by(shell) for shell in shells]
     ends = [FINGERPRINT.findall(one) for one in said]
