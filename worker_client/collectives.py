@@ -150,17 +150,57 @@ def all_gather_bytes(
         RankLostError: a rank was lost before its payload had come, which every rank finds alike.
         ReductionError: as `Client.all_reduce`.
     """
-    # Each payload ends with a byte that is not 0: a rank that is lost leaves zeros.
-    sizes = np.zeros(client.world_size, np.int64)
-    sizes[client.rank] = len(payload) + 1
-    client.all_reduce(sizes, "sum", name=name).wait()
-    ends = np.cumsum(sizes)
-    everything = np.zeros(int(ends[-1]), np.uint8)
-    mine = slice(int(ends[client.rank]) - len(payload) - 1, int(ends[client.rank]))
-    everything[mine] = np.frombuffer(payload + b"\1", np.uint8)
-    client.all_reduce(everything, "sum", name=name and f"{name}.payloads").wait()
-    there = np.flatnonzero(sizes).tolist()
-    for rank in there:
-        if not everything[ends[rank] - 1]:
-            raise RankLostError(f"rank {rank} was lost before its data had come", rank=rank)
-    return {rank: everything[ends[rank] - sizes[rank] : ends[rank] - 1].tobytes() for rank in there}
+    one = AllGather(client, payload)
+    client.all_reduce(one.asked, "sum", name=name).wait()
+    client.all_reduce(one.payloads(), "sum", name=name and f"{name}.payloads").wait()
+    return one.received()
+
+
+class AllGather:
+    """The bytes of one all-gather, which takes two sums.
+
+    Args:
+        client: the job's.
+        payload: this rank's.
+        number: this rank's of this all-gather; higher than of an earlier one.
+
+    Attributes:
+        asked: to be summed over all ranks first.
+    """
+
+    def __init__(self, client: Client, payload: bytes, number: int = 0) -> None:
+        # Each payload ends with a byte that is not 0: a rank that is lost leaves zeros.
+        self._payload = payload + b"\1"
+        self._rank = client.rank
+        self.asked = np.zeros(client.world_size + 1, np.int64)
+        self.asked[self._rank], self.asked[-1] = len(self._payload), number
+
+    @property
+    def number(self) -> int:
+        """Number of this all-gather that all ranks know, once `asked` is summed."""
+        return int(self.asked[-1])
+
+    def payloads(self) -> Bytes:
+        """Return what is to be summed next, once `asked` is."""
+        self._sizes = self.asked[:-1]
+        self._ends = np.cumsum(self._sizes)
+        self._everything = np.zeros(int(self._ends[-1]), np.uint8)
+        end = int(self._ends[self._rank])
+        mine = np.frombuffer(self._payload, np.uint8)
+        self._everything[end - len(self._payload) : end] = mine
+        return self._everything
+
+    def received(self) -> dict[int, bytes]:
+        """Return the payloads by rank, once they are summed.
+
+        Raises:
+            RankLostError: a rank was lost before its payload had come.
+        """
+        sizes, ends, everything = self._sizes, self._ends, self._everything
+        there = np.flatnonzero(sizes).tolist()
+        for rank in there:
+            if not everything[ends[rank] - 1]:
+                raise RankLostError(f"rank {rank} was lost before its data had come", rank=rank)
+        return {
+            rank: everything[ends[rank] - sizes[rank] : ends[rank] - 1].tobytes() for rank in there
+        }

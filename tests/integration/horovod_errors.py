@@ -93,6 +93,8 @@ def case_what_one_rank_is_refused() -> None:
         ("not a tensor", lambda: hvd.broadcast_parameters({"a": ones(), "b": ones()}, 0),
          lambda: hvd.broadcast_parameters({"a": ones(), "b": 1}, 0)),
         ("sparse", lambda: hvd.allgather(ones()), lambda: hvd.allgather(sparse)),
+        ("equally", lambda: hvd.alltoall(torch.ones(hvd.size()), name="n"),
+         lambda: hvd.alltoall(torch.ones(1), name="n")),
         ("hvd.Sum", lambda: hvd.reducescatter(ones()),
          lambda: hvd.reducescatter(ones(), op=hvd.Max)),
     ]  # fmt: skip
@@ -163,7 +165,8 @@ def case_a_joined_ranks_data_is_not_made_up() -> None:
     else:
         for call in (
             lambda: hvd.broadcast(ones(), 1, name="weights"),
-            lambda: hvd.allgather(ones()),
+            lambda: hvd.allgather(ones(), name="rows"),
+            lambda: hvd.alltoall(torch.ones(hvd.size())),
             lambda: hvd.broadcast_parameters({"w": ones()}, 1),
             lambda: hvd.allgather_object(1),
             hvd.barrier,
@@ -172,6 +175,8 @@ def case_a_joined_ranks_data_is_not_made_up() -> None:
                 call()
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == hvd.size() - 1
         hvd.join()
+    for _ in range(2):  # both of its all-reduces are counted alike at all ranks
+        assert hvd.allgather(torch.tensor([1]), name="rows").tolist() == [1] * hvd.size()
 
 
 def case_a_name_twice_first_here_then_there() -> None:

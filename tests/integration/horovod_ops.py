@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import worker_client.horovod as hvd
-from reducer.errors import ConfigError
+import worker_client.horovod.torch as horovods
+from reducer.errors import ConfigError, MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ def case_places() -> None:
     assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (SIZE, SIZE, 1)
     assert (hvd.local_rank(), hvd.cross_rank(), hvd.is_homogeneous()) == (hvd.rank(), 0, True)
     hvd.init()  # a second time changes nothing
-    with pytest.raises(ConfigError, match="without arguments"):
+    with pytest.raises(ConfigError, match="without comm="):
         hvd.init(comm=[0, 1])
 
 
@@ -191,14 +192,199 @@ def case_allgather() -> None:
             hvd.allgather(odd)
 
 
+def case_a_gather_does_not_wait() -> None:
+    rank = hvd.rank()
+    if rank == 0:
+        early = hvd.allgather_async(torch.tensor([[rank]]), name="early")
+        assert not hvd.poll(early)
+        with pytest.raises(ConfigError, match="in progress"):
+            hvd.allgather_async(torch.tensor([[rank]]), name="early")
+        assert hvd.allgather(torch.tensor([rank]), name="late").tolist() == [0, 1, 2]
+        assert hvd.synchronize(early).tolist() == [[0], [1], [2]]
+    else:
+        assert hvd.allgather(torch.tensor([rank]), name="late").tolist() == [0, 1, 2]
+        assert hvd.allgather(torch.tensor([[rank]]), name="early").tolist() == [[0], [1], [2]]
+        with pytest.raises(MismatchError, match="rank 0 takes no part in this call"):
+            hvd.allgather(torch.tensor([[rank]]), name="early")
+    assert hvd.allgather(torch.tensor([rank]), name="early").tolist() == [0, 1, 2]
+    both = hvd.grouped_allgather_async([torch.tensor([rank]), torch.ones(rank, 2)])
+    until = time.monotonic() + 10
+    while not hvd.poll(both) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert hvd.poll(both)  # though nobody waited
+    assert [one.tolist() for one in hvd.synchronize(both)] == [[0, 1, 2], [[1.0, 1.0]] * 3]
+
+
+def case_alltoall() -> None:
+    rank = hvd.rank()
+    mine = torch.tensor([[10.0 * rank + to, to] for to in range(SIZE)])
+    expected = [[10.0 * sender + rank, rank] for sender in range(SIZE)]
+    assert hvd.alltoall(mine).tolist() == expected
+    assert hvd.synchronize(hvd.alltoall_async(mine, name="rows")).tolist() == expected
+    # Rank r sends t + r rows to rank t, and keeps one for itself besides.
+    splits = torch.tensor([to + rank for to in range(SIZE)])
+    rows = torch.cat([torch.full((to + rank,), 10 * rank + to) for to in range(SIZE)])
+    rows = torch.cat([rows, torch.tensor([99])])
+    received, counts = hvd.alltoall(rows, splits)
+    assert counts.tolist() == [sender + rank for sender in range(SIZE)]
+    assert counts.dtype == splits.dtype
+    assert received.tolist() == [
+        10 * sender + rank for sender in range(SIZE) for _ in range(sender + rank)
+    ]
+    received, counts = hvd.synchronize(hvd.alltoall_async(rows, splits.tolist()))
+    assert (counts.dtype, counts.sum()) == (torch.int32, len(received))
+    x = rows.float().requires_grad_()
+    received, _ = hvd.alltoall(x, splits)
+    (received * (rank + 1)).sum().backward()
+    sent = [to + 1.0 for to in range(SIZE) for _ in range(to + rank)]
+    assert x.grad.tolist() == [*sent, 0.0]
+    for wrong, message in (
+        ((torch.ones(4), None), "cannot be divided"),
+        ((torch.ones(4), [1, 2]), "3 numbers of rows"),
+        ((torch.ones(4), [1, 2, 2]), "of 4 in all at most"),
+        ((torch.ones(4), [2, 3, -1]), "3 numbers of rows"),
+        ((torch.ones(4), torch.ones(3)), "of integers"),
+        ((torch.tensor(1.0), None), "one dimension or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hvd.alltoall(*wrong)
+    with pytest.raises(ConfigError, match="only the first dimension may differ"):
+        hvd.alltoall(torch.ones(3, 2 + rank))
+
+
 def case_reducescatter() -> None:
     rank = hvd.rank()
     rows = torch.arange(8.0).reshape(4, 2)
     shares = [rows[:2], rows[2:3], rows[3:]]
     assert torch.equal(hvd.reducescatter(rows, op=hvd.Sum), 3 * shares[rank])
     assert torch.equal(hvd.reducescatter(rows, compression=hvd.Compression.fp16), shares[rank])
+    handle = hvd.reducescatter_async(rows, op=hvd.Sum, prescale_factor=2.0)
+    assert torch.equal(hvd.synchronize(handle), 6 * shares[rank])
+    short = torch.arange(3) + rank
+    for both in (
+        hvd.grouped_reducescatter([rows, short], op=hvd.Sum),
+        hvd.synchronize(hvd.grouped_reducescatter_async([rows, short], op=hvd.Sum)),
+    ):
+        assert torch.equal(both[0], 3 * shares[rank])
+        assert both[1].tolist() == [3 * rank + 3]
+    x = torch.ones(3, requires_grad=True)
+    y = torch.ones(3, 2, requires_grad=True)
+    first, second = hvd.grouped_reducescatter([x, y], op=hvd.Sum)
+    (first.sum() * (rank + 1) + second.sum()).backward()
+    assert x.grad.tolist() == [3.0, 6.0, 9.0]
+    assert y.grad.tolist() == [[3.0, 3.0]] * 3
     with pytest.raises(ConfigError, match=r"hvd\.Sum"):
         hvd.reducescatter(rows, op=hvd.Max)
+    with pytest.raises(ConfigError, match="not scalars"):
+        hvd.grouped_reducescatter([rows, torch.tensor(1.0)])
+
+
+def case_sparse_allreduce() -> None:
+    rank = hvd.rank()
+    dense = torch.zeros(5, 2)
+    dense[rank] = 6.0
+    dense[4] = rank
+    total = torch.tensor([[6.0, 6.0], [6.0, 6.0], [6.0, 6.0], [0.0, 0.0], [3.0, 3.0]])
+    for op, expected in ((hvd.Sum, total), (hvd.Average, total / 3)):
+        handles = [hvd.sparse_allreduce_async(dense.to_sparse(1), name, op) for name in ("a", None)]
+        for handle in handles:
+            assert torch.equal(handle().to_dense(), expected)
+    for refused, op, message in (
+        (dense, hvd.Sum, "takes a sparse tensor"),
+        (dense.to_sparse(1), hvd.Max, r"op=hvd\.Average or op=hvd\.Sum"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hvd.sparse_allreduce_async(refused, "n", op)
+
+
+def case_process_sets() -> None:
+    rank = hvd.rank()
+    outer = hvd.add_process_set([2, 0])
+    inner = hvd.add_process_set(hvd.ProcessSet([1]))
+    assert (outer.ranks, outer.size(), outer.included()) == ([0, 2], 2, rank != 1)
+    assert {outer.process_set_id, inner.process_set_id, 0} == {0, 1, 2}
+    everybody = hvd.global_process_set
+    assert (everybody.ranks, everybody.size(), everybody.rank()) == ([0, 1, 2], SIZE, rank)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=everybody) == 3
+    if rank == 1:
+        one = {"process_set": inner}
+        assert (inner.rank(), hvd.allreduce(torch.tensor(7), **one)) == (0, 7)
+        assert hvd.allgather(torch.tensor([7]), **one).tolist() == [7]
+        assert hvd.broadcast(torch.tensor(7), 1, **one) == 7
+        for call in (outer.rank, lambda: hvd.barrier(outer)):
+            with pytest.raises(ConfigError, match="rank 1 is not in ProcessSet"):
+                call()
+    else:
+        two = {"process_set": outer}
+        assert outer.rank() == rank // 2
+        mine = torch.tensor([rank, 1])
+        handle = hvd.allreduce_async(mine, op=hvd.Sum, name="n", **two)
+        assert hvd.synchronize(handle).tolist() == [2, 2]
+        assert hvd.allreduce(mine, op=hvd.Average, **two).tolist() == [1, 1]
+        assert [t.tolist() for t in hvd.grouped_allreduce([mine, mine], **two)] == [[1, 1]] * 2
+        assert hvd.allgather(mine, **two).tolist() == [0, 1, 2, 1]
+        assert hvd.broadcast(mine, 2, **two).tolist() == [2, 1]  # as hvd.rank() numbers it
+        assert hvd.broadcast_object(rank, 2, **two) == 2
+        assert hvd.allgather_object(rank, **two) == [0, 2]
+        assert hvd.alltoall(mine, **two).tolist() == [[0, 2], [1, 1]][rank // 2]
+        assert hvd.reducescatter(mine, op=hvd.Sum, **two).tolist() == [2]
+        sparse = hvd.sparse_allreduce_async(mine.to_sparse(), None, hvd.Sum, **two)
+        assert sparse().to_dense().tolist() == [2, 2]
+        with pytest.raises(ConfigError, match="root 1 is not in the process set"):
+            hvd.broadcast(mine, 1, **two)
+        x = torch.ones(2, requires_grad=True)
+        (hvd.broadcast(x, 2, **two) * (rank + 1)).sum().backward()
+        assert x.grad.tolist() == [[0.0, 0.0], [2.0, 2.0]][rank // 2]
+        hvd.barrier(outer)
+    assert hvd.remove_process_set(inner) is True
+    assert hvd.remove_process_set(outer) is True
+
+
+def case_process_sets_come_and_go() -> None:
+    rank = hvd.rank()
+    outer, inner = hvd.add_process_set([0, 2]), hvd.add_process_set([1])
+    assert hvd.remove_process_set(inner) is True
+    assert hvd.remove_process_set(inner) is False
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+    assert (inner.process_set_id, inner.size(), inner.included()) == (None, None, None)
+    with pytest.raises(ConfigError, match="not in use"):
+        hvd.allreduce(torch.ones(1), process_set=inner)
+    assert hvd.remove_process_set(outer) is True
+    again = hvd.add_process_set(outer)  # under another name among the reducers
+    if again.included():
+        assert hvd.allgather(torch.tensor([rank]), process_set=again).tolist() == [0, 2]
+    hvd.shutdown()
+    assert again.process_set_id is None
+    hvd.init(process_sets=[inner, hvd.ProcessSet([0, 1])])
+    if rank == 1:
+        assert hvd.allreduce(torch.tensor(7), process_set=inner) == 7
+    hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+
+
+def case_process_sets_that_cannot_be() -> None:
+    kept = hvd.add_process_set([0, 1])
+    for wrong, message in (
+        ([0, 3], r"ranks \[3\] are not in a world of size 3"),
+        ([1, 0], "already: use that"),
+        ([0, 1, 2], "already: use that"),
+        (kept, "is in use already"),
+        ([0, 1 + (hvd.rank() == 2)], r"already|rank \d takes no part"),
+        ([hvd.rank()], "different process sets"),
+        ([], "list of ranks"),
+        ([0, "1"], "list of ranks"),
+        (7, "list of ranks"),
+        ([1, 1], "once"),
+    ):
+        with pytest.raises((ConfigError, MismatchError), match=message):
+            hvd.add_process_set(wrong)
+    other = hvd.add_process_set([2])
+    with pytest.raises(ConfigError, match="have removed different process sets"):
+        hvd.remove_process_set(kept if hvd.rank() else other)
+    with pytest.raises(ConfigError, match=r"what hvd\.add_process_set\(\) returns, got \[0, 1\]"):
+        hvd.allreduce(torch.ones(1), process_set=[0, 1])
+    for one in (kept, other):
+        assert hvd.remove_process_set(one) is True
 
 
 def case_broadcast() -> None:
@@ -287,13 +473,12 @@ def case_barrier_and_long_names() -> None:
 
 
 def case_what_is_missing_says_so() -> None:
-    assert hvd.nccl_built() is False
+    for module in (hvd, horovods):
+        assert module.nccl_built() is False
+    assert horovods.allreduce is hvd.allreduce
     assert issubclass(ConfigError, hvd.HorovodInternalError)
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
-    for name, hint in (
-        ("alltoall", "all_to_all"),
-        ("ProcessSet", "all ranks"),
-    ):
+    for name, hint in (("SyncBatchNorm", "process group"), ("run", "torchrun")):
         with pytest.raises(AttributeError, match=f"hvd.{name} is not available: .*{hint}"):
             getattr(hvd, name)
     with pytest.raises(AttributeError, match="no attribute 'allreduce_sync'"):

@@ -207,6 +207,29 @@ def case_sparse_gradients() -> None:
             torch.testing.assert_close(1 - table.weight[:, 0], expected)
 
 
+def case_an_optimizer_of_some_ranks() -> None:
+    rank = hvd.rank()
+    some = hvd.add_process_set([0, 2])
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], process_set=some
+    )
+    assert list(optimizer._parameter_names.values()) == ["weight"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        (weight * (10 if rank == 1 else rank)).sum().backward()
+        optimizer.step()
+    assert weight.tolist() == [-20.0 if rank == 1 else -2.0] * 2  # rank 1 is by itself
+    hvd.remove_process_set(some)
+    with pytest.raises(ConfigError, match="not in use"):
+        hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=some)
+    one = torch.nn.Parameter(torch.zeros(2))
+    plain = torch.optim.SGD([one, torch.nn.Parameter(torch.zeros(1), requires_grad=False)], lr=1.0)
+    hvd.broadcast_optimizer_state(plain, root_rank=1)
+    assert one.grad.tolist() == [0.0, 0.0]  # as after Horovod's step with zeros
+    assert plain.param_groups[0]["params"][1].grad is None
+
+
 def case_new_parameters() -> None:
     net, late = Net(), torch.nn.Parameter(torch.zeros(3))
     optimizer = wrapped(net)
@@ -249,7 +272,8 @@ def case_misuse() -> None:
     with pytest.raises(LocalProtocolError, match="more often than backward_passes_per_step"):
         loss_of(net, 0).backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="skip_synchronize"):
+    # The words that Horovod's users look for.
+    with pytest.warns(UserWarning, match=r"called without optimizer\.skip_synchronize\(\)"):
         optimizer.step()
     assert_alike(train(net, optimizer), net)
     a, b = net.first.weight, net.first.bias
@@ -323,8 +347,7 @@ def case_uneven_batches() -> None:
         assert_alike(net, net)
     assert hvd.join() == SIZE - 1
     assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum).item() == 3
-    with pytest.raises(ConfigError, match="device 0"):
-        hvd.join(device=0)
+    assert hvd.join(hvd.local_rank()) == SIZE - 1  # as scripts for GPUs write
 
 
 def case_after_shutdown_calls_are_refused() -> None:

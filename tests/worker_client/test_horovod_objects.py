@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch")
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.job import short
+from worker_client.horovod.groups import short
 from worker_client.horovod.objects import decode, encode
 
 

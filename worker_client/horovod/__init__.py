@@ -1,7 +1,7 @@
 """Horovod's PyTorch interface over reducers: ``import worker_client.horovod as hvd``.
 
 A script for Horovod runs unchanged but for that line. What it means, and what is refused, is in
-``docs/frameworks.md``.
+``docs/horovod.md``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from worker_client.horovod.elastic import HostsUpdatedInterrupt
 from worker_client.horovod.gather import (
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
     grouped_allgather,
     grouped_allgather_async,
-    reducescatter,
 )
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.join import join
@@ -51,9 +52,22 @@ from worker_client.horovod.ops import (
     synchronize,
 )
 from worker_client.horovod.optimizer import DistributedOptimizer
+from worker_client.horovod.process_sets import ALL_RANKS as global_process_set  # noqa: N811
+from worker_client.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    init,
+    remove_process_set,
+)
+from worker_client.horovod.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from worker_client.horovod.sparse import sparse_allreduce_async
 from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
 
-init = CURRENT.init
 shutdown = CURRENT.shutdown
 is_initialized = CURRENT.is_initialized
 rank = CURRENT.rank
@@ -66,18 +80,7 @@ is_homogeneous = CURRENT.is_homogeneous
 start_timeline = CURRENT.start_timeline
 stop_timeline = CURRENT.stop_timeline
 
-_PROCESS_SETS = "all ranks take part in every call: remove it"
 _NOT_HERE = {
-    "ProcessSet": _PROCESS_SETS,
-    "global_process_set": _PROCESS_SETS,
-    "add_process_set": _PROCESS_SETS,
-    "remove_process_set": _PROCESS_SETS,
-    "alltoall": "reducers only sum: use torch.distributed.all_to_all",
-    "alltoall_async": "reducers only sum: use torch.distributed.all_to_all",
-    "reducescatter_async": "use hvd.reducescatter",
-    "grouped_reducescatter": "use hvd.reducescatter for each tensor",
-    "grouped_reducescatter_async": "use hvd.reducescatter for each tensor",
-    "sparse_allreduce_async": "use hvd.DistributedOptimizer, or tensor.to_dense()",
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm with a process group",
     "run": "start the script with torchrun or mpirun",
 }
@@ -97,8 +100,10 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -106,6 +111,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -117,12 +124,15 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "elastic",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -132,8 +142,11 @@ __all__ = [
     "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

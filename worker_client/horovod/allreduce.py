@@ -8,11 +8,13 @@ import torch
 
 from reducer.errors import ConfigError
 from worker_client.horovod.ops import Compression, Op, choose
+from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.reduction import Asked, dense_copy, start
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from worker_client.horovod.groups import Group
     from worker_client.horovod.ops import Compressor, Handle
 
 
@@ -25,14 +27,15 @@ class _AllReduce(torch.autograd.Function):
         name: str | None,
         how: tuple[int | None, bool | None],
         scales: tuple[float, float],
+        group: Group,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         def ask() -> Asked:
-            ctx.op, ctx.scales = choose(*how), scales
+            ctx.op, ctx.scales, ctx.group = choose(*how), scales, group
             copies = [dense_copy(tensor) for tensor in tensors]
             return Asked(copies, copies, ctx.op)
 
-        reduced: list[torch.Tensor] = start(tensors, name, scales, ask).wait()
+        reduced: list[torch.Tensor] = start(group, tensors, name, scales, ask).wait()
         return tuple(reduced)
 
     @staticmethod
@@ -46,7 +49,7 @@ class _AllReduce(torch.autograd.Function):
             copies = [dense_copy(grad) for grad in grads]
             return Asked(copies, copies, ctx.op)
 
-        return None, None, None, *start(grads, None, ctx.scales, ask).wait()
+        return None, None, None, None, *start(ctx.group, grads, None, ctx.scales, ask).wait()
 
 
 def allreduce_async_(
@@ -56,6 +59,7 @@ def allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> Handle:
     """Start to replace a tensor by its reduction over all ranks; for `synchronize` or `poll`.
 
@@ -67,12 +71,16 @@ def allreduce_async_(
             `Product`.
         prescale_factor: what the contributions are multiplied by.
         postscale_factor: what the result is multiplied by.
+        process_set: the ranks that take part.
 
     Raises:
         ConfigError: the tensor or an argument is not supported.
     """
     scales = (prescale_factor, postscale_factor)
-    return start([tensor], name, scales, lambda: Asked([tensor], tensor, choose(op, average)))
+    group = group_of(process_set)
+    return start(
+        group, [tensor], name, scales, lambda: Asked([tensor], tensor, choose(op, average))
+    )
 
 
 def allreduce_async(
@@ -82,6 +90,7 @@ def allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> Handle:
     """Start a reduction over all ranks into a new tensor; arguments as `allreduce_async_`."""
 
@@ -89,7 +98,8 @@ def allreduce_async(
         copy = dense_copy(tensor)
         return Asked([copy], copy, choose(op, average))
 
-    return start([tensor], name, (prescale_factor, postscale_factor), ask)
+    scales = (prescale_factor, postscale_factor)
+    return start(group_of(process_set), [tensor], name, scales, ask)
 
 
 def allreduce_(
@@ -99,10 +109,11 @@ def allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> torch.Tensor:
     """Replace a tensor by its reduction over all ranks; arguments as `allreduce_async_`."""
     reduced: torch.Tensor = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
     return reduced
 
@@ -115,6 +126,7 @@ def allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> torch.Tensor:
     """Return the reduction of a tensor over all ranks, through which gradients pass.
 
@@ -126,13 +138,15 @@ def allreduce(
         op: as `allreduce_async_`; gradients pass through `Average` and `Sum` alone.
         prescale_factor: what the contributions are multiplied by.
         postscale_factor: what the result is multiplied by.
+        process_set: the ranks that take part.
 
     Raises:
         ReductionError: the all-reduce failed; the class and its attributes say why.
     """
     narrow, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
-    (reduced,) = _AllReduce.apply(name, (op, average), scales, narrow)  # type: ignore[no-untyped-call]
+    group = group_of(process_set)
+    (reduced,) = _AllReduce.apply(name, (op, average), scales, group, narrow)  # type: ignore[no-untyped-call]
     return compression.decompress(reduced, ctx)
 
 
@@ -143,10 +157,14 @@ def grouped_allreduce_async_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> Handle:
     """As `allreduce_async_`, of a list of tensors, which travel together."""
     scales = (prescale_factor, postscale_factor)
-    return start(tensors, name, scales, lambda: Asked(tensors, list(tensors), choose(op, average)))
+    group = group_of(process_set)
+    return start(
+        group, tensors, name, scales, lambda: Asked(tensors, list(tensors), choose(op, average))
+    )
 
 
 def grouped_allreduce_async(
@@ -156,6 +174,7 @@ def grouped_allreduce_async(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> Handle:
     """As `allreduce_async`, of a list of tensors, which travel together."""
 
@@ -163,7 +182,8 @@ def grouped_allreduce_async(
         copies = [dense_copy(tensor) for tensor in tensors]
         return Asked(copies, copies, choose(op, average))
 
-    return start(tensors, name, (prescale_factor, postscale_factor), ask)
+    scales = (prescale_factor, postscale_factor)
+    return start(group_of(process_set), tensors, name, scales, ask)
 
 
 def grouped_allreduce_(
@@ -173,10 +193,11 @@ def grouped_allreduce_(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> list[torch.Tensor]:
     """As `allreduce_`, of a list of tensors, which travel together."""
     reduced: list[torch.Tensor] = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
     return reduced
 
@@ -189,10 +210,12 @@ def grouped_allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> list[torch.Tensor]:
     """As `allreduce`, of a list of tensors, which travel together."""
     narrow = [compression.compress(tensor) for tensor in tensors]
     scales = (prescale_factor, postscale_factor)
     given = [tensor for tensor, _ in narrow]
-    reduced = _AllReduce.apply(name, (op, average), scales, *given)  # type: ignore[no-untyped-call]
+    group = group_of(process_set)
+    reduced = _AllReduce.apply(name, (op, average), scales, group, *given)  # type: ignore[no-untyped-call]
     return [compression.decompress(one, ctx) for one, (_, ctx) in zip(reduced, narrow, strict=True)]

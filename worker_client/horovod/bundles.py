@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.gather import gather_rows
 from worker_client.horovod.ops import Handle, Op
 from worker_client.horovod.reduction import Asked, start
+from worker_client.horovod.sparse import start_sparse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from worker_client.horovod.groups import Group
     from worker_client.horovod.ops import Compressor
 
 _GATHERED = (Op.AVERAGE, Op.SUM)
@@ -23,12 +24,14 @@ class Options(NamedTuple):
     """How gradients are reduced; `DistributedOptimizer` describes it.
 
     Attributes:
+        group: ranks whose gradients are reduced.
         compression: how they travel.
         op: the reduction.
         scales: factors before and after it.
         sparse_as_dense: whether sparse ones travel as dense ones.
     """
 
+    group: Group
     compression: Compressor
     op: Op
     scales: tuple[float, float]
@@ -87,9 +90,8 @@ class Bundle:
             grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             narrowed.append(self._options.compression.compress(grad.detach()))
         tensors, op = [tensor for tensor, _ in narrowed], self._options.op
-        reduction = start(
-            tensors, self._name, self._options.scales, lambda: Asked(tensors, None, op)
-        )
+        group, scales = self._options.group, self._options.scales
+        reduction = start(group, tensors, self._name, scales, lambda: Asked(tensors, None, op))
 
         def finish() -> None:
             for parameter, (tensor, ctx) in zip(self._parameters, narrowed, strict=True):
@@ -104,16 +106,8 @@ class Bundle:
                 f"the sparse gradient of {self._name} can be reduced alone, by Average or Sum: use "
                 "sparse_as_dense=True, or leave it out of groups="
             )
-        grad = grad.coalesce()
-        indices = torch.cat(gather_rows(grad.indices().t(), f"{self._name}.indices"))
-        rows = gather_rows(grad.values(), f"{self._name}.values")
-        values = torch.cat(rows)
-        if self._options.op is Op.AVERAGE:
-            values /= len(rows)
-        total = torch.sparse_coo_tensor(
-            indices.t(), values, grad.shape, check_invariants=True
-        ).coalesce()
-        return Handle([], lambda: _replace(parameter, total))
+        reduction = start_sparse(self._options.group, grad, self._name, self._options.op)
+        return Handle([reduction], lambda: _replace(parameter, reduction.wait()))
 
 
 def _replace(parameter: torch.Tensor, reduced: torch.Tensor) -> None:

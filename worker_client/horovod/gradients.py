@@ -15,35 +15,32 @@ if TYPE_CHECKING:
     import torch
 
     from worker_client.horovod.bundles import Options
-    from worker_client.horovod.job import Job
 
 
 class Gradients:
     """All gradients of one optimizer.
 
     Args:
-        job: whose reducers reduce them.
         named: parameters with their names, in the same order at every rank.
         groups: parameters that travel together; others travel alone.
-        options: how they are reduced.
+        options: how they are reduced; None if they are not.
         passes: backward passes until they are complete.
     """
 
     def __init__(
         self,
-        job: Job,
         named: Sequence[tuple[str, torch.Tensor]],
         groups: Sequence[Sequence[torch.Tensor]],
-        options: Options,
+        options: Options | None,
         passes: int,
     ) -> None:
-        self._job = job
         self._options = options
         self._passes = passes
         self._bundles: list[Bundle] = []
         self._started: list[Bundle] = []
-        self._number = job.optimizers
-        job.optimizers += 1
+        if options is not None:
+            self._prefix = f"optimizer{options.group.optimizers}"  # several may be on their way
+            options.group.optimizers += 1
         names = {parameter: name for name, parameter in named}
         grouped = {parameter for group in groups for parameter in group}
         alone = [[parameter] for _, parameter in named if parameter not in grouped]
@@ -58,10 +55,9 @@ class Gradients:
     def add(self, name: str, members: Sequence[torch.Tensor]) -> None:
         """Take on parameters that travel together; those that need no gradient are left out."""
         trained = [parameter for parameter in members if parameter.requires_grad]
-        if not trained or self._job.alone:
+        if not trained or self._options is None:
             return
-        name = f"optimizer{self._number}.{name}"  # several may be on their way at once
-        bundle = Bundle(name, trained, self._options, self._passes)
+        bundle = Bundle(f"{self._prefix}.{name}", trained, self._options, self._passes)
         self._bundles.append(bundle)
         for at, parameter in enumerate(trained):
             hook = _hook(weakref.ref(self), bundle, at)
@@ -90,7 +86,7 @@ class Gradients:
                 "step(): raise backward_passes_per_step to accumulate more of them"
             )
         bundle.left[at] -= 1
-        if not any(bundle.left) and not bundle.gathers:
+        if not any(bundle.left):
             self._start(bundle)
 
     def synchronize(self) -> None:
@@ -99,8 +95,6 @@ class Gradients:
         Raises:
             ReductionError: an all-reduce failed; nothing is in progress any more.
         """
-        if self._job.alone:
-            return
         try:
             for bundle in self._bundles:
                 if bundle not in self._started and not bundle.frozen:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import itertools
 import json
 import logging
@@ -22,14 +21,15 @@ from reducer.errors import ConfigError, RankLostError, ReductionError
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
 from worker_client.communicators.placement import host_identity
+from worker_client.horovod.groups import Group
 from worker_client.launch import Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from worker_client.client.client import Client
+    from worker_client.horovod.groups import Part
 
-_NAME_BYTES = 96
 _FAREWELL_S = 5.0  # how long a rank that hosts a reducer waits for the others at the end
 
 log = logging.getLogger(__name__)
@@ -45,18 +45,16 @@ class Place(NamedTuple):
     homogeneous: bool
 
 
-class Job:
-    """What calls of this process share.
+class Job(Group):
+    """All ranks, and what else calls of this process share.
 
     Args:
         client: the job's.
 
     Attributes:
         place: where this rank is.
-        present: the client's numbers of the ranks that take part, by Horovod's, which have no gaps.
-            The same at every rank, and the same until the next `renew`.
-        calls: how many this rank has made since the latest `join()`.
-        optimizers: how many this rank has made.
+        parts: the process sets by their numbers, the same at every rank.
+        parts_made: how many there were so far.
         in_elastic_function: whether it is in the function of ``hvd.elastic.run``, which may be
             called again.
     """
@@ -64,40 +62,12 @@ class Job:
     place: Place
 
     def __init__(self, client: Client) -> None:
-        self.client = client
-        self.present: tuple[int, ...] = ()
-        self.calls = 0
-        self.optimizers = 0
+        super().__init__(client)
+        self.present = ()  # not known yet; from here on the same until the next `renew`
+        self.parts: dict[int, Part] = {}
+        self.parts_made = 0
         self.in_elastic_function = False
-        self._renewals = 0  # the same at every rank
-        self._joins = 0
-        self._numbers: Counter[str] = Counter()  # of calls without a name, by kind
         self.renew()
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank."""
-        return self.present.index(self.client.rank)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.present)
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is no other rank, and never will be."""
-        return self.client.world_size == 1 and not self.client.admits
-
-    def number(self, rank: int) -> int:
-        """Return the client's number of a rank.
-
-        Raises:
-            ConfigError: there is no such rank.
-        """
-        if not 0 <= rank < self.size:
-            raise ConfigError(f"root {rank} is not a rank of a world of size {self.size}")
-        return self.present[rank]
 
     def renew(self, *, afresh: bool = False) -> bool:
         """Let ranks in that wait for it, and see who takes part; every rank calls this alike.
@@ -144,40 +114,6 @@ class Job:
         finally:
             self.in_elastic_function = False
 
-    @contextmanager
-    def call(self, kind: str, name: str | None, parts: int = 1) -> Iterator[str]:
-        """Name a call between ranks, and tell the others if it is refused within this context.
-
-        Args:
-            kind: beginning of its name. Joined ranks stand in for an ``allreduce`` alone.
-            name: the caller's; None takes a number, which is used up whatever becomes of the call.
-            parts: all-reduces that the other ranks may make of it; see `part_of`.
-        """
-        if name is None:
-            name = f"noname.{self._renewals}.{self._joins}.{self._numbers[kind]}"
-            self._numbers[kind] += 1
-        wire = short(f"{kind}.{name}")
-        try:
-            yield wire
-        except BaseException as error:
-            for at in range(parts):
-                self.client.decline(error, name=part_of(wire, at))
-            raise
-        self.calls += 1
-
-    def gather(self, payload: bytes, wire: str) -> list[bytes]:
-        """Return every rank's payload, in rank order.
-
-        Raises:
-            RankLostError: the job goes on without a rank whose payload belongs to them.
-            ReductionError: as `Client.all_reduce`.
-        """
-        payloads = all_gather_bytes(self.client, payload, name=wire)
-        for number in self.present:
-            if number not in payloads:
-                raise RankLostError(f"rank {number}, whose data is needed, is lost", rank=number)
-        return list(payloads.values())
-
     def begin_join(self) -> int:
         """Begin a new count of calls without a name, as all ranks do; return `calls`."""
         calls, self.calls = self.calls, 0
@@ -187,6 +123,9 @@ class Job:
 
     def leave(self) -> None:
         """Leave, after the other ranks have their last result if this one hosts a reducer."""
+        for part in self.parts.values():
+            if part.group is not None:
+                part.group.client.shutdown()
         failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
         if self.client.usable and self.client.spec.hosts and not failing:
             self._say_farewell()
@@ -220,27 +159,8 @@ class Current:
             raise ConfigError("there is no job yet, or no longer: call hvd.init() first")
         return self._job
 
-    def init(self, comm: object = None, process_sets: object = None) -> None:
-        """Join the job; nothing happens if that was done.
-
-        Rank and size are those of the process group if there is one, else of torchrun or Open MPI's
-        mpirun. Where the launcher gives MASTER_PORT, a process group with Gloo is made, by which
-        ranks can host reducers themselves, and kept until this process ends. Without servers and
-        launcher, this rank is the whole job.
-
-        Args:
-            comm: must be None: a job has all ranks.
-            process_sets: must be None, too.
-
-        Raises:
-            ConfigError: a setting is missing or wrong, or a part of the ranks was asked for.
-            ReductionError: as `worker_client.init`.
-        """
-        if comm is not None or process_sets is not None:
-            raise ConfigError(
-                "jobs and process sets of some of the ranks are not supported: call hvd.init() "
-                "without arguments"
-            )
+    def init(self) -> None:
+        """Join the job, as ``hvd.init`` says; nothing happens if that was done."""
         if self.is_initialized():
             return
         self._made_group = _make_group() or self._made_group
@@ -264,6 +184,10 @@ class Current:
     def is_initialized(self) -> bool:
         """Whether `init` was called, and `shutdown` was not since."""
         return self._job is not None
+
+    def is_current(self, job: Job) -> bool:
+        """Whether this is the job, and not one that was left."""
+        return self._job is job
 
     def rank(self) -> int:
         """Return the number of this worker among all."""
@@ -365,19 +289,6 @@ def _find_place(whereabouts: list[list[Any]], rank: int, *, everybody: bool) -> 
     return Place(
         local_ranks[rank], sizes[rank], peers.index(rank), len(peers), len(set(sizes)) == 1
     )
-
-
-def short(name: str) -> str:
-    """Return a name, if it is short enough to be told to other ranks; else a digest of it."""
-    if len(name.encode()) <= _NAME_BYTES:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f"{name.encode()[: _NAME_BYTES - 33].decode(errors='ignore')}~{digest}"
-
-
-def part_of(wire: str, at: int) -> str:
-    """Return what an all-reduce of a call that consists of several is called between ranks."""
-    return f"{wire}.{at}" if at else wire
 
 
 CURRENT = Current()

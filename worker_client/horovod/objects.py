@@ -26,8 +26,8 @@ import torch
 
 from reducer.errors import ConfigError
 from worker_client.horovod.broadcasting import as_bytes, start_broadcast
-from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import torch_dtype
+from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.reduction import dense_copy
 
 _LENGTH = struct.Struct("<Q")  # of the JSON
@@ -153,36 +153,47 @@ def _unpack(rank: int, payload: bytes) -> Any:
     return decode(payload[1:])
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = ALL_RANKS,
+) -> Any:
     """Return the object of rank `root_rank`; what others pass is ignored.
 
     Args:
         obj: None, numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, sets and
             dictionaries of such.
-        root_rank: whose object it is.
+        root_rank: whose object it is, as ``hvd.rank()`` numbers it.
         name: the same at every rank; by default numbered.
+        process_set: the ranks that take part.
 
     Raises:
         ConfigError: it is of another type, at every rank alike.
         ReductionError: as `Client.all_reduce`.
     """
-    is_root = CURRENT.rank() == root_rank
-    with CURRENT.job.call("broadcast_object", name) as wire:
-        root = CURRENT.job.number(root_rank)
+    group = group_of(process_set)
+    client = group.client
+    with group.call("broadcast_object", name) as wire:
+        root = group.number(root_rank)
+        is_root = root == client.rank
         payload = _pack(obj) if is_root else b""
     size = torch.tensor([len(payload)])
-    start_broadcast(size, root, wire).wait()
+    start_broadcast(client, size, root, wire).wait()
     data = torch.zeros(int(size), dtype=torch.uint8)
     if is_root:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    start_broadcast(data, root, f"{wire}.data").wait()
+    start_broadcast(client, data, root, f"{wire}.data").wait()
     received = _unpack(root_rank, data.numpy().tobytes())
     return obj if is_root else received
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = ALL_RANKS
+) -> list[Any]:
     """Return every rank's object, in rank order; arguments and errors as `broadcast_object`."""
-    with CURRENT.job.call("allgather_object", name) as wire:
+    group = group_of(process_set)
+    with group.call("allgather_object", name) as wire:
         payload = _pack(obj)
-    payloads = CURRENT.job.gather(payload, wire)
+    payloads = group.gather(payload, wire).wait()
     return [_unpack(rank, one) for rank, one in enumerate(payloads)]

@@ -18,6 +18,7 @@ from worker_client.horovod.bundles import Options
 from worker_client.horovod.gradients import Gradients
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import Compression, Op, choose
+from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ class _Distributed(torch.optim.Optimizer):
     """What is put before an optimizer's own class."""
 
     _gradients: Gradients
+    _parameter_names: dict[torch.Tensor, str]  # Horovod's name, which scripts read
     _synchronized: bool
     _synchronizes: bool
 
@@ -70,7 +72,8 @@ class _Distributed(torch.optim.Optimizer):
         if self._synchronizes:
             if self._synchronized:
                 warnings.warn(
-                    "step() reduces the gradients again after synchronize(): write 'with "
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "synchronize(): gradients are reduced again; write 'with "
                     "optimizer.skip_synchronize(): optimizer.step()'",
                     stacklevel=2,
                 )
@@ -116,6 +119,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = ALL_RANKS,
 ) -> Any:
     """Return an optimizer like `optimizer`, of a subclass of its class, that reduces gradients.
 
@@ -133,6 +137,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         groups: into how many groups to divide the parameters, or lists of them; those of one group
             travel together.
         sparse_as_dense: whether sparse gradients travel as dense ones, instead of being gathered.
+        process_set: the ranks that take part; at others the optimizer reduces nothing.
 
     Raises:
         ConfigError: an argument is wrong; the message says what to write. `init()` was not called.
@@ -154,18 +159,22 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if gradient_predivide_factor != 1.0 and chosen is not Op.AVERAGE:
         raise ConfigError("gradient_predivide_factor goes with op=hvd.Average alone")
     named = _name(optimizer, named_parameters)
-    options = Options(
-        compression,
-        chosen,
-        (1.0 / gradient_predivide_factor, gradient_predivide_factor),
-        sparse_as_dense,
-    )
+    options = None
+    excluded = isinstance(process_set, ProcessSet) and process_set.included() is False
+    if not excluded and not (group := group_of(process_set)).alone:
+        factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
+        options = Options(group, compression, chosen, factors, sparse_as_dense)
     bundles = _group(named, num_groups or None if groups is None else groups)
-    gradients = Gradients(job, named, bundles, options, _check_passes(backward_passes_per_step))
+    gradients = Gradients(named, bundles, options, _check_passes(backward_passes_per_step))
 
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
-    own = {"_gradients": gradients, "_synchronized": False, "_synchronizes": True}
+    own = {
+        "_gradients": gradients,
+        "_parameter_names": {parameter: name for name, parameter in named},
+        "_synchronized": False,
+        "_synchronizes": True,
+    }
     wrapped.__dict__.update(optimizer.__dict__ | own)
     wrapped.__dict__.pop("step", None)  # a scheduler puts its own there, which steps the given one
     return wrapped

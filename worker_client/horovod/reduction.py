@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.job import CURRENT, part_of
+from worker_client.horovod.groups import part_of
 from worker_client.horovod.ops import Handle, Op, divides, on_the_wire, scale_
 from worker_client.staging.arguments import parse_op
 from worker_client.staging.host_buffer import find_dtype
@@ -16,7 +16,7 @@ from worker_client.staging.host_buffer import find_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from worker_client.horovod.job import Job
+    from worker_client.horovod.groups import Group
     from worker_client.work import Work
 
 
@@ -35,6 +35,7 @@ class Asked(NamedTuple):
 
 
 def start(
+    group: Group,
     tensors: Sequence[torch.Tensor],
     name: str | None,
     scales: tuple[float, float],
@@ -43,6 +44,7 @@ def start(
     """Start a reduction of tensors in place, those of one dtype packed together.
 
     Args:
+        group: the ranks that take part.
         tensors: what the caller gave.
         name: the same at every rank; None takes a number.
         scales: factors before and after the reduction.
@@ -51,24 +53,23 @@ def start(
     Raises:
         ConfigError: there are no tensors, or one cannot be reduced.
     """
-    job = CURRENT.job
     dtypes = {getattr(tensor, "dtype", None) for tensor in tensors}
-    with job.call("allreduce", name, max(1, len(dtypes))) as base:
+    with group.call("allreduce", name, max(1, len(dtypes))) as base:
         targets, result, op = ask()
         if not targets:
             raise ConfigError("a group has no tensors: pass a list of at least one")
         kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in targets]
-        packs = job.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
-        groups = [[targets[place].detach() for place in pack] for pack in packs]
+        packs = group.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
+        packed_as = [[targets[place].detach() for place in pack] for pack in packs]
     works: list[Work] = []
     ends: list[Callable[[], None]] = []
-    for at, members in enumerate(groups):
+    for at, members in enumerate(packed_as):
         packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
         try:
-            work, end = _start_one(job, packed, part_of(base, at), op, scales)
+            work, end = _start_one(group, packed, part_of(base, at), op, scales)
         except BaseException as error:  # of this part the others hear from the client
-            for later in range(at + 1, len(groups)):
-                job.client.decline(error, name=part_of(base, later))
+            for later in range(at + 1, len(packed_as)):
+                group.client.decline(error, name=part_of(base, later))
             raise
         works.append(work)
         ends.append(end)
@@ -84,16 +85,16 @@ def start(
 
 
 def _start_one(
-    job: Job, flat: torch.Tensor, name: str, op: Op, scales: tuple[float, float]
+    group: Group, flat: torch.Tensor, name: str, op: Op, scales: tuple[float, float]
 ) -> tuple[Work, Callable[[], None]]:
     """Start one all-reduce; return what to wait for, and what to call then."""
     before, after = scales
     scale_(flat, before)
-    work = job.client.all_reduce(flat, on_the_wire(op, flat.dtype), name=name)
+    work = group.client.all_reduce(flat, on_the_wire(op, flat.dtype), name=name)
 
     def finish() -> None:
         if divides(op, flat.dtype):
-            flat.div_(job.size, rounding_mode="trunc")
+            flat.div_(group.size, rounding_mode="trunc")
         scale_(flat, after)
 
     return work, finish

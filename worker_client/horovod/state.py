@@ -11,7 +11,8 @@ from reducer.errors import ConfigError
 from reducer.wire.header import fingerprint
 from worker_client.collectives import broadcast_bytes
 from worker_client.horovod.broadcasting import check, start_broadcast
-from worker_client.horovod.job import CURRENT, short
+from worker_client.horovod.groups import short
+from worker_client.horovod.job import CURRENT
 from worker_client.horovod.objects import broadcast_object
 from worker_client.horovod.ops import wait_for_all
 
@@ -53,7 +54,7 @@ def broadcast_parameters(
     broadcast_bytes(job.client, np.zeros(0, np.uint8), root, names, name=wire)
     wait_for_all(
         [
-            start_broadcast(tensor, root, short(f"{wire}.{at}.{name}"))
+            start_broadcast(job.client, tensor, root, short(f"{wire}.{at}.{name}"))
             for at, (name, tensor) in enumerate(named)
         ]
     )
@@ -74,10 +75,16 @@ def broadcast_optimizer_state(
     Raises:
         ConfigError: it is L-BFGS, or its state contains what cannot be sent to other ranks.
         ReductionError: as `Client.all_reduce`.
+
+    As with Horovod, gradients that an optimizer without state lacks are zeros afterwards.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("the state of torch.optim.LBFGS cannot be broadcast: use another one")
     mine = optimizer.state_dict()
+    if not mine["state"]:  # Horovod makes a step with zeros then, and scripts read these gradients
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     received = broadcast_object(mine, root_rank, "optimizer_state")
     if received is not mine:
         optimizer.load_state_dict(received)
