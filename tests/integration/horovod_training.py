@@ -230,6 +230,41 @@ def case_an_optimizer_of_some_ranks() -> None:
     assert plain.param_groups[0]["params"][1].grad is None
 
 
+def case_batches_of_all_ranks_are_normalized_together() -> None:
+    rank, sizes = hvd.rank(), [2, 5, 3]
+    torch.manual_seed(4)
+    for rest, momentum, dtype in (
+        ((), 0.1, torch.float64),
+        ((3, 2), None, torch.float32),
+        ((4,), 0.3, torch.float32),
+    ):
+        batches = [torch.randn(size, 4, *rest, dtype=dtype) * 3 + 5 for size in sizes]
+        factors = [torch.randn_like(batch) for batch in batches]
+        ours = hvd.SyncBatchNorm(4, momentum=momentum).to(dtype)
+        kind = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d}
+        whole = kind[batches[0].dim()](4, momentum=momentum).to(dtype)
+        for _ in range(2):
+            mine = batches[rank].clone().requires_grad_()
+            everything = torch.cat(batches).requires_grad_()
+            out, expected = ours(mine), whole(everything)
+            torch.testing.assert_close(out, expected.split(sizes)[rank])
+            (out * factors[rank]).sum().backward()
+            (expected * torch.cat(factors)).sum().backward()
+            torch.testing.assert_close(mine.grad, everything.grad.split(sizes)[rank])
+        for name in ("weight", "bias"):
+            total = hvd.allreduce(getattr(ours, name).grad, op=hvd.Sum)
+            torch.testing.assert_close(total, getattr(whole, name).grad)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(ours.state_dict()[name], value)
+        ours.eval()
+        whole.eval()
+        torch.testing.assert_close(ours(batches[rank]), whole(batches[rank]))
+    with pytest.raises(ConfigError, match="got 1 dimensions"):
+        ours.train()(torch.ones(4))
+    with pytest.raises(ConfigError, match="fewer than 2 values"):
+        ours(torch.ones(int(rank == 1), 4))
+
+
 def case_new_parameters() -> None:
     net, late = Net(), torch.nn.Parameter(torch.zeros(3))
     optimizer = wrapped(net)

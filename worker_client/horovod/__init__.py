@@ -67,6 +67,7 @@ from worker_client.horovod.reducescatter import (
 )
 from worker_client.horovod.sparse import sparse_allreduce_async
 from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
+from worker_client.horovod.sync_batch_norm import SyncBatchNorm
 
 shutdown = CURRENT.shutdown
 is_initialized = CURRENT.is_initialized
@@ -81,7 +82,6 @@ start_timeline = CURRENT.start_timeline
 stop_timeline = CURRENT.stop_timeline
 
 _NOT_HERE = {
-    "SyncBatchNorm": "use torch.nn.SyncBatchNorm with a process group",
     "run": "start the script with torchrun or mpirun",
 }
 # What Horovod was built with decides there what is possible; here it is always the same.
@@ -103,6 +103,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
