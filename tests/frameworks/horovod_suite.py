@@ -1,0 +1,258 @@
+"""Horovod's own tests of its PyTorch interface, run over `worker_client.horovod.torch`.
+
+They are read from a checkout of Horovod, which HOROVOD_SOURCE names, and nothing in them is changed
+but the import. They try every optimizer that torch has, and were written before Muon, which takes
+matrices alone: that one is hidden from them.
+
+They run in the same processes, as with mpirun, and in one job, until one fails. It is then found
+out whether that job goes on, and the test is run again by itself, in new processes, and this
+counts. A test may fail if `KNOWN` says why, and has to.
+
+    HOROVOD_SOURCE=~/horovod python tests/frameworks/horovod_suite.py [--world-size 3] [--only NAME]
+    python tests/frameworks/horovod_suite.py --table   # what docs/horovod.md says of them
+"""
+# ruff: noqa: PLC0415, S102, T201 (what is imported depends on the environment; this is a command)
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+import unittest
+import unittest.mock
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from reducer import local_pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+
+START_S, TEST_S, AFTER_S = 120.0, 90.0, 20.0  # AFTER_S: for the others, when one rank has failed
+SOURCE = "HOROVOD_SOURCE"
+FILE = "test/parallel/test_torch.py"
+IMPORT = "import horovod.torch as hvd"
+LAUNCHED = "Gloo is not available"  # why two tests are skipped without horovodrun
+
+
+class Reason(NamedTuple):
+    """Why a test fails, with how many ranks."""
+
+    sizes: tuple[int, ...]
+    why: str
+
+
+_SHAPES = Reason(
+    (2, 3), "tensors of one dtype and as many elements are reduced, whatever their shapes are"
+)
+_HALVES = Reason(
+    (3,), "three float16 are compared with a float32 product: no float16 is equal to most of these"
+)
+KNOWN = {
+    "test_horovod_allreduce_error": _SHAPES,
+    "test_horovod_allreduce_prescale": _HALVES,
+    "test_horovod_reducescatter_error": _SHAPES,
+    "test_horovod_reducescatter_prescale": _HALVES,
+    "test_horovod_grouped_reducescatter_prescale": _HALVES,
+}
+
+
+def table() -> str:
+    """Return what fails and why, in Markdown."""
+    rows = [
+        f"| `{name}` | {' and '.join(map(str, sizes))} | {why} |\n"
+        for name, (sizes, why) in KNOWN.items()
+    ]
+    return "| test | fails at ranks | because |\n|---|---|---|\n" + "".join(rows)
+
+
+class Verdict(NamedTuple):
+    """What became of a test at a rank: ``passed``, ``skipped`` or ``failed``, and why."""
+
+    outcome: str
+    why: str = ""
+
+
+def suite() -> Any:
+    """Import Horovod's tests, with the import of Horovod changed, and return their class."""
+    threads = types.ModuleType("horovod.runner.util.threads")
+    threads.in_thread = lambda target: threading.Thread(target=target).start()  # type: ignore[attr-defined]
+    sys.modules[threads.__name__] = threads
+    sys.modules.setdefault("mock", unittest.mock)
+    path = Path(os.environ[SOURCE], FILE)
+    text = path.read_text()
+    assert text.count(IMPORT) == 1, f"{path} is another version than this knows"
+    module = types.ModuleType("horovods_tests")
+    module.__file__ = str(path)
+    changed = text.replace(IMPORT, IMPORT.replace("horovod", "worker_client.horovod"))
+    exec(compile(changed, path, "exec"), module.__dict__)
+    return module.TorchTests  # type: ignore[attr-defined]
+
+
+def names() -> list[str]:
+    """Return the names of all tests, in the order of their file."""
+    text = Path(os.environ[SOURCE], FILE).read_text()
+    return [line.split("(")[0].split()[1] for line in text.splitlines() if "    def test_" in line]
+
+
+def serve(rank: int, world_size: int, pipe: Connection) -> None:
+    """Run the tests that the pipe names, until it says None."""
+    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
+    tests = suite()
+    import torch
+
+    import worker_client.horovod.torch as hvd
+
+    torch.set_num_threads(1)
+    if hasattr(torch.optim, "Muon"):
+        torch.optim.Muon.__module__ = "hidden"  # they look for those of torch.optim
+
+    def run(name: str) -> Verdict:
+        case = tests(name)
+        try:
+            case.setUp()
+            if getattr(getattr(case, name), "__unittest_skip__", False) or any(
+                mark.name == "skip" for mark in getattr(getattr(case, name), "pytestmark", ())
+            ):
+                return Verdict("skipped", "Horovod skips it")
+            getattr(case, name)()
+            case.tearDown()
+        except (unittest.SkipTest, pytest.skip.Exception) as skip:
+            return Verdict("skipped", str(skip))
+        except Exception:  # noqa: BLE001 (the verdict on the test)
+            return Verdict("failed", traceback.format_exc())
+        return Verdict("passed")
+
+    def goes_on(number: int) -> Verdict:
+        """Say whether the next calls are right; those without names may be out of step."""
+        hvd.init()
+        try:
+            total = hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, name=f"goes on {number}")
+            gathered = hvd.allgather(torch.tensor([rank]), name=f"goes on {number}")
+        except hvd.HorovodInternalError:
+            return Verdict("failed", traceback.format_exc())
+        right = total.tolist() == [sum(range(world_size))]
+        right &= gathered.tolist() == list(range(world_size))
+        return Verdict("passed" if right else "failed", f"{total} {gathered}")
+
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        if isinstance(task, int):
+            pipe.send(goes_on(task))
+            continue
+        verdict = run(task)
+        if verdict.why == LAUNCHED:
+            launched = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(world_size)}
+            with unittest.mock.patch.dict(os.environ, launched):
+                verdict = run(task)
+        pipe.send(verdict)
+
+
+class Ranks:
+    """The processes that run tests."""
+
+    def __init__(self, world_size: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        os.environ["PMIX_NAMESPACE"] = f"{os.getpid()}.{time.monotonic_ns()}"
+        pairs = [spawn.Pipe() for _ in range(world_size)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            spawn.Process(target=serve, args=(rank, world_size, theirs))
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+        for pipe in self._pipes:
+            assert pipe.poll(START_S), "no process is ready"
+            assert pipe.recv() == "ready"
+
+    def run(self, task: str | int) -> Verdict:
+        """Return the verdict on a test, or on whether the job goes on; the first bad one."""
+        for pipe in self._pipes:
+            pipe.send(task)
+        until = time.monotonic() + TEST_S
+        said = []
+        for rank, pipe in enumerate(self._pipes):
+            if any(verdict.outcome == "failed" for verdict in said):
+                until = min(until, time.monotonic() + AFTER_S)
+            try:
+                late = not pipe.poll(max(0.0, until - time.monotonic()))
+                said.append(Verdict("failed", f"rank {rank} hangs") if late else pipe.recv())
+            except EOFError:
+                said.append(Verdict("failed", f"the process of rank {rank} ended"))
+        bad = [verdict for verdict in said if verdict.outcome == "failed"]
+        hung = [verdict for verdict in bad if "hangs" in verdict.why]
+        return (hung or bad or said)[0]
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def run_all(world_size: int, tests: list[str]) -> Iterator[tuple[str, Verdict]]:
+    """Run tests one after the other; yield each with what became of it."""
+    ranks = Ranks(world_size)
+
+    def renew() -> None:
+        nonlocal ranks
+        ranks.stop()
+        ranks = Ranks(world_size)
+
+    try:
+        for number, name in enumerate(tests):
+            verdict = ranks.run(name)
+            if verdict.outcome == "failed":
+                after = ranks.run(number)
+                print("among others:", name, verdict.why[-800:])
+                print("the job", after.why if after.outcome == "failed" else "goes on", flush=True)
+                renew()
+                verdict = ranks.run(name)
+                if verdict.outcome == "failed":  # each rank may have left it at another call
+                    renew()
+            yield name, verdict
+    finally:
+        ranks.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--only", default="", help="names of tests, with commas")
+    parser.add_argument("--table", action="store_true", help="write what is known to fail, and why")
+    parser.add_argument("--json", type=Path, help="where to write what became of each")
+    options = parser.parse_args()
+    if options.table:
+        print(table(), end="")
+        return
+    os.environ["REDUCTION_TIMEOUT"] = "20s"
+    ends = {}
+    with local_pool(2) as servers:
+        os.environ["REDUCTION_SERVERS"] = ",".join(servers)
+        chosen = options.only.split(",") if options.only else names()
+        for name, verdict in run_all(options.world_size, chosen):
+            ends[name] = verdict
+            print(f"{verdict.outcome:8}{name}", verdict.why[-800:], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(ends, indent=1))
+    print(dict(Counter(end.outcome for end in ends.values())))
+    known = {name for name, reason in KNOWN.items() if options.world_size in reason.sizes}
+    failed = {name for name, end in ends.items() if end.outcome == "failed"}
+    for name in sorted(failed ^ known.intersection(ends)):
+        print(name, "passes, and is said to fail" if name in known else "fails, and nobody said so")
+    sys.exit(failed != known.intersection(ends))
+
+
+if __name__ == "__main__":
+    main()
