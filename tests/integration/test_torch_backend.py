@@ -19,6 +19,17 @@ RANKS = 3
 MODULE = "tests.integration.backend_rank"
 RANK = ("-m", MODULE)
 CASES = case_names(MODULE)
+BY_NAME = """
+import sys
+import torch
+import torch.distributed as dist
+from tests.ranks import write_result
+assert "worker_client.torch_backend" not in sys.modules
+dist.init_process_group("reduction")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+write_result([tensor.tolist(), dist.group.WORLD.client.bytes_reduced])
+"""
 
 
 # What torch looks for in a Python class, and what neither sends anything nor waits for anybody.
@@ -50,6 +61,11 @@ def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.6.0+cpu"))
     with pytest.raises(ConfigError, match=r"needs torch 2\.7 or later, this is 2\.6\.0"):
         torch_backend.register()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.14", reason="torch has looked for names since 2.14")
+def test_a_script_needs_the_name_alone() -> None:
+    assert run(environments(2), "-c", BY_NAME) == [[[2.0] * 3, 12]] * 2
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """torch.distributed backend ``reduction``: all-reduces through reducers, the rest through Gloo.
 
-``import worker_client.torch_backend`` registers it, and then
-``torch.distributed.init_process_group("reduction")`` is all that a script changes. A group keeps a
-Gloo group of the same ranks inside, registered as the backend of its devices, which does the rest.
+``torch.distributed.init_process_group("reduction")`` is all that a script changes: torch 2.14 and
+later find the backend by its name, and for older ones ``import worker_client.torch_backend``
+registers it. A group keeps a Gloo group of the same ranks inside, registered as the backend of its
+devices, which does the rest.
 """
 
 from __future__ import annotations
@@ -395,8 +396,7 @@ def register() -> None:
     if torch.__version__ < OLDEST:  # and before its pre-releases
         raise ConfigError(
             f"the backend needs torch 2.7 or later, this is {torch.__version__}: DDP asks a "
-            "Python backend's work for its future, which older ones refuse. Install a later torch, "
-            "or use worker_client.attach(), which works with 2.6"
+            "Python backend's work for its future, which older ones refuse"
         )
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)

@@ -103,7 +103,8 @@ def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def take_in(group: ProcessGroup, gloo: ProcessGroupGloo) -> None:
     """Let Gloo do what this group does not do itself, on all devices."""
-    gloo._set_sequence_number_for_group()  # noqa: SLF001 (this, and what follows, as torch does)
+    if torch.__version__ < "2.14":  # later ones warn that it does nothing
+        gloo._set_sequence_number_for_group()  # noqa: SLF001 (this, and what follows, as torch does)
     for device in DEVICES:
         kind = ProcessGroup.BackendType.GLOO
         group._register_backend(torch.device(device), kind, gloo)  # noqa: SLF001
