@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from datetime import timedelta
@@ -13,13 +12,13 @@ import pytest
 from reducer.errors import MembershipError, MismatchError, ReductionError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import MAX_OWNER_BYTES, owner
+from tests.ranks import environments, ranks
 from worker_client.client import bootstrap
 from worker_client.client.bootstrap import Topology
 from worker_client.client.rendezvous import Rendezvous
 from worker_client.config import NAMED
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
     from pathlib import Path
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -88,21 +87,19 @@ def test_a_rank_that_does_not_come_is_named(kept: str, tmp_path: Path) -> None:
     assert one.value.missing == (7,)
 
 
-def keep_a_store(told: Connection) -> None:
-    """Keep a store until this process is killed."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told.send(store.port)
-    threading.Event().wait()
+KEEPER = """
+import sys
+import torch
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_store_that_is_gone_is_no_rank_that_is_late() -> None:
-    mine, its = multiprocessing.Pipe()
-    # Forked, as all ranks of these tests are: it has torch, and no threads but its own.
-    keeper = multiprocessing.get_context("fork").Process(target=keep_a_store, args=[its])
-    keeper.start()
-    try:
-        assert mine.poll(20)
-        store = torch.distributed.TCPStore("127.0.0.1", mine.recv(), timeout=timedelta(seconds=20))
+    with ranks(environments(1), "-c", KEEPER, talk=True) as (keeper,):
+        port = int(keeper.stdout.readline())
+        store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
         waiting = Rendezvous(1, [0, 1], store, timeout_s=60.0)
         waiting.share("run", "here")
         assert waiting.read("run", 1) == "here"
@@ -118,9 +115,6 @@ def test_a_store_that_is_gone_is_no_rank_that_is_late() -> None:
                 ask()
             assert "look at the output of the other ranks" in str(gone.value)
             assert "\n" not in str(gone.value)  # torch's own trace of C++ is left out
-    finally:
-        keeper.kill()
-        keeper.join()
 
 
 POOL = ("10.0.0.5:5555", "10.0.0.6:5555")
