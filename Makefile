@@ -35,8 +35,8 @@ FUZZ_SECONDS ?= 60
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
-	test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize audit sbom release \
-	wheels clean
+	test-versions test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize \
+	audit sbom release wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -76,6 +76,12 @@ test-torch-suite: .venv/frameworks-ready
 # Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
 test-containers: .venv/manifests-ready container-tools kubernetes-tools
 	$(PYTEST) -rfEs tests/containers
+
+# Tests of what meets torch with other Pythons, and the oldest and the newest torch; what comes of
+# them goes into docs/compatibility.md. uv keeps gigabytes of torch's libraries in its cache.
+test-versions: .venv/versions-ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.versions; \
+		ended=$$?; $(BIN)/python docs/generate.py && exit $$ended
 
 # The job files of Vertex AI and Azure ML. Their clients are large and pin what others need newer.
 test-clouds: .venv-clouds/ready
@@ -209,6 +215,10 @@ clean:
 .venv-clouds/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-clouds
 	.venv-clouds/bin/python -m pip install -q ".[clouds,dev]"
+	touch $@
+
+.venv/versions-ready: .venv/ready
+	$(INSTALL) "$(PACKAGE)[versions]"
 	touch $@
 
 .venv/docs-ready: .venv/ready

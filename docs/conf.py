@@ -51,6 +51,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
     },
     "Reference": {
         "docs/settings": "Settings",
+        "docs/compatibility": "Compatibility",
         "docs/api": "API",
         "docs/glossary": "Glossary",
         "docs/architecture": "How it is built",

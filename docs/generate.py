@@ -2,7 +2,8 @@
 
 `PAGES` names each file and the function that returns its text; a test holds that the files are what
 these functions return. The settings come from the code, the picture of the gain from the tables of
-performance.md, those of losses from what `bench.sites --curves` has written.
+performance.md, those of losses from what `bench.sites --curves` has written, the table of versions
+from what `tests.versions` has.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pydantic_settings import BaseSettings
 
 DOCS = Path(__file__).parent
-_OPEN, _CLOSE = "<!-- rooms: made by docs/generate.py -->", "<!-- /rooms -->"
 
 _SETTINGS = """\
 # Settings
@@ -92,8 +92,26 @@ def architecture() -> str:
             (package,) = contract["containers"]
             drawn += [package, "─" * len(package), *_floors(contract["layers"], package), ""]
     drawn[-1] = "```"
-    picture = "\n".join(drawn)
-    return re.sub(rf"(?s){_OPEN}.*{_CLOSE}", lambda _: f"{_OPEN}\n{picture}\n{_CLOSE}", written)
+    return _filled(written, "rooms", drawn)
+
+
+def _filled(written: str, name: str, lines: list[str]) -> str:
+    """Return a page with other lines between the two comments that have a name."""
+    begin, end = f"<!-- {name}: made by docs/generate.py -->", f"<!-- /{name} -->"
+    whole = "\n".join((begin, *lines, end))
+    return re.sub(rf"(?s){begin}.*{end}", lambda _: whole, written)
+
+
+def compatibility() -> str:
+    """Return the page of versions, with the table of what compatibility.json says of each."""
+    columns = ("python", "torch", "numpy", "passed", "failed", "skipped", "date")
+    rows = ["| Python | torch | NumPy | passed | failed | skipped | date |", "|---" * 7 + "|"]
+    for name, result in json.loads((DOCS / "compatibility.json").read_text()).items():
+        cells = [str(result.get(column, "")) for column in columns]
+        if "untried" in result:
+            cells[:3] = [*name.split(), f"not tried: {result['untried']}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return _filled((DOCS / "compatibility.md").read_text(), "versions", rows)
 
 
 def _floors(layers: list[str], package: str) -> Iterator[str]:
@@ -247,6 +265,7 @@ def _loss_panel(
 
 PAGES: dict[str, Callable[[], str]] = {
     "architecture.md": architecture,
+    "compatibility.md": compatibility,
     "gain.svg": gain,
     "losses.svg": losses,
     "settings.md": settings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.main import get_command
 import reducer.cli
 import worker_client.cli
 from reducer.config import ReducerConfig
+from tests.versions import ROWS
 from worker_client.config import InitSettings, WorkerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -21,19 +23,34 @@ TEXTS = {
     for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("[bfr]*/**/README.md"))
     if path.name != "CHANGELOG.md"  # which names what was renamed since
 }
+LACKING = {"3.11 oldest"}  # docs/compatibility.md says what that torch lacks
 UNITS = {"": 1, " s": 1, " GiB": 1 << 30}
 OF_THE_BUILD = {
     f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "REQUIRED", "STABLE_ABI")
 }
 # A command of ours and its options: to the end of its line, code or cell, or of what is its own.
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
-pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")
 PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_the_generator_makes(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run: .venv/bin/python docs/generate.py"
+
+
+def test_claimed_versions_were_tried_and_no_test_failed() -> None:
+    results = json.loads((DOCS / "compatibility.json").read_text())
+    assert tuple(results) == ROWS, "run: make test-versions"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: 3\.(\d+)", "\n".join(project["classifiers"]))
+    claimed = {f"3.{minor}" for minor in named} - {"3.10"}
+    failed = {name: one["failed"] for name, one in results.items() if "failed" in one}
+    assert {name for name, number in failed.items() if number and name[:4] in claimed} <= LACKING
+    assert claimed <= {name[:4] for name in results}
+    extras = {text for some in project["optional-dependencies"].values() for text in some}
+    (oldest,) = {text.removeprefix("torch>=") for text in extras if text.startswith("torch>=")}
+    assert results["3.11 oldest"]["torch"].startswith(f"{oldest}.")
 
 
 def test_the_settings_tables_are_complete() -> None:

@@ -30,7 +30,6 @@ def stated(file: str, words: str) -> str:
 
 
 STABLE = stated("setup.py", r'"cp3(\d+)"')  # from this Python on there is one wheel, and `make`
-TESTED_TORCH = stated("constraints.txt", r"^torch==(\d+\.\d+)")
 LEAST_TORCH = OURS["optional-dependencies"]["torch"][0].removeprefix("torch>=")
 HTTP = stated("docker/reducer.Dockerfile", r"REDUCTION_HTTP=.*:(\d+)")
 BUCKET_MB = stated("worker_client/ddp.py", r"^DEFAULT_BUCKET_CAP_MB = (\d+)")
@@ -89,10 +88,14 @@ def test_it_is_cited_by_version_and_license() -> None:
 REPEATED = (
     ("CHANGELOG.md", r"\A(?:.*\n)*?## \[(.*)\]", reducer.__version__),
     ("Makefile", r"^PACKAGE := (.*)|freeze --exclude (\S+)", OURS["name"]),
-    ("Makefile *.md docs/*.md", r"Pythons? (?:from )?3\.(\d+)|python3 >= 3\.(\d+)", STABLE),
+    (
+        "Makefile *.md docs/*.md",
+        r"Pythons? from 3\.(\d+)|Python 3\.(\d+) or later \(with|python3 >= 3\.(\d+)",
+        STABLE,
+    ),
     ("setup.py", r"Py_LIMITED_API=0x03(..)0000", f"{int(STABLE):02x}"),
-    ("README.md docs/frameworks.md", r"with PyTorch (\d+\.\d+)", TESTED_TORCH),
-    ("README.md docs/frameworks.md", r"(?:it needs|asks for) (\d+\.\d+)", LEAST_TORCH),
+    ("docs/compatibility.md", r"asks for Python 3\.(\d+)", str(MINORS[0])),
+    ("docs/compatibility.md", r"for torch (\d+\.\d+) or later", LEAST_TORCH),
     ("pyproject.toml", r'"torch>=(.*?)"', LEAST_TORCH),
     ("*.md docs/*.md docker/**/*.*", r"tcp://0\.0\.0\.0:(\d+)", str(PORT)),
     ("docker/**/*.yaml", r"name: data, (?:containerP|p)ort: (\d+)", str(PORT)),

@@ -24,7 +24,7 @@ SLIM = "".join(f"path-exclude /usr/share/{part}/*\n" for part in ("doc", "info",
 
 
 class Unavailable(RuntimeError):  # noqa: N818 (it is a condition of the machine)
-    """What images need cannot be had here; the message says what."""
+    """What is needed cannot be had here; the message says what."""
 
 
 def check_tools() -> None:
@@ -48,7 +48,7 @@ def make_base(folder: Path) -> None:
         return
     root = folder / "base"
     made = subprocess.run(
-        ["debootstrap", "--variant=minbase", "bookworm", root, _mirror()],
+        ["debootstrap", "--variant=minbase", "bookworm", root, mirror()],
         capture_output=True,
         text=True,
         check=False,
@@ -81,13 +81,18 @@ def build(name: str, folder: Path) -> str:
     return image
 
 
-def _mirror() -> str:
+def mirror() -> str:
+    """Return where this machine's apt has Debian from.
+
+    Raises:
+        Unavailable: it does not say.
+    """
     command = ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
-        label, _, mirror = line.partition(" ")
+        label, _, address = line.partition(" ")
         if label == "Debian":
-            return mirror
+            return address
     raise Unavailable("apt knows no mirror of Debian: run `apt-get update` first")
 
 
