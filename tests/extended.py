@@ -357,6 +357,25 @@ ROWS = (
     ),
     Row("tests/lab/test_elastic.py", ("tests/integration/test_join.py",)),
     Row("tests/bench/test_far.py", ("tests/bench/test_allreduce.py::test_results_say_how_far",)),
+    Row(
+        "tests/lab/test_sites.py::test_what_cannot_be_is_refused",
+        ("tests/bench/test_allreduce.py::test_what_cannot_be_measured_is_said",),
+    ),
+    *(
+        Row(test, ("tests/bench/test_allreduce.py::test_all_reduces_are_compared",))
+        for test in (
+            "tests/bench/test_micro.py::test_all_but_the_large_ones",
+            "tests/bench/test_report.py::test_markdown_has_its_pictures",
+        )
+    ),
+    Row(
+        "tests/launch/test_launchers.py::test_a_signal_ends_all_ranks",
+        ("tests/integration/test_cli.py::test_a_signal_in_the_middle",),
+    ),
+    Row(
+        "tests/worker_client/test_recording.py::test_a_disk_that_hangs",
+        ("tests/worker_client/test_recording.py::test_those_who_wait_in_an_earlier_call",),
+    ),
     Row("tests/lab/test_interface.py", ("tests/worker_client/test_interfaces.py",)),
     Row(
         "tests/lab/test_far_jobs.py",

@@ -14,9 +14,9 @@ from tests.sim.world import World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SEEDS = 50
+SEEDS = 25
 MORE_SEEDS = 2000
-BATCH = 50
+BATCH = 25
 
 
 @pytest.fixture(autouse=True)
