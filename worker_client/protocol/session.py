@@ -185,6 +185,7 @@ class Session:
 
     def disconnected(self, index: int, reason: str) -> list[Action]:
         """Go on without a reducer that the transport has lost, if that can be."""
+        self._steady_until = 0
         link = self.links[index]
         if self._joining.complete and not self.failover.final:
             return self._move_on(self.failover.disconnected(link, reason))
@@ -194,6 +195,7 @@ class Session:
 
     def refused(self, index: int, error: AuthError) -> list[Action]:
         """Take note that there is no connection to a reducer, for want of the right key."""
+        self._steady_until = 0
         link = self.links[index]
         if self._joining.complete and link.refusal is None:  # else the caller hears, or has
             log.warning("%s", error)

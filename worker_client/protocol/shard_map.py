@@ -14,8 +14,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.wire.constants import PLACES
-from reducer.wire.layout import shards
+from reducer.wire.layout import shards, turn_of
 from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
 from worker_client.protocol.flight import LinkShard
 
@@ -203,8 +202,7 @@ class Plan:
         self._chunk_bytes = chunk_bytes
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
-        self._period = 1  # of numbers after which the turns begin anew
-        # By size, number in the period, and an element's size: they return.
+        # By size, turn and an element's size: they return.
         self._known: dict[tuple[int, int, int], list[LinkShard]] = {}
 
     def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
@@ -218,7 +216,6 @@ class Plan:
         lanes = Counter(link.reducer for link in owners)
         whole = math.lcm(*lanes.values())
         self._owners = [link.index for link in owners]
-        self._period = PLACES * len(owners)
         self._weights = [weights[link.reducer] * whole // lanes[link.reducer] for link in owners]
         self._known.clear()
 
@@ -228,7 +225,7 @@ class Plan:
 
     def cut(self, nbytes: int, sequence: int, itemsize: int = 1) -> list[LinkShard]:
         """Cut the buffer of an all-reduce, whose elements have `itemsize` bytes."""
-        key = nbytes, sequence % self._period, itemsize
+        key = nbytes, turn_of(sequence) % len(self._owners), itemsize
         known = self._known.get(key)
         if known is None:
             cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, itemsize)
