@@ -19,6 +19,7 @@ from reducer.wire.messages import Stragglers, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
 from worker_client.protocol.flight import Reset
+from worker_client.protocol.flow_control import MEASURED_BYTES
 from worker_client.protocol.joining import RETRY_S
 from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import LAST_S
@@ -41,6 +42,19 @@ def test_results_replace_the_buffer_and_refill_the_window(session: Driven) -> No
     assert errors(actions) == [None]
     assert bytes(mine.view) == b"\7" * (64 * 12)
     assert session.watermark == number(0) + 1
+
+
+@pytest.mark.parametrize(("nbytes", "measured"), [(MEASURED_BYTES - 64, 0), (MEASURED_BYTES, 1)])
+def test_only_a_large_all_reduce_is_measured(
+    session: Driven, nbytes: int, measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[float] = []
+    ended: list[float | None] = []
+    monkeypatch.setattr(session._flow, "begin", begun.append)
+    monkeypatch.setattr(session._flow, "end", ended.append)
+    session.submit(operation(nbytes), 3.0)
+    error(session, 0, RankLostError("gone", rank=0), number(0))
+    assert (begun, ended) == ([3.0] * measured, [None] * measured)
 
 
 def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:

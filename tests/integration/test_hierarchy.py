@@ -216,7 +216,7 @@ def test_a_node_sends_each_buffer_once(six: list[Client], monkeypatch: pytest.Mo
         submit(operation)
 
     for rank, client in enumerate(six):
-        driver = client._ordered.flat.driver
+        driver = client._ordered.flat
         monkeypatch.setattr(driver, "submit", partial(count, rank, driver.submit))
     before = [client.bytes_reduced for client in six]
     check(six, "float32", "mean", 30_000)

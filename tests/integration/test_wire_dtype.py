@@ -292,7 +292,7 @@ def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
 
 def open_at(client: Client) -> list[Operation]:
     """What is in progress at the reducers."""
-    return list(client._ordered.flat.driver.open)
+    return list(client._ordered.flat.open)
 
 
 # -- errors -------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_shutdown_ends_all_pieces(job: Job) -> None:
 
 def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
     (client,) = job(1, wire_dtype="bf16")
-    driver, count = client._ordered.flat.driver, []
+    driver, count = client._ordered.flat, []
     submit = driver.submit
 
     def stop_after_three(operation: Any) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def test_who_waits_again_and_again_leads(client: Client) -> None:
     one_after_another(client)
-    assert client._ordered.flat.driver._waits >= 2 * 20
+    assert client._ordered.flat._waits >= 2 * 20
 
 
 def test_the_plain_transport_stays_with_its_thread(
@@ -34,7 +34,7 @@ def test_the_plain_transport_stays_with_its_thread(
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     client = make()
     one_after_another(client)
-    assert client._ordered.flat.driver._waits == 0
+    assert client._ordered.flat._waits == 0
 
 
 def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
@@ -45,7 +45,7 @@ def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
             lambda _, ended=ended: ended.set()
         )
         assert ended.wait(10)
-        assert client._ordered.flat.driver._leader in {0, client._ordered.flat.driver._thread.ident}
+        assert client._ordered.flat._leader in {0, client._ordered.flat._thread.ident}
 
 
 def test_calls_that_nobody_waits_for_are_not_left_alone(client: Client) -> None:
@@ -76,10 +76,10 @@ def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
     long = ours.all_reduce(np.ones(8), op="sum")
     waiter = threading.Thread(target=long.wait, args=(20,))
     waiter.start()
-    eventually(lambda: ours._ordered.flat.driver._leader == waiter.ident)
+    eventually(lambda: ours._ordered.flat._leader == waiter.ident)
     with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
         ours.all_reduce(np.ones(8), op="sum", timeout=0.1).wait(10)
-    assert ours._ordered.flat.driver._leader == waiter.ident
+    assert ours._ordered.flat._leader == waiter.ident
     theirs.all_reduce(np.ones(8), op="sum").wait(10)
     waiter.join(10)
     assert not waiter.is_alive()
@@ -109,7 +109,7 @@ def test_a_callback_may_call_and_shut_down(client: Client) -> None:
     work.future().add_done_callback(first_done)
     work.wait(10)
     assert (second[0].wait(10) == 1).all()
-    eventually(lambda: not client._ordered.flat.driver._thread.is_alive())
+    eventually(lambda: not client._ordered.flat._thread.is_alive())
 
 
 @pytest.mark.usefixtures("eager")
@@ -128,13 +128,13 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
     work = client.all_reduce(np.ones(8), op="sum")
-    waits = client._ordered.flat.driver._waits
+    waits = client._ordered.flat._waits
     child = os.fork()
     if child == 0:
         try:
             work.wait(0.5)
         except ReductionTimeout:
-            os._exit(0 if client._ordered.flat.driver._waits == waits else 2)
+            os._exit(0 if client._ordered.flat._waits == waits else 2)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -165,7 +165,7 @@ def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
         one_after_another(client, 1_000_000)
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
-    client._ordered.flat.driver._thread.join(10)
+    client._ordered.flat._thread.join(10)
     assert not client._ordered.busy
 
 
@@ -173,7 +173,7 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    driver = client._ordered.flat.driver
+    driver = client._ordered.flat
     lead = driver._lead
 
     class Late:
@@ -190,7 +190,7 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     ended: list[bool] = []  # whether the driver's thread had, when a call was begun
 
     def submit(*_call: object) -> list:
-        ended.append(not client._ordered.flat.driver._thread.is_alive())
+        ended.append(not client._ordered.flat._thread.is_alive())
         return []
 
     monkeypatch.setattr(client._ordered.flat.session, "submit", submit)

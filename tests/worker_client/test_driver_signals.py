@@ -42,7 +42,7 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_client(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_after_another(client)
-    break_here(monkeypatch, client._ordered.flat.session, "tick", KeyboardInterrupt)
+    break_here(monkeypatch, client._ordered.flat.session, "completed", KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         one_after_another(client)
     other = threading.Thread(target=client.shutdown)  # it ends by itself

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reducer.wire.constants import DType
 from reducer.wire.layout import shards
 from tests.engine.words import number
 from worker_client.protocol import shard_map
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.link import Link
 from worker_client.protocol.shard_map import Plan
+
+if TYPE_CHECKING:
+    from worker_client.protocol.flight import LinkShard
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -24,71 +30,79 @@ def links(*places: tuple[int, int]) -> list[Link]:
 
 
 def made(weights: tuple[int, ...], among: list[Link], chunk_bytes: int = 0) -> Plan:
-    plan = Plan(weights, chunk_bytes)
+    plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts)
     plan.use(among, range(len(weights)))
     return plan
+
+
+def cut(plan: Plan, nbytes: int, sequence: int) -> list[LinkShard]:
+    parts, _ = plan.cut(nbytes, sequence, DType.INT8)
+    return parts
 
 
 @given(
     weights=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
     sizes=st.lists(st.sampled_from([0, 1, 70 * KIB, MIB, MIB + 1]), min_size=1, max_size=40),
     chunk_bytes=st.sampled_from([0, 64, 64 * KIB]),
-    itemsizes=st.lists(st.sampled_from([1, 8, 256]), min_size=1, max_size=3),
+    dtypes=st.lists(
+        st.sampled_from([DType.INT8, DType.FLOAT64, DType.BLOCK8]), min_size=1, max_size=3
+    ),
 )
 def test_a_plan_that_was_kept_is_the_one_that_would_be_made(
-    weights: list[int], sizes: list[int], chunk_bytes: int, itemsizes: list[int]
+    weights: list[int], sizes: list[int], chunk_bytes: int, dtypes: list[DType]
 ) -> None:
     plan = made(tuple(weights), links(*((r, 0) for r in range(len(weights)))), chunk_bytes)
     for call, nbytes in enumerate(sizes):
         for sequence in (number(call), number(call, FIRST_PLACE + 1)):
-            for itemsize in itemsizes:
-                cut = plan.cut(nbytes, sequence, itemsize)
+            for dtype in dtypes:
+                cut, size = plan.cut(nbytes, sequence, dtype)
                 parts = [(part.link, part.start, part.end) for part in cut]
-                assert parts == shards(nbytes, weights, sequence, chunk_bytes, itemsize)
+                assert parts == shards(nbytes, weights, sequence, chunk_bytes, dtype.itemsize)
+                assert size == 7 * nbytes + len(parts)  # as `made` says
 
 
 def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer() -> None:
     plan = made((1, 1, 1), links((0, 0), (1, 0), (2, 0)))
     numbers = [number(call, place) for call in range(3) for place in (1, 2, 3)]
-    first = [plan.cut(9 * MIB, sequence)[0].link for sequence in numbers]
+    first = [cut(plan, 9 * MIB, sequence)[0].link for sequence in numbers]
     assert first == [0, 1, 2, 1, 2, 0, 2, 0, 1]
 
 
 def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
     early = made((2, 1), links((0, 0), (1, 0), (0, 1), (0, 2)))
     late = made((2, 1), links((1, 0), (0, 2), (0, 0), (0, 1)))
-    sizes = [part.end - part.start for part in early.cut(9 * MIB, 0)]
+    sizes = [part.end - part.start for part in cut(early, 9 * MIB, 0)]
     assert sizes == [2 * MIB, 2 * MIB, 2 * MIB, 3 * MIB]
-    assert [part.end - part.start for part in late.cut(9 * MIB, 0)] == sizes
+    assert [part.end - part.start for part in cut(late, 9 * MIB, 0)] == sizes
     two = made((2, 1), links((1, 0), (0, 1), (0, 0)))
-    assert [part.link for part in two.cut(9 * MIB, 0)] == [2, 1, 0]
+    assert [part.link for part in cut(two, 9 * MIB, 0)] == [2, 1, 0]
 
 
 def test_a_new_link_makes_new_plans() -> None:
     among = links((0, 0), (1, 0))
     plan = made((1, 1), among[:1])
-    assert [part.link for part in plan.cut(MIB, 0)] == [0]
+    assert [part.link for part in cut(plan, MIB, 0)] == [0]
     plan.use(among, {0, 1})
-    assert [part.link for part in plan.cut(MIB, number(1))] == [1, 0]  # begins elsewhere
+    assert [part.link for part in cut(plan, MIB, number(1))] == [1, 0]  # begins elsewhere
 
 
 def test_only_reducers_that_are_used_get_anything() -> None:
     among = links((0, 0), (1, 0), (2, 0), (1, 1))
     plan = made((1, 1, 1), among)
-    assert {part.link for part in plan.cut(9 * MIB, 0)} == {0, 1, 2, 3}
+    assert {part.link for part in cut(plan, 9 * MIB, 0)} == {0, 1, 2, 3}
     plan.use(among, (0, 1))
-    assert sorted(part.link for part in plan.cut(8 * MIB, 1)) == [0, 1, 3]
+    assert sorted(part.link for part in cut(plan, 8 * MIB, 1)) == [0, 1, 3]
     plan.use(among, (2,))
-    assert plan.cut(MIB, 2) == [(2, 0, MIB)]
+    assert cut(plan, MIB, 2) == [(2, 0, MIB)]
     plan.use(among, (0, 1, 2))
-    assert {part.link for part in plan.cut(9 * MIB, 3)} == {0, 1, 2, 3}
+    assert {part.link for part in cut(plan, 9 * MIB, 3)} == {0, 1, 2, 3}
 
 
 def test_few_plans_are_kept(monkeypatch) -> None:
     monkeypatch.setattr(shard_map, "_KEPT_PLANS", 3)
     plan = made((1,), links((0, 0)))
     for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
-        assert plan.cut(nbytes, sequence) == [(0, 0, nbytes)]
+        assert cut(plan, nbytes, sequence) == [(0, 0, nbytes)]
         assert len(plan._known) <= 3
 
 
@@ -96,4 +110,4 @@ def test_what_a_reducer_owns_beside_the_largest_owner() -> None:
     pool, rank, none = links((0, 0), (1, 0), (2, 0))
     plan = made((6, 2, 0), [pool, rank, none])
     assert [plan.share(link) for link in (pool, rank, none)] == [1.0, 1 / 3, 0.0]
-    assert {part.link for part in plan.cut(MIB, 0)} == {0, 1}
+    assert {part.link for part in cut(plan, MIB, 0)} == {0, 1}

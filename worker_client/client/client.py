@@ -122,7 +122,7 @@ class Client:
         self._order = threading.RLock()
         self._trace = trace
         self._staging = DeviceStaging(ordered.submit, trace)
-        self._stages = False  # whether there was a tensor on a device
+        self._submit = ordered.submit  # until there is a tensor on a device
         self._forks = service_thread.forks
         departure.fusion = fusion
 
@@ -295,11 +295,13 @@ class Client:
         call = object()
         with self._order:
             try:
-                self._check_usable()
+                if self._casts or service_thread.forks != self._forks:
+                    self._check_usable()  # before a residual is used up; others see it later
                 self._calls += 1
                 self._since = time.monotonic()
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
                 if self._piecewise and not array and is_on_device(data):
+                    self._check_usable()
                     refuse_extras("tensors on a device", weight=weight, residual=residual)
                     return self._stage(call, data, op, timeout)
                 buffer = host_buffer(data)
@@ -569,7 +571,7 @@ class Client:
             lead=self._wait_for_device,
             ended=partial(self._note_end, 0),  # staging counts bytes
         )
-        self._stages = True
+        self._submit = self._submit_in_order
         self._staging.all_reduce(operation, flat)
         return operation
 
@@ -595,12 +597,12 @@ class Client:
                 )
             )
 
-    def _submit(self, operation: Operation) -> None:
+    def _submit_in_order(self, operation: Operation) -> None:
         """Start an all-reduce behind all calls that wait for a device."""
-        if self._stages and not self._staging.in_order:
-            self._staging.follow(operation)
-        else:
+        if self._staging.in_order:
             self._ordered.submit(operation)
+        else:
+            self._staging.follow(operation)
 
     def _note_end(self, nbytes: int, error: Exception | None) -> None:
         """Take note that a call ends whose buffer has so many bytes; perhaps once more."""

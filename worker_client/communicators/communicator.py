@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
-from worker_client.runtime.driver import Driver
+from worker_client.runtime.driver import SHUT_DOWN, Driver
 from worker_client.runtime.service_thread import leave_in_child
 from worker_client.runtime.trace import Trace
 
@@ -133,7 +133,7 @@ class Communicator(ABC):
             ReductionError: why not.
         """
         if self.closing:
-            raise LocalProtocolError("this client was shut down: call worker_client.init() again")
+            raise LocalProtocolError(SHUT_DOWN)
 
     @abstractmethod
     def join(self, timeout_s: float) -> None:
@@ -169,7 +169,7 @@ class Communicator(ABC):
         """
 
 
-class FlatCommunicator(Communicator):
+class FlatCommunicator(Driver, Communicator):
     """A session that runs.
 
     Args:
@@ -204,17 +204,16 @@ class FlatCommunicator(Communicator):
             if endpoint.startswith(implementation.inproc)
         }
         spec = replace(spec, inproc=inproc)
-        self.session = Session(spec, implementation.flight)
-        self._trace = trace or Trace()
+        session = Session(spec, implementation.flight)
         self._wait_until = time.monotonic() + spec.wait_s
         for address in spec.reducers:
             _resolve(address, self._wait_until)
         transport = implementation.transport(
-            self.session.flight, io_threads, context if inproc else None, keys, spec.heartbeats
+            session.flight, io_threads, context if inproc else None, keys, spec.heartbeats
         )
-        for link in self.session.links:
-            transport.connect(self.session.endpoint(link))
-        self.driver = Driver(self.session, transport, left, hand_over or _keep)
+        for link in session.links:
+            transport.connect(session.endpoint(link))
+        super().__init__(session, transport, trace or Trace(), left, hand_over or _keep)
 
     @property
     def flat(self) -> FlatCommunicator:
@@ -229,33 +228,10 @@ class FlatCommunicator(Communicator):
         seen = self.session.failover
         return Counters(seen.losses, seen.moved, seen.claimed, seen.supplied)
 
-    @property
-    def closing(self) -> bool:
-        return self.driver.closing
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.driver.open)
-
-    @property
-    def in_callback(self) -> bool:
-        return self.driver.in_callback
-
-    def submit(self, operation: Operation) -> None:
-        if self._trace.timeline is not None:
-            self._trace.follow(operation, self.session.spec)
-        self.driver.submit(operation)
-
-    def wait(self, done: Callable[[], bool], until: float) -> None:
-        self.driver.wait(done, until)
-
-    def stop(self) -> None:
-        self.driver.stop()
-
     def join(self, timeout_s: float) -> None:
         """Wait for the reducers; if none answers, for as long as `spec.wait_s` says."""
         since = time.monotonic()
-        settled = self.driver.settled
+        settled = self.settled
         settled.wait(timeout_s)
         if time.monotonic() < self._wait_until and not settled.is_set() and not self._is_known:
             left_s = self._wait_until - time.monotonic()
@@ -264,7 +240,7 @@ class FlatCommunicator(Communicator):
                 settled.wait(LOOK_S)
             settled.wait(timeout_s + SETTLE_S)  # for the others, or to begin without them
         waited_s = time.monotonic() - since
-        if self.driver.closing:
+        if self.closing:
             raise LocalProtocolError("this client was shut down")
         refusal = self.session.refusal
         if refusal is not None:

@@ -258,7 +258,7 @@ class ElasticCommunicator(Communicator):
             self._recover()
             present, communicator = self.membership.present, self.communicator
         # What is in progress waits for it, here and at others.
-        communicator.flat.driver.fail(RankLostError(str(why), rank=present.index(news[0])))
+        communicator.flat.fail(RankLostError(str(why), rank=present.index(news[0])))
 
     def arrive(self) -> None:
         """Begin to wait for the others of the membership that this rank joins."""
@@ -505,9 +505,7 @@ class ElasticCommunicator(Communicator):
         for rank in sorted(self._suspects - lost):
             why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
             if rank in membership.present:
-                communicator.flat.driver.fail(
-                    RankLostError(why, rank=membership.present.index(rank))
-                )
+                communicator.flat.fail(RankLostError(why, rank=membership.present.index(rank)))
 
     def _go_on(
         self,

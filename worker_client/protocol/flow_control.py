@@ -121,22 +121,19 @@ class FlowControl:
         """What the links carry together, bytes per second; 0 if that is not known yet."""
         return sum(max(rates, default=0.0) for rates in self._rates.values())
 
-    def begin(self, nbytes: int, now: float) -> None:
-        """Take note that an all-reduce of `nbytes` begins at `now`, in seconds."""
-        if nbytes < MEASURED_BYTES:
-            return
+    def begin(self, now: float) -> None:
+        """Record that an all-reduce of `MEASURED_BYTES` or more begins at `now`, in seconds."""
         if self._measured == 0:
             for link in self._most:
                 self._received[link] = self._flight.stats(link).bytes_received
             self._looked = now
         self._measured += 1
 
-    def end(self, nbytes: int, now: float | None) -> None:
-        """Take note that an all-reduce of `nbytes` has ended, well at `now` or badly at None."""
-        if nbytes >= MEASURED_BYTES:
-            self._measured -= 1
-            if now is not None and now - self._looked >= self._farthest_s:
-                self._look(now)
+    def end(self, now: float | None) -> None:
+        """Record that such an all-reduce has ended, well at `now` or badly at None."""
+        self._measured -= 1
+        if now is not None and now - self._looked >= self._farthest_s:
+            self._look(now)
 
     def tick(self, now: float) -> None:
         """Look at all-reduces that take long; call it several times a second."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
 from reducer.wire.messages import encode_error
-from worker_client.protocol.flight import Finish, Send
+from worker_client.protocol.flight import Send
+from worker_client.protocol.flow_control import MEASURED_BYTES
 from worker_client.protocol.link import Failed
 from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import ReductionError
     from reducer.wire.header import Header
-    from worker_client.protocol.flight import Action, Flight, LinkShard
+    from worker_client.protocol.flight import Action, Flight
     from worker_client.protocol.flow_control import FlowControl
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
@@ -112,33 +113,6 @@ class Calls:
         if operation.refusal is not None:  # now: it may be held, and others are numbered meanwhile
             self._since, self._history = self._number + 1, 0
 
-    def begin(
-        self,
-        operation: Operation,
-        shards: list[LinkShard],
-        chunk_bytes: int,
-        epoch: int,
-        now: float,
-    ) -> None:
-        """Start an all-reduce, in seconds of the caller's clock."""
-        self._flight.submit(operation, shards, chunk_bytes, epoch)
-        self._flow.begin(operation.view.nbytes, now)
-        self.active.begin(operation, now)
-        if operation.name:
-            self.names.remember(operation)
-
-    def completed(self, sequences: list[int], now: float) -> list[Action]:
-        """Take note that the flight has all results of these all-reduces."""
-        actions: list[Action] = []
-        for sequence in sequences:
-            operation = self.active.end(sequence)
-            self._flow.end(operation.view.nbytes, now)
-            if operation is self.question:
-                actions += self._ended(operation, None)
-            else:
-                actions.append(Finish(operation, None))
-        return actions
-
     def expire(self, now: float) -> list[Action]:
         """End what is not done by its deadline, when reducers have had time to say why."""
         actions: list[Action] = []
@@ -221,7 +195,8 @@ class Calls:
         """Do nothing more for an all-reduce, whose end is another's business."""
         self.active.end(operation.sequence)
         self._flight.end(operation.sequence)
-        self._flow.end(operation.view.nbytes, None)
+        if operation.view.nbytes >= MEASURED_BYTES:
+            self._flow.end(None)
 
     def waiting(self, sequence: int) -> list[Link]:
         """Return the links on which results of an all-reduce are expected."""

@@ -260,11 +260,13 @@ class Pending:
 
     Attributes:
         earliest: no deadline is before this time, in seconds of the caller's clock.
+        end: removes the all-reduce of a number, which has ended, and returns it.
     """
 
     def __init__(self) -> None:
         self.earliest = math.inf
         self._operations: dict[int, Operation] = {}
+        self.end: Callable[[int], Operation] = self._operations.pop
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -292,10 +294,6 @@ class Pending:
         operation.ask_last_at = deadline - (LAST_S if timeout_s > 2 * LAST_S else timeout_s / 2)
         if deadline < self.earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
             self.earliest = deadline
-
-    def end(self, sequence: int) -> Operation:
-        """Remove an all-reduce that has ended, and return it."""
-        return self._operations.pop(sequence)
 
     def expect(self, operation: Operation, deadline: float) -> None:
         """Set the time by which it must be done."""

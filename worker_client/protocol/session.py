@@ -27,7 +27,7 @@ from reducer.wire.states import LinkState, Role, after
 from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
-from worker_client.protocol.flow_control import FlowControl
+from worker_client.protocol.flow_control import MEASURED_BYTES, FlowControl
 from worker_client.protocol.handover import HandingOver
 from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.lifecycle import FIRST_PLACE, Aborts, Calls, RollCall
@@ -58,13 +58,15 @@ class Session:
 
     Attributes:
         handed_over: all calls are brought to their end by other means.
+        looks_at: when `tick` is due, if no deadline is earlier, in seconds of the caller's clock.
     """
 
     def __init__(self, spec: JobSpec, flight: type[Flight]) -> None:
         self.spec = spec
         self.handed_over = False
         self.links: list[Link] = []
-        self._now = 0.0
+        self.looks_at = 0.0
+        self._now = 0.0  # when it last was
         self._identity = Header(
             MessageType.HELLO,
             job=fingerprint(spec.job),
@@ -80,7 +82,7 @@ class Session:
         choose = spec.world_size > 1 and not chunk_bytes
         self._agreement = Agreement(choose or spec.replaceable, chunk_bytes, reducers)
         weights = spec.weights or (1,) * reducers
-        self._plan = Plan(weights, spec.chunk_bytes)
+        self._plan = Plan(weights, spec.chunk_bytes, self._agreement.chunk_bytes_of)
         self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
         self._joining = Joining(
@@ -257,10 +259,14 @@ class Session:
 
     def _begin(self, operation: Operation, now: float) -> list[LinkShard]:
         """Hand an all-reduce to the flight; return the parts that it was cut into."""
-        nbytes = operation.view.nbytes
-        shards = self._plan.cut(nbytes, operation.sequence, operation.dtype.itemsize)
-        chunk_bytes = self._agreement.chunk_bytes_of(nbytes, len(shards))
-        self.calls.begin(operation, shards, chunk_bytes, self._map.epoch, now)
+        nbytes, dtype = operation.view.nbytes, operation.dtype
+        shards, chunk_bytes = self._plan.cut(nbytes, operation.sequence, dtype)
+        self.flight.submit(operation, shards, chunk_bytes, self._map.epoch)
+        if nbytes >= MEASURED_BYTES:
+            self._flow.begin(now)
+        self.calls.active.begin(operation, now)
+        if operation.name:
+            self.calls.names.remember(operation)
         return shards
 
     def _is_steady(self) -> bool:
@@ -339,7 +345,16 @@ class Session:
 
     def completed(self, sequences: list[int], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
-        actions = self.calls.completed(sequences, now)
+        actions: list[Action] = []
+        calls = self.calls
+        for sequence in sequences:
+            operation = calls.active.end(sequence)
+            if operation.view.nbytes >= MEASURED_BYTES:
+                self._flow.end(now)
+            if operation is calls.question:
+                actions += self._answered(sequence, None)
+            else:
+                actions.append(Finish(operation, None))
         # In a steady state there is nothing to move on from, and this is called with every result.
         return actions if self._steady_until else self._move_on(actions)
 
@@ -349,12 +364,9 @@ class Session:
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
-        due = now - self._now >= LOOK_S
-        if not due and now < self.calls.active.earliest:
-            return []  # as nearly always
         actions = self.calls.expire(now)
-        if due:
-            self._now = now
+        if now >= self.looks_at:
+            self._now, self.looks_at = now, now + LOOK_S
             actions += self._look_around(now)
         return self._move_on(actions)
 

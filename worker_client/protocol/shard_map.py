@@ -19,8 +19,9 @@ from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
 from worker_client.protocol.flight import LinkShard
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from reducer.wire.constants import DType
     from worker_client.protocol.link import Link
 
 NEVER = -1
@@ -195,15 +196,23 @@ class Plan:
     Args:
         weights: share of each reducer, relative to the others.
         chunk_bytes: the forced size of chunks, 0 for the rule.
+        chunk_bytes_of: that rule: takes the size of a buffer and its number of shards. What it
+            says changes with the `use` of other reducers alone.
     """
 
-    def __init__(self, weights: Sequence[int], chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        weights: Sequence[int],
+        chunk_bytes: int,
+        chunk_bytes_of: Callable[[int, int], int],
+    ) -> None:
         self._weights_of_reducers = weights
         self._chunk_bytes = chunk_bytes
+        self._chunk_bytes_of = chunk_bytes_of
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
-        # By size, turn and an element's size: they return.
-        self._known: dict[tuple[int, int, int], list[LinkShard]] = {}
+        # By size, turn and type: they return.
+        self._known: dict[tuple[int, int, DType], tuple[list[LinkShard], int]] = {}
 
     def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
         """Share buffers out over the links of these reducers, whose lanes divide their parts."""
@@ -223,13 +232,14 @@ class Plan:
         """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
         return self._weights_of_reducers[link.reducer] / max(self._weights_of_reducers)
 
-    def cut(self, nbytes: int, sequence: int, itemsize: int = 1) -> list[LinkShard]:
-        """Cut the buffer of an all-reduce, whose elements have `itemsize` bytes."""
-        key = nbytes, turn_of(sequence) % len(self._owners), itemsize
+    def cut(self, nbytes: int, sequence: int, dtype: DType) -> tuple[list[LinkShard], int]:
+        """Cut the buffer of an all-reduce; return its shards and the size of their chunks."""
+        key = nbytes, turn_of(sequence) % len(self._owners), dtype
         known = self._known.get(key)
         if known is None:
-            cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, itemsize)
-            known = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
+            cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, dtype.itemsize)
+            parts = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
+            known = parts, self._chunk_bytes_of(nbytes, len(parts))
             if len(self._known) == _KEPT_PLANS:
                 self._known.clear()
             self._known[key] = known

@@ -238,7 +238,7 @@ cdef class Loop:
 
         Returns:
             The all-reduces that were completed; the message that is not a healthy result, as
-            ``(link, header, payload)``, or None.
+            ``(link, header, payload)``, or None; and whether there is a `change`.
 
         Raises:
             OSError: the kernel refused to poll.
@@ -248,7 +248,7 @@ cdef class Loop:
         if event == LOOP_FAILED:
             raise OSError(self.its.error, "the sockets cannot be polled")
         message = self.message() if event == LOOP_MESSAGE else None
-        return self._flight.completed(), message
+        return self._flight.completed(), message, self.its.changes
 
     def change(self):
         """Return the next connection that was made or has ended, once; None if there is none."""

@@ -47,7 +47,7 @@ from worker_client.runtime.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
@@ -149,8 +149,15 @@ class CompiledTransport(Transport):
             self._mind(now)
         self._loop.run(math.ceil(max(0.0, min(timeout_s, self._next_try - now)) * 1000))
 
-    def events(self) -> Iterator[Event]:
-        completed, message = self._loop.news()
+    def events(self) -> Iterable[Event]:
+        completed, message, changes = self._loop.news()
+        if message is None and not changes:
+            return (Completed(completed),) if completed else ()
+        return self._rare_events(completed, message)
+
+    def _rare_events(
+        self, completed: list[int], message: tuple[int, bytes, bytes] | None
+    ) -> Iterator[Event]:
         if completed:
             yield Completed(completed)
         if message is not None:

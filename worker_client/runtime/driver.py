@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Action
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
+    from worker_client.runtime.trace import Trace
     from worker_client.runtime.transport import Message, Transport
 
 IDLE_S = 0.1  # the leader looks at its clock this often
@@ -37,6 +38,8 @@ REST_S = 0.001  # the driver's own thread leads again if nobody else has for as 
 LONGEST_REST_S = 0.003  # it rests twice as long each time that others have led, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
+
+SHUT_DOWN = "this client was shut down: call worker_client.init() again"
 
 log = logging.getLogger(__name__)
 
@@ -47,28 +50,33 @@ class Driver:
     Args:
         session: decides.
         transport: sends, receives and waits.
+        trace: shows what becomes of all-reduces, while there is a timeline.
         left: called once, after the farewell, before what has not ended does.
         hand_over: called with calls that are to end by other means.
 
     Attributes:
+        session: that.
         closing: nothing may be submitted any more.
         settled: set once the session has joined, was refused, or has ended.
         open: what was submitted and has not ended, besides what is in a callback just now.
     """
 
+    closing = False
+
     def __init__(
         self,
         session: Session,
         transport: Transport,
+        trace: Trace,
         left: Callable[[], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
-        self.closing = False
         self.settled = threading.Event()
         self.open: dict[Operation, None] = {}
-        self._session = session
+        self.session = session
         self._active = session.calls.active
         self._transport = transport
+        self._trace = trace
         self._left = left
         self._hand_over = hand_over
         self._queue: deque[Operation] = deque()
@@ -96,23 +104,30 @@ class Driver:
         """Whether this thread leads: it is in a callback, or in a signal handler meanwhile."""
         return self._leader == threading.get_ident()
 
+    @property
+    def busy(self) -> bool:
+        """Whether an all-reduce is in progress, besides the one whose callback this is."""
+        return bool(self.open)
+
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce.
 
         Raises:
             LocalProtocolError: the driver has stopped.
         """
+        if self._trace.timeline is not None:
+            self._trace.follow(operation, self.session.spec)
         try:
             with self._order:
                 if self.closing:
-                    raise LocalProtocolError("this client was shut down")
+                    raise LocalProtocolError(SHUT_DOWN)
                 first = not self._queue
                 self.open[operation] = None
                 self._queue.append(operation)
         except BaseException:  # an interrupt, perhaps: nobody waits for it
             self.open.pop(operation, None)
             raise
-        if not self._lead_with(self._start_now) and first:
+        if not self._lead_with(self._start) and first:
             self._wake()  # otherwise the leader was woken already
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
@@ -122,7 +137,7 @@ class Driver:
             LocalProtocolError: this thread leads already, in whose callback or signal handler this
                 is: nobody else could bring the end.
         """
-        if service_thread.forks != self._forks or self._session.handed_over:
+        if service_thread.forks != self._forks or self.session.handed_over:
             return
         if self._leader == threading.get_ident():
             raise LocalProtocolError(
@@ -133,10 +148,12 @@ class Driver:
         def lead() -> None:
             self._waits += 1
             while (
-                not (done() or self.closing or self._failure) and (now := time.monotonic()) < until
+                self.open
+                and not (done() or self.closing or self._failure)
+                and (now := time.monotonic()) < until
             ):
                 # An interrupt may end this wait, which loses nothing, ...
-                self._transport.wait(min(self._patience(now), until - now))
+                self._transport.wait(min(IDLE_S, self._active.earliest - now, until - now))
                 try:
                     self._advance()
                 except BaseException as error:  # ... but one in here may leave things half done
@@ -209,7 +226,7 @@ class Driver:
         """Have the driver's own thread step aside, if that is likely to pay."""
         now = time.monotonic()
         again = now < until and now - self._waited_at < OFTEN_S
-        if not again or self._leader != self._thread.ident or self._session.active > 1:
+        if not again or self._leader != self._thread.ident or self.session.active > 1:
             return False
         patience = max(0.0, min(ASKING_S, until - now))
         self._wanted_until = now + patience
@@ -233,12 +250,12 @@ class Driver:
                 while not self._resume.empty():
                     self._resume.get_nowait()
                 return
-            if self._session.active and not self._leader:
+            if self.session.active and not self._leader:
                 return  # nobody waits for that
             rest_s = min(2 * rest_s, LONGEST_REST_S)
 
     def _is_wanted(self, now: float) -> bool:
-        return now < self._wanted_until and self._session.active <= 1
+        return now < self._wanted_until and self.session.active <= 1
 
     def _run(self) -> None:
         try:
@@ -259,7 +276,7 @@ class Driver:
                 now = time.monotonic()
                 if self._is_wanted(now):
                     break
-                self._transport.wait(self._patience(now))
+                self._transport.wait(min(IDLE_S, self._active.earliest - now))
                 self._advance()
             self._leader = 0
         if not self._failure:
@@ -267,34 +284,39 @@ class Driver:
 
     # -- what the leader does -----------------------------------------------------------------
 
-    def _patience(self, now: float) -> float:
-        left_s = self._active.earliest - now
-        return IDLE_S if left_s >= IDLE_S else max(0.0, left_s)
-
     def _start(self) -> None:
-        """Start what has been submitted."""
-        while self._queue:
-            if actions := self._session.submit(self._queue.popleft(), time.monotonic()):
-                self._do(actions)
+        """Start what has been submitted, and send it."""
+        try:
+            while self._queue:
+                if actions := self.session.submit(self._queue.popleft(), time.monotonic()):
+                    self._do(actions)
+            self._transport.refill()
+        except BaseException as error:  # as in `wait`
+            self._failure = error
+            self._resume.put(None)
+            raise
 
     def _advance(self) -> None:
         """Do everything that is due."""
-        session = self._session
+        session = self.session
+        news = False
         for event in self._transport.events():
             if isinstance(event, Completed):
                 self._do(session.completed(event, time.monotonic()))
             else:
                 self._do(self._take(event))
+                news = True
         if self._queue:
             self._start()
-        self._transport.refill()
+        elif news or self.open:  # else nothing is left to send
+            self._transport.refill()
         if self._failing is not None:
             error, self._failing = self._failing, None
             self._do(session.fail(error))
             self._transport.refill()
         now = time.monotonic()
-        if overdue := session.tick(now):
-            self._do(overdue)
+        if now >= session.looks_at or now >= self._active.earliest:
+            self._do(session.tick(now))
             self._transport.refill()
         if now - self._listened >= LISTEN_S:
             self._listened = now
@@ -303,30 +325,29 @@ class Driver:
             self._settling = False
             self.settled.set()
 
-    def _start_now(self) -> None:
-        """Start it and send it, as a leader that is not the driver's own thread."""
-        try:
-            self._start()
-            self._transport.refill()
-        except BaseException as error:  # as in `wait`
-            self._failure = error
-            self._resume.put(None)
-            raise
-
     def _take(self, event: Connected | Disconnected | Refused | Message) -> list[Action]:
         if isinstance(event, Connected):
             round_trip_s = self._transport.round_trip_s(event.link)
-            return self._session.connected(event.link, round_trip_s)
+            return self.session.connected(event.link, round_trip_s)
         if isinstance(event, Disconnected):
-            return self._session.disconnected(event.link, event.reason)
+            return self.session.disconnected(event.link, event.reason)
         if isinstance(event, Refused):
-            return self._session.refused(event.link, event.error)
-        return self._session.receive(*event, time.monotonic())
+            return self.session.refused(event.link, event.error)
+        return self.session.receive(*event, time.monotonic())
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Finish):
-                self._finish(action.operation, action.error)
+                operation, error = action
+                # Who hears of an error may write to the buffer, and other ranks must not see that.
+                if error is not None and operation.sequence >= 0:
+                    self._transport.detach(operation)
+                try:
+                    self.open.pop(operation, None)
+                    operation.end(error)
+                except BaseException:
+                    self.open[operation] = None  # an interrupt: it ends in `_close`
+                    raise
             elif isinstance(action, Send):
                 self._transport.send(*action)
             elif isinstance(action, Connect):
@@ -339,24 +360,13 @@ class Driver:
                     if call.operation is not None:
                         self.open.pop(call.operation, None)
 
-    def _finish(self, operation: Operation, error: ReductionError | None) -> None:
-        # Whoever hears of an error may write to the buffer, and other ranks must not see that.
-        if error is not None and operation.sequence >= 0:
-            self._transport.detach(operation)
-        try:
-            self.open.pop(operation, None)
-            operation.end(error)
-        except BaseException:
-            self.open[operation] = None  # an interrupt: it ends in `_close`
-            raise
-
     def _close(self, error: ReductionError) -> None:
         with self._order:
             self.closing = True
         with self._lead:
             self._leader = threading.get_ident()
             try:
-                self._do(self._session.close(error))
+                self._do(self.session.close(error))
             except Exception:
                 if self._failure is None:
                     raise

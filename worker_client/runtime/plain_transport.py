@@ -120,7 +120,8 @@ class PlainTransport(Transport):
         self._links[link] = self._socket(link)
 
     def wait(self, timeout_s: float) -> None:
-        self._ready = dict(self._poller.poll(math.ceil(timeout_s * 1000) * (not self._reached)))
+        timeout_ms = 0 if self._reached else math.ceil(max(0.0, timeout_s) * 1000)
+        self._ready = dict(self._poller.poll(timeout_ms))
 
     def events(self) -> Iterator[Event]:
         reached, self._reached = self._reached, []
