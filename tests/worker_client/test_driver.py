@@ -23,9 +23,19 @@ if TYPE_CHECKING:
     from worker_client.client.client import Client
 
 
-def test_who_waits_again_and_again_leads(client: Client) -> None:
+def enders(client: Client) -> list[int | None]:
+    """Return the threads by which calls were ended of which each was waited for."""
+    found: list[int | None] = []
     one_after_another(client)
-    assert client._ordered.flat._waits >= 2 * 20
+    for _ in range(40):
+        work = client.all_reduce(np.ones(4), op="sum")
+        work.future().add_done_callback(lambda _: found.append(threading.get_ident()))
+        work.wait(10)
+    return found
+
+
+def test_who_waits_again_and_again_leads(client: Client) -> None:
+    assert enders(client).count(threading.get_ident()) >= 20
 
 
 def test_the_plain_transport_stays_with_its_thread(
@@ -33,8 +43,7 @@ def test_the_plain_transport_stays_with_its_thread(
 ) -> None:
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     client = make()
-    one_after_another(client)
-    assert client._ordered.flat._waits == 0
+    assert set(enders(client)) == {client._ordered.flat._thread.ident}
 
 
 def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
@@ -128,13 +137,13 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
     work = client.all_reduce(np.ones(8), op="sum")
-    waits = client._ordered.flat._waits
     child = os.fork()
     if child == 0:
         try:
+            client._ordered.flat._lead_with = lambda *_: os._exit(2)
             work.wait(0.5)
         except ReductionTimeout:
-            os._exit(0 if client._ordered.flat._waits == waits else 2)
+            os._exit(0)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -85,6 +85,8 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     void loop_refill(loop_t *self) noexcept
     bint loop_detach(loop_t *self, uint64_t sequence) noexcept
     void loop_wake(loop_t *self) noexcept
+    void loop_rest(loop_t *self, int first_ms, int longest_ms) noexcept
+    void loop_resume(loop_t *self) noexcept
 
 
 class Fault(IntEnum):
@@ -290,6 +292,18 @@ cdef class Loop:
     def wake(self):
         """Make `run` return at once; any thread may call it."""
         loop_wake(&self.its)
+
+    def rest(self, int first_ms, int longest_ms):
+        """Return when no thread has run the loop for a while, and at once after `resume`.
+
+        It looks after the first time, then after times twice as long each, up to the longest.
+        """
+        with nogil:
+            loop_rest(&self.its, first_ms, longest_ms)
+
+    def resume(self):
+        """Make `rest` return at once; any thread may call it, in any signal handler."""
+        loop_resume(&self.its)
 
     cdef message(self):
         cdef connection *sender = self.its.link[self.its.from_].connection

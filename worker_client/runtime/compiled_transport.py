@@ -197,6 +197,12 @@ class CompiledTransport(Transport):
     def wake(self) -> None:
         self._loop.wake()
 
+    def rest(self, first_s: float, longest_s: float) -> None:
+        self._loop.rest(round(first_s * 1000), round(longest_s * 1000))
+
+    def resume(self) -> None:
+        self._loop.resume()
+
     def close(self) -> None:
         self._loop.end(LINGER_MS)
         for way in self._ways:

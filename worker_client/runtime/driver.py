@@ -8,9 +8,7 @@ waits for one after another leads in its place, and sends what it asks for itsel
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 
 IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
-REST_S = 0.001  # the driver's own thread leads again if nobody else has for as long
-LONGEST_REST_S = 0.003  # it rests twice as long each time that others have led, up to this
+REST_S = 0.001  # the driver's own thread leads again if nobody else waits for as long
+LONGEST_REST_S = 0.003  # it rests twice as long each time that others have waited, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
 
@@ -89,10 +87,7 @@ class Driver:
         self._wanted_until = 0.0  # another thread asks the driver's own to step aside
         self._settling = True
         self._listened = 0.0  # when it was looked at last who was heard
-        self._waits = 0  # how often another thread has led
         self._waited_at = 0.0
-        # What is put in ends the rest of the driver's own thread; unlike Event.set, in any handler.
-        self._resume: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._forks = service_thread.forks
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
@@ -146,7 +141,6 @@ class Driver:
             )
 
         def lead() -> None:
-            self._waits += 1
             while (
                 self.open
                 and not (done() or self.closing or self._failure)
@@ -158,12 +152,11 @@ class Driver:
                     self._advance()
                 except BaseException as error:  # ... but one in here may leave things half done
                     self._failure = error
-                    self._resume.put(None)
+                    self._resume()
                     raise  # as it is: it may come out of a signal handler, for whoever is above
-            self._waits += 1
 
         if self._lead_with(lead, until) and self.open:
-            self._resume.put(None)
+            self._resume()
         self._waited_at = time.monotonic()
 
     def fail(self, error: ReductionError) -> None:
@@ -181,7 +174,7 @@ class Driver:
             first, self.closing = not self.closing, True
             if first:
                 self._transport.wake()
-        self._resume.put(None)
+                self._transport.resume()
         if threading.get_ident() not in {self._thread.ident, self._leader}:
             main = threading.current_thread() is threading.main_thread()
             self._thread.join(STOP_S if main else None)
@@ -240,19 +233,11 @@ class Driver:
             if not self.closing:  # and so perhaps closed
                 self._transport.wake()
 
-    def _rest(self) -> None:
-        """Let others lead for as long as they do so again and again."""
-        waits, rest_s = -1, REST_S
-        while not self.closing and (self._is_wanted(time.monotonic()) or waits != self._waits):
-            waits = self._waits
-            with contextlib.suppress(queue.Empty):
-                self._resume.get(timeout=rest_s)
-                while not self._resume.empty():
-                    self._resume.get_nowait()
-                return
-            if self.session.active and not self._leader:
-                return  # nobody waits for that
-            rest_s = min(2 * rest_s, LONGEST_REST_S)
+    def _resume(self) -> None:
+        """Have the driver's own thread lead again, if it rests."""
+        with self._order:
+            if not self.closing:
+                self._transport.resume()
 
     def _is_wanted(self, now: float) -> bool:
         return now < self._wanted_until and self.session.active <= 1
@@ -279,8 +264,8 @@ class Driver:
                 self._transport.wait(min(IDLE_S, self._active.earliest - now))
                 self._advance()
             self._leader = 0
-        if not self._failure:
-            self._rest()
+        if not (self.closing or self._failure):  # others may lead, for as long as they wait
+            self._transport.rest(REST_S, LONGEST_REST_S)
 
     # -- what the leader does -----------------------------------------------------------------
 
@@ -293,7 +278,7 @@ class Driver:
             self._transport.refill()
         except BaseException as error:  # as in `wait`
             self._failure = error
-            self._resume.put(None)
+            self._resume()
             raise
 
     def _advance(self) -> None:

@@ -1,6 +1,7 @@
 #include "loop.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -60,10 +61,12 @@ static bool watch(struct loop *loop, int fd, uint32_t number, uint32_t events)
 
 bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
 {
-    *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1};
+    *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1, .resumer = -1};
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->waker = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    return loop->epoll >= 0 && loop->waker >= 0 && watch(loop, loop->waker, WAKER, EPOLLIN) &&
+    loop->resumer = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    return loop->epoll >= 0 && loop->waker >= 0 && loop->resumer >= 0 &&
+           watch(loop, loop->waker, WAKER, EPOLLIN) &&
            pulse_start(&loop->pulse, every_ns / 2, ping_all, loop);
 }
 
@@ -97,7 +100,9 @@ void loop_end(struct loop *loop, long linger_ms)
         close(loop->epoll);
     if (loop->waker >= 0)
         close(loop->waker);
-    loop->epoll = loop->waker = -1;
+    if (loop->resumer >= 0)
+        close(loop->resumer);
+    loop->epoll = loop->waker = loop->resumer = -1;
     free(loop->link);
     loop->link = NULL;
     loop->links = 0;
@@ -523,8 +528,35 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
+    atomic_store(&loop->running, true);
+    atomic_fetch_add(&loop->turns, 1);
     pulse_hold(&loop->pulse);
     enum loop_event event = run(loop, timeout_ms);
     pulse_release(&loop->pulse);
+    atomic_fetch_add(&loop->turns, 1);
+    atomic_store(&loop->running, false);
     return event;
+}
+
+void loop_rest(struct loop *loop, int first_ms, int longest_ms)
+{
+    struct pollfd resumed = {.fd = loop->resumer, .events = POLLIN};
+    int rest_ms = first_ms;
+    unsigned turns;
+    do {
+        turns = atomic_load(&loop->turns);
+        if (poll(&resumed, 1, rest_ms) > 0) {
+            eventfd_t count;
+            eventfd_read(loop->resumer, &count);
+            return;
+        }
+        rest_ms = 2 * rest_ms < longest_ms ? 2 * rest_ms : longest_ms;
+        if (!atomic_load(&loop->running)) /* perhaps nobody waits for what is in flight */
+            rest_ms = first_ms;
+    } while (turns != atomic_load(&loop->turns));
+}
+
+void loop_resume(struct loop *loop)
+{
+    eventfd_write(loop->resumer, 1);
 }

@@ -30,8 +30,10 @@ struct loop {
     struct flight *flight;
     uint32_t links;
     struct loop_link *link;
-    int epoll, waker; /* waker: an eventfd */
+    int epoll, waker, resumer; /* eventfds but for the first */
     atomic_bool woken;
+    atomic_bool running; /* a thread is in loop_run */
+    atomic_uint turns;   /* how often one has come there or left */
     uint32_t turn;    /* the link that is next to be received from */
     uint32_t from;    /* the link of the message at hand */
     bool changes;     /* some link has changed */
@@ -67,5 +69,11 @@ void loop_refill(struct loop *loop);
 /* Reads the buffer of an all-reduce no more. False: out of memory. */
 bool loop_detach(struct loop *loop, uint64_t sequence);
 void loop_wake(struct loop *loop);
+
+/* Returns when no thread has run the loop for a while, and at once after loop_resume: without the GIL,
+ * which those that run it in turn would have to give up. It looks after the first time, then after
+ * times twice as long each, up to the longest. */
+void loop_rest(struct loop *loop, int first_ms, int longest_ms);
+void loop_resume(struct loop *loop);
 
 #endif

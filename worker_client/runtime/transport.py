@@ -124,6 +124,19 @@ class Transport(ABC):
     def wake(self) -> None:
         """Make `wait` return at once. The caller sees to it that one thread calls at a time."""
 
+    def rest(self, first_s: float, longest_s: float) -> None:  # noqa: B027 (the plain one has none)
+        """Return when no thread has called `wait` for a while, and at once after `resume`.
+
+        For transports of `any_thread`, as `resume`.
+
+        Args:
+            first_s: when to look for the first time, in seconds; then after twice as long each,
+            longest_s: up to this.
+        """
+
+    def resume(self) -> None:  # noqa: B027
+        """Make `rest` return at once; any thread may call it, in any signal handler."""
+
     @abstractmethod
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
