@@ -95,6 +95,20 @@ def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
 
 
 @pytest.mark.usefixtures("eager")
+def test_what_a_wait_has_left_is_not_left_alone(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = half_a_job(make)
+    monkeypatch.setattr(driver, "REST_S", 30.0)  # the driver's own thread rests until it is called
+    for calls in (1, 2):
+        works = [ours.all_reduce(np.ones(8), op="sum") for _ in range(calls)]
+        theirs.all_reduce(np.ones(8), op="sum")
+        works[0].wait(10)
+    theirs.all_reduce(np.ones(8), op="sum")
+    eventually(works[1].done)
+
+
+@pytest.mark.usefixtures("eager")
 def test_shutting_down_ends_a_wait_that_leads(make: Callable[..., Client]) -> None:
     ours, _ = half_a_job(make)
     timer = threading.Timer(0.1, ours.shutdown)
