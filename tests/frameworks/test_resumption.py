@@ -1,0 +1,35 @@
+"""Each framework: its default's losses, through reducers and from a checkpoint in the middle."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.frameworks import resumption
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("module", "needs", "workers"),
+    [
+        ("transformers", "transformers", 2),
+    ],
+)
+def test_resumed_losses_are_those_of_the_frameworks_default(
+    servers: list[str], tmp_path: Path, module: str, needs: str, workers: int
+) -> None:
+    if find_spec(needs) is None:
+        pytest.skip(f"needs {needs}")
+    trainings = resumption.run(module, servers, tmp_path, workers, fresh=False)
+    for training, parts in trainings.items():
+        for stock, begun, resumed in zip(*parts.values(), strict=True):
+            # Sums of two do not depend on their order, so all bits are the same.
+            assert begun.losses + resumed.losses == stock.losses, training
+            assert len(set(stock.losses)) == len(stock.losses) == resumption.STEPS, training
+            assert stock.bytes_reduced == 0, training
+            assert min(begun.bytes_reduced, resumed.bytes_reduced) > 0, training

@@ -1,0 +1,106 @@
+"""The Trainer of transformers: GPT-2 and Llama, stopped in the middle of an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import worker_client.accelerate
+from tests.frameworks.resumption import MIDDLE, STEPS, Part, Trained, main
+
+transformers.utils.logging.set_verbosity_error()
+WORDS, LENGTH = 50, 12
+
+
+class Losses(Trainer):
+    """A trainer that keeps its losses."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.losses: list[float] = []
+
+    def training_step(self, *given: Any, **options: Any) -> torch.Tensor:
+        loss = super().training_step(*given, **options)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Stop(TrainerCallback):
+    """Saves and stops in the middle."""
+
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == MIDDLE
+
+
+def train(part: Part, shape: Any) -> Trained:
+    transformers.set_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(shape)
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(WORDS, (24, LENGTH), generator=generator)
+    arguments = TrainingArguments(
+        output_dir=str(part.folder),
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=STEPS,  # an epoch has 6
+        per_device_train_batch_size=2,
+        learning_rate=0.01,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = Losses(
+        model=model,
+        args=arguments,
+        train_dataset=[{"input_ids": text, "labels": text} for text in texts],
+        callbacks=[Stop()] if part.begins else [],
+    )
+    trainer.remove_callback(PrinterCallback)
+    client = None if part.stock else worker_client.accelerate.attach(trainer.accelerator)
+    before = client.bytes_reduced if client else 0
+    trainer.train(
+        resume_from_checkpoint=f"{part.folder}/checkpoint-{MIDDLE}" if part.resumes else None
+    )
+    trainer.accelerator.wait_for_everyone()
+    return Trained(trainer.losses, client.bytes_reduced - before if client else 0)
+
+
+def train_gpt2(part: Part) -> Trained:
+    shape = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return train(part, shape)
+
+
+def train_llama(part: Part) -> Trained:
+    shape = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_dropout=0.1,
+        max_position_embeddings=LENGTH,
+    )
+    return train(part, shape)
+
+
+if __name__ == "__main__":
+    main(globals())
