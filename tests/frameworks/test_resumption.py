@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     ("module", "needs", "workers"),
     [
         ("transformers", "transformers", 2),
+        ("sharded", "torch", 2),
     ],
 )
 def test_resumed_losses_are_those_of_the_frameworks_default(

@@ -1,0 +1,96 @@
+"""Models of which two ranks hold parts: FSDP2 over the backend, and DCP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.frameworks.resumption import Part, Trained, main
+from worker_client.torch_backend import bytes_reduced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+WIDTH, BATCH, LENGTH = 8, 4, 6
+
+
+class Block(nn.Module):
+    """A block of a transformer without its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+
+
+def train(
+    part: Part, model: nn.Module, seed: int, reduced: Callable[[], int] = bytes_reduced
+) -> Trained:
+    """Train a model from the part's first step to its last.
+
+    Args:
+        part: which.
+        model: parallel.
+        seed: of this rank's batches.
+        reduced: counts bytes.
+    """
+    before = reduced()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    if part.resumes:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=part.folder)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    losses = []
+    for step in part.steps:
+        generator = torch.Generator().manual_seed(10 * step + seed)
+        x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator)
+        loss = (model(x) - x.sum(dim=-1, keepdim=True)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if part.begins:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part.folder)
+    dist.barrier()
+    return Trained(losses, reduced() - before)
+
+
+def start(part: Part) -> None:
+    """Make the process group of torch's default for CPUs, or the backend's, once."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if part.stock else "reduction")
+
+
+def train_fsdp2(part: Part) -> Trained:
+    start(part)
+    model = blocks()
+    shard(model, init_device_mesh("cpu", (2,)))
+    return train(part, model, dist.get_rank())
+
+
+if __name__ == "__main__":
+    main(globals())
