@@ -1,4 +1,4 @@
-"""Models of which two ranks hold parts: FSDP2 over the backend, and DCP."""
+"""Models of which two ranks hold parts: FSDP2 and tensor parallel over the backend, and DCP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tests.frameworks.resumption import Part, Trained, main
 from worker_client.torch_backend import bytes_reduced
@@ -90,6 +99,32 @@ def train_fsdp2(part: Part) -> Trained:
     model = blocks()
     shard(model, init_device_mesh("cpu", (2,)))
     return train(part, model, dist.get_rank())
+
+
+def train_tensor_parallel(part: Part) -> Trained:
+    start(part)
+    model = blocks()
+    plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    return train(part, model, 0)
+
+
+def train_sequence_parallel(part: Part) -> Trained:
+    """Between the layers each rank has half of the sequence, which reduce-scatters make."""
+    start(part)
+    model = blocks()
+    whole, half = Replicate(), Shard(1)
+    plan = {
+        "0": PrepareModuleInput(
+            input_layouts=whole, desired_input_layouts=half, use_local_output=True
+        ),
+        "*.norm": SequenceParallel(),
+        "*.up": ColwiseParallel(input_layouts=half),
+        "*.down": RowwiseParallel(output_layouts=half),
+        "1": PrepareModuleOutput(output_layouts=half, desired_output_layouts=whole),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    return train(part, model, 0)
 
 
 if __name__ == "__main__":
