@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         ("transformers", "transformers", 2),
         ("sharded", "torch", 2),
         ("hsdp", "torch", 4),
+        ("deepspeed", "deepspeed", 2),
     ],
 )
 def test_resumed_losses_are_those_of_the_frameworks_default(
