@@ -422,11 +422,16 @@ def state_of(ddp_model: DistributedDataParallel) -> ReductionState:
     Raises:
         ConfigError: the model is not attached.
     """
-    model = getattr(ddp_model, "_orig_mod", ddp_model)
-    for _, state in getattr(model, "_comm_hooks", ()):
-        if isinstance(state, ReductionState):
-            return state
+    for state in states_of([ddp_model]):
+        return state
     raise ConfigError("the model has no reduction_hook: call worker_client.attach(model) first")
+
+
+def states_of(models: "Iterable[Any]") -> list[ReductionState]:
+    """Return the states of the hooks of those models that are attached, in order."""
+    originals = [getattr(model, "_orig_mod", model) for model in models]
+    hooks = [hook for model in originals for hook in getattr(model, "_comm_hooks", ())]
+    return [state for _, state in hooks if isinstance(state, ReductionState)]
 
 
 _NAMED = (

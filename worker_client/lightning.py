@@ -11,9 +11,11 @@ else the one that is installed, `lightning` first.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from os import path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -52,7 +54,8 @@ _ClusterEnvironment: Any = import_module(f"{_FABRIC}.plugins.environments").Clus
 class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
     """Lightning's DDP strategy with gradients averaged by the reducers.
 
-    ``Trainer(strategy="reduction")`` makes one with defaults.
+    ``Trainer(strategy="reduction")`` makes one with defaults. With error feedback a checkpoint
+    ``FOLDER/NAME`` has each rank's residuals beside it, in ``FOLDER/reduction/NAME.RANK``.
 
     Args:
         client: the one to use, which the strategy leaves running. By default `worker_client.init()`
@@ -109,6 +112,7 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
             self._wrapper = lambda hook: outer(first_steps(hook))
         self._ours = False
         self._failed = False
+        self._resumed: str | None = None  # the checkpoint that the next fit goes on from
 
     def configure_ddp(self) -> None:
         """Wrap the model, and attach to it; Lightning calls this when a fit begins."""
@@ -116,6 +120,36 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
         self._failed = False
         self._ours = self._given is None and not bootstrap.DEFAULT.exists
         self.client = ddp.attach(self.model, self._given, wrapper=self._wrapper)
+        if self._resumed is not None:
+            with contextlib.suppress(FileNotFoundError):  # saved without error feedback
+                kept = self.checkpoint_io.load_checkpoint(self._residuals(self._resumed))
+                ddp.state_of(self.model).load_state_dict(kept)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint, and this rank's residuals; Lightning calls this at all ranks."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        for state in ddp.states_of([self.model]):  # none before the first fit
+            kept = state.state_dict()
+            if kept["residuals"]:
+                self.checkpoint_io.save_checkpoint(kept, self._residuals(filepath))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and this rank's residuals; Lightning calls this at all ranks."""
+        super().remove_checkpoint(filepath)
+        self.checkpoint_io.remove_checkpoint(self._residuals(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, *given: Any, **options: Any) -> dict[str, Any]:
+        """Load a checkpoint, and remember which; Lightning calls this before `configure_ddp`."""
+        self._resumed = checkpoint_path
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *given, **options)
+        return loaded
+
+    def _residuals(self, checkpoint: Any) -> str:
+        """Return where a checkpoint's are, apart from checkpoints, as Lightning looks for those."""
+        folder, name = path.split(checkpoint)
+        return f"{folder or '.'}/reduction/{name}.{self.global_rank}"  # perhaps a URL's
 
     def _enable_model_averaging(self) -> None:
         """Let reducers average the weights; Lightning calls this after `configure_ddp`."""
@@ -135,7 +169,7 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
             if self._ours and self.client is not None:
                 self._leave(self.client)
         finally:
-            self._ours = False
+            self._ours, self._resumed = False, None
             super().teardown()
 
     def _leave(self, client: Client) -> None:
