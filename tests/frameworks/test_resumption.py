@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     [
         ("transformers", "transformers", 2),
         ("lightning", "lightning", 2),
+        ("accelerate", "accelerate", 2),
         ("sharded", "torch", 2),
         ("hsdp", "torch", 4),
         ("deepspeed", "deepspeed", 2),

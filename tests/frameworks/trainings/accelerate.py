@@ -1,0 +1,59 @@
+"""Accelerate, stopped in the middle of an epoch, with a schedule."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import worker_client.accelerate
+from tests.frameworks.resumption import MIDDLE, Part, Trained, main
+
+warnings.filterwarnings("ignore")
+PER_EPOCH = 6
+
+
+def train_accelerate(part: Part) -> Trained:
+    client = None if part.stock else worker_client.init()
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)  # for epochs to be resumed
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
+    if client:
+        worker_client.accelerate.attach(accelerator, client)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.02)
+    x = torch.randn(8 * 2 * PER_EPOCH, 8, generator=torch.Generator().manual_seed(1))
+    model, optimizer, data, schedule = accelerator.prepare(
+        network,
+        optimizer,
+        DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, shuffle=True),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    )
+    if part.resumes:
+        accelerator.load_state(str(part.folder))
+    losses = []
+    step = part.steps.start
+    while step < part.steps.stop:
+        data.set_epoch(step // PER_EPOCH)
+        done = step % PER_EPOCH
+        for inputs, labels in accelerator.skip_first_batches(data, done) if done else data:
+            loss = (model(inputs) - labels).square().mean()
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step += 1
+            if part.begins and step == MIDDLE:
+                accelerator.save_state(str(part.folder))
+            if step == part.steps.stop:
+                break
+    accelerator.wait_for_everyone()
+    return Trained(losses, client.bytes_reduced if client else 0)
+
+
+if __name__ == "__main__":
+    main(globals())
