@@ -34,7 +34,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         pip wheel -q --no-deps -w /wheels .
 
 FROM python
-ARG TORCH=torch==2.13.0
+ARG TORCH=torch==2.15.0
 ARG VERSION=0.1.0
 LABEL org.opencontainers.image.title="worker" \
       org.opencontainers.image.description="PyTorch worker with the reduction server's client" \

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -75,7 +76,13 @@ def build(name: str, folder: Path) -> str:
     """
     image = f"localhost/reduction-{name}:test"
     command = ["buildah", "bud", "--isolation=chroot", "--layers", "--format=docker", "--quiet"]
-    command += [f"--build-arg=BASE={BASE}", f"--tag={image}", *_pip(folder)]
+    # The torch of all other tests: of a newer one an index may have CUDA's alone, which is large.
+    (torch,) = re.findall("^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    torch_here = [f"--build-arg=TORCH={torch}"] if name == "worker" else []
+    command += [f"--build-arg=BASE={BASE}", *torch_here, f"--tag={image}"]
+    secrets, folders = pip_here(folder)
+    command += [f"--secret=id={name},src={path}" for name, path in secrets.items()]
+    command += [f"--volume={path}:{path}:ro" for path in folders]
     command += ["--file", str(ROOT / f"docker/{name}.Dockerfile"), str(ROOT)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return image
@@ -96,27 +103,30 @@ def mirror() -> str:
     raise Unavailable("apt knows no mirror of Debian: run `apt-get update` first")
 
 
-def _pip(folder: Path) -> list[str]:
-    """Return the options of a build that give it this machine's pip configuration."""
+def pip_here(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+    """Return what pip needs here besides itself: files, by the secrets that they are, and folders.
+
+    Args:
+        folder: where the configuration is written.
+    """
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # Environment beats files, and comes first.
     lines = (line.partition("=") for line in reversed(listed.splitlines()))
     settings = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in lines}
     settings.pop("constraint", None)  # a file of this machine; the images have one of their own
-    options = []
+    secrets = {"pip": folder / "pip.conf"}
     if "cert" in settings:
-        options += ["--secret", f"id=ca,src={settings['cert']}"]
+        secrets["ca"] = Path(settings["cert"])
         settings["cert"] = CERTIFICATES
-    path = folder / "pip.conf"
     words = [f"{name} = {' '.join(value.split())}\n" for name, value in settings.items()]
-    path.write_text("[global]\n" + "".join(words))
-    options += ["--secret", f"id=pip,src={path}"]
+    secrets["pip"].write_text("[global]\n" + "".join(words))
+    folders = []
     for name in ("index-url", "extra-index-url", "find-links"):
         for place in settings.get(name, "").split():
             local = Path(place.removeprefix("file://"))
             if place.startswith("file://"):
                 local = local.parent  # an index points into a folder beside it
             if local.is_absolute() and local.is_dir() and local != Path("/"):
-                options += ["--volume", f"{local}:{local}:ro"]
-    return options
+                folders.append(local)
+    return secrets, folders

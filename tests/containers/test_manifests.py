@@ -29,8 +29,6 @@ from tests.containers.manifests import (
     read,
 )
 
-ROOT = DOCKER.parent
-
 
 def check_model(name: str, resource: dict[str, Any]) -> None:
     """Validate one of JobSet's or the Trainer's, and each job in it as Kubernetes does."""
@@ -319,8 +317,3 @@ def test_both_images_name_the_version_that_they_hold() -> None:
     for name in ("reducer", "worker"):
         dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
         assert f"ARG VERSION={reducer.__version__}\n" in dockerfile
-
-
-def test_the_workers_torch_is_the_one_that_is_tested() -> None:
-    (pinned,) = re.findall("^ARG TORCH=(.*)$", (DOCKER / "worker.Dockerfile").read_text(), re.M)
-    assert pinned in (ROOT / "constraints.txt").read_text().splitlines()
