@@ -256,7 +256,7 @@ def test_the_workflow_runs_what_is_here() -> None:
     jobs = workflow["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
     made = {step["run"].removeprefix("make ") for step in steps if "make" in step.get("run", "")}
-    assert made == {"lint", "test", "docs", "wheels"}
+    assert made == {"lint", "test", "docs", "wheels", "sbom"}
     assert jobs["test"]["strategy"]["matrix"]["python"] == [
         f"3.{minor}" for minor in MINORS if minor >= int(STABLE)
     ]
