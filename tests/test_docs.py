@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,22 @@ DOCS = ROOT / "docs"
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("[bfr]*/**/README.md"))
-    if path.name != "CHANGELOG.md"  # which names what was renamed since
+    if ROOT / "build" not in path.parents
+    and path.name != "CHANGELOG.md"  # which names what was renamed since
 }
 UNITS = {"": 1, " s": 1, " GiB": 1 << 30}
 OF_THE_BUILD = {
     f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "REQUIRED", "STABLE_ABI")
 }
+COMMANDS = {
+    "reducer": get_command(reducer.cli.app).commands,
+    "worker-client": get_command(worker_client.cli.app).commands,
+}
+CODE = re.compile(r"^```sh\n(.*?)^```$|^((?:    .*\n)+)", re.MULTILINE | re.DOTALL)
+# The beginning of a line of code, but for a synopsis.
+SHOWN = re.compile(
+    r"^ *(?:\w+=\S+ |env -u \w+ )*(reducer|worker-client) ([^\n#|&;\[']+)(?!.*\[)", re.MULTILINE
+)
 # A command of ours and its options: to the end of its line, code or cell, or of what is its own.
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")
@@ -73,11 +84,21 @@ def test_settings_that_a_page_names_exist(page: str) -> None:
     assert set(re.findall(r"\bREDUCTION_[A-Z_]*[A-Z]", TEXTS[page])) <= settings | OF_THE_BUILD
 
 
+@pytest.mark.parametrize("page", TEXTS)
+def test_commands_in_code_are_understood(page: str) -> None:
+    """None is run here."""
+    code = CODE.findall(TEXTS[page].replace("\\\n", " "))
+    for program, rest in SHOWN.findall("".join(fenced + indented for fenced, indented in code)):
+        verb, *arguments = shlex.split(rest)
+        if verb in COMMANDS[program]:  # and not a line that a command has printed
+            COMMANDS[program][verb].make_context(verb, arguments)
+
+
 def test_options_that_pages_name_exist() -> None:
     commands = {
         (program, verb): {option for one in command.params for option in one.opts}
-        for program, app in (("reducer", reducer.cli.app), ("worker-client", worker_client.cli.app))
-        for verb, command in get_command(app).commands.items()
+        for program, verbs in COMMANDS.items()
+        for verb, command in verbs.items()
     }
     named = []
     for page, text in TEXTS.items():
