@@ -47,6 +47,7 @@ NEWEST_TORCH = json.loads((ROOT / "docs/compatibility.json").read_text())[f"3.{S
 SAFE_TORCH = stated("SECURITY.md", r"Use torch (\d+\.\d+) or later")
 NAMING_TORCH = stated("docs/compatibility.md", r"From torch (\d+\.\d+) on `init")
 BACKEND = "worker_client/torch_backend/__init__.py"
+GLIBC = stated("README.md", r"glibc (\d\.\d+) or")
 BASE = stated("docker/reducer.Dockerfile", r"^ARG BASE=(.*)")
 DEFAULTS = ReducerConfig.model_fields
 HTTP = stated("docker/reducer.Dockerfile", r"REDUCTION_HTTP=.*:(\d+)")
@@ -141,6 +142,8 @@ REPEATED = (
         r'protocol, version (\d\.\d)|`version` \("(.*?)"\)',
         f"{constants.VERSION_MAJOR}.{constants.VERSION_MINOR}",
     ),
+    ("CONTRIBUTING.md", r"glibc (\d\.\d+)", GLIBC),
+    ("CONTRIBUTING.md", r"`manylinux_(\w+)`", GLIBC.replace(".", "_")),
     # -- names
     ("Makefile", r"^PACKAGE := (.*)|freeze --exclude (\S+)", OURS["name"]),
     ("CITATION.cff docker/*.Dockerfile", r'(?:^license: |licenses=")([\w.-]+)', OURS["license"]),
@@ -165,6 +168,7 @@ REPEATED = (
     ("README.md docs/observing.md", r"`reducer serve --http (\d+)`", HTTP),
     ("docs/deployment.md", r"^http = (\d+)|at (\d+); its health check", HTTP),
     # -- sizes, numbers and times
+    ("CHANGELOG.md", r"a reducer \((\d+) MB", stated("docs/deployment.md", r"is (\d+) MB: Debian")),
     ("README.md docs/*.md examples/*.py", r"\bDistributedDataParallel\(.*cap_mb=(\d+)", BUCKET_MB),
     ("worker_client/lightning.py", r"DDP's, (\d+) by default", BUCKET_MB),
     ("docs/frameworks.md", r"Buckets are (\d+) MB (?:unless|by default)", BUCKET_MB),
@@ -229,6 +233,21 @@ def test_what_files_repeat_is_so(files: str, words: str, said: object) -> None:
         ]
         assert found, f"{pattern} does not say it any more"
         assert [one for one in found if one[1] != str(said)] == []
+
+
+def test_a_release_is_built_by_the_versions_of_constraints() -> None:
+    """Of what both pin: only a release needs auditwheel."""
+    built_by, installed = (
+        {
+            name.lower().replace("_", "-"): version
+            for name, version in re.findall(r"^([\w.-]+)==([\w.]+)", file.read_text(), re.MULTILINE)
+        }
+        for file in (ROOT / "release.lock", ROOT / "constraints.txt")
+    )
+    assert {"build", "cython"} <= built_by.keys() & installed.keys()
+    assert built_by.items() - installed.items() == {
+        (name, version) for name, version in built_by.items() if name not in installed
+    }
 
 
 def test_alerts_fire_when_the_page_says() -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 3_000_000
 IMPORT_S = 0.25  # promised to those who import it on every start
 PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
+README = DIST.parent / "README.md"
 MACHINES = {platform.machine(), *COMPILERS}
 
 # Kernels are chosen by the CPU.
@@ -78,8 +79,11 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("machine", sorted(MACHINES))
 def test_one_wheel_serves_every_python_on_older_systems(machine: str) -> None:
     wheel = wheel_of(machine)
-    name = rf"reduction_server-[\w.]+-cp311-abi3-manylinux_2_\d+_{machine}\.whl"
-    assert re.fullmatch(name, wheel.name)
+    name = rf"reduction_server-[\w.]+-cp311-abi3-manylinux_2_(\d+)_{machine}\.whl"
+    found = re.fullmatch(name, wheel.name)
+    assert found
+    (claimed,) = re.findall(r"glibc 2\.(\d+) or\slater", README.read_text())
+    assert int(found[1]) <= int(claimed)
     assert wheel.stat().st_size <= MOST_BYTES
     with ZipFile(wheel) as packed:
         names = packed.namelist()
