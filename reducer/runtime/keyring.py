@@ -65,7 +65,7 @@ class Keyring:
             keyfiles.read_key(directory, keyfiles.POOL_SECRET),
         )
         allowed = allow_list.parse(keyfiles.read(directory, keyfiles.ALLOWED))
-        log.info("the allow-list has %d keys", len(allowed))
+        log.info("keys on the allow-list: %d", len(allowed))
         return cls(pair, allowed, directory)
 
     def reload(self) -> None:
