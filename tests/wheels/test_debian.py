@@ -24,7 +24,7 @@ CONSTRAINTS = images.ROOT / "constraints.txt"
 
 
 @pytest.mark.timeout(1200)
-def test_the_first_commands_train_through_a_pool(tmp_path: Path) -> None:
+def test_the_first_commands_train_through_a_pool_and_so_do_embedded_ranks(tmp_path: Path) -> None:
     wheel = wheel_of(platform.machine())
     try:
         images.check_tools()
@@ -41,8 +41,8 @@ def test_the_first_commands_train_through_a_pool(tmp_path: Path) -> None:
     options += ["--rm", "--network=host", "--env=PIP_CONSTRAINT=/constraints.txt", *OPTIONS]
     if "ca" in secrets:  # Debian's Python brings a package that writes where images have it
         options += [f"--volume={secrets['ca']}:/ca.crt:ro", "--env=PIP_CERT=/ca.crt"]
-    script = PYTHON + commands
+    script = f"{PYTHON}{commands}worker-client demo --reducers 0\n"
     done = podman("run", *options, images.BASE, "bash", "-euxo", "pipefail", "-c", script)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     assert len(commands.splitlines()) == 3
-    assert "largest weight difference to Gloo" in done.stdout
+    assert done.stdout.count("largest weight difference to Gloo") == 2
