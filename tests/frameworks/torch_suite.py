@@ -1,11 +1,10 @@
-"""PyTorch's own tests of its distributed package, run over Gloo or over the backend ``reduction``.
+"""PyTorch's own tests of its distributed package, over Gloo and over the backend ``reduction``.
 
-They come with torch, and choose by the backend's name what to test. So here they are told Gloo's:
-whatever they make as a ``gloo`` group is made as ours, and goes by Gloo's name from then on. All
-tests run in the same processes, each in a process group of its own; where one fails or hangs, the
-next gets new processes.
+They come with torch. Every test that passes over Gloo is run over the backend, by the backend's own
+name. All run in the same processes, each in a process group of its own; where one fails or hangs,
+the next gets new processes.
 
-    python tests/frameworks/torch_suite.py reduction [--world-size 3] [--only NAME,NAME]
+    python tests/frameworks/torch_suite.py [--world-size 4] [--only NAME,NAME]
 """
 # ruff: noqa: PLC0415, T201 (torch's tests read the environment when imported; this is a command)
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 START_S, TEST_S = 300.0, 60.0  # for all ranks to start, and to make one test
+GLOO, OURS = "gloo", "reduction"
 MODULE = "torch.testing._internal.distributed.distributed_test"
 
 
@@ -43,50 +43,42 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def suite() -> Any:
-    """Import torch's tests, as they are for Gloo."""
-    os.environ["BACKEND"] = "gloo"
+class Name(str):
+    """A backend's name. Where tests ask by it what a backend can do, it is Gloo's as well."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == GLOO or str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def suite(backend: str) -> Any:
+    """Import torch's tests, those that there are for Gloo, to be run by a backend's name."""
+    os.environ["BACKEND"] = GLOO  # what is skipped is decided while they are imported
     try:
         import expecttest  # noqa: F401
     except ModuleNotFoundError:  # torch's tests inherit from a class of it, these need no more
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
-    return __import__(MODULE, fromlist=["DistributedTest"])
-
-
-def make_gloo_ours() -> None:
-    """Make every group that torch would make of Gloo one of ours, by Gloo's name."""
-    import torch.distributed.distributed_c10d as c10d
-
-    from worker_client import torch_backend
-
-    make, world = c10d._new_process_group_helper, c10d._world
-
-    def make_ours(size: int, rank: int, ranks: list[int], backend: Any, *rest: Any, **more: Any):
-        if str(backend) != "gloo":
-            return make(size, rank, ranks, backend, *rest, **more)
-        group, store = make(size, rank, ranks, c10d.Backend(torch_backend.NAME), *rest, **more)
-        if isinstance(group, torch_backend.ReductionGroup):
-            world.pg_map[group] = (c10d.Backend("gloo"), store)
-        return group, store
-
-    c10d._new_process_group_helper = make_ours
+    tests = __import__(MODULE, fromlist=["DistributedTest"])
+    tests.BACKEND = os.environ["BACKEND"] = Name(backend)
+    return tests
 
 
 def serve(rank: int, backend: str, pipe: Connection) -> None:
     """Run the tests that the pipe names, until it says None."""
-    tests = suite()
+    tests = suite(backend)
     import torch.distributed as dist
     from torch.testing._internal.common_distributed import TEST_SKIPS
     from torch.testing._internal.common_utils import set_rng_seed
 
     from worker_client import torch_backend
 
-    if backend != "gloo":
-        make_gloo_ours()
-        # Gloo's own profiler events are of the collectives that Gloo does.
-        tests.PROFILING_SUPPORTED_BACKENDS.remove("gloo")
     case_class = type("Case", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {})
     skip_codes = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
     world_size = int(os.environ["WORLD_SIZE"])
@@ -97,12 +89,13 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
         tests.Barrier.barrier_id = 0
         timeout_s = tests.CUSTOM_PG_TIMEOUT.get(name, tests.default_pg_timeout)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{file}",
             world_size=world_size,
             rank=rank,
             timeout=timedelta(seconds=timeout_s),
         )
+        assert dist.get_backend() == backend
         case._barrier()
         set_rng_seed()
         try:
@@ -193,36 +186,35 @@ def run_all(backend: str, world_size: int, names: list[str]) -> Iterator[tuple[s
             ranks.stop()
 
 
+def all_names() -> list[str]:
+    """Return the names of all tests that torch does not skip whatever the backend."""
+    base = suite(GLOO).DistributedTest._DistTestBase
+    tests = {name: getattr(base, name) for name in dir(base) if name.startswith("test_")}
+    return [name for name in tests if not getattr(tests[name], "__unittest_skip__", False)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("backend", choices=["gloo", "reduction"])
-    parser.add_argument("--world-size", type=int, default=3, help="3, as torch's own runs have")
+    parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--only", default="", help="names of tests, with commas")
     parser.add_argument("--json", type=Path, help="where to write what became of each")
     options = parser.parse_args()
     os.environ["WORLD_SIZE"] = str(options.world_size)  # tests read it when they are imported
-    base = suite().DistributedTest._DistTestBase
-    names = (
-        options.only.split(",")
-        if options.only
-        else sorted(
-            name
-            for name in dir(base)
-            if name.startswith("test_")
-            and not getattr(getattr(base, name), "__unittest_skip__", False)
-        )
-    )
-    ends = {}
+    names = options.only.split(",") if options.only else all_names()
+    ends: dict[str, dict[str, tuple[str, str, int]]] = {}
     with local_pool(2) as servers:
         os.environ["REDUCTION_SERVERS"] = ",".join(servers)
-        for name, verdict, reduced in run_all(options.backend, options.world_size, names):
-            ends[name] = (*verdict, reduced)
-            what = f"{verdict.outcome:8}{name} ({reduced} bytes reduced)"
-            print(what, verdict.why[-800:], flush=True)
+        for backend in (GLOO, OURS):
+            ends[backend] = {}
+            for name, verdict, reduced in run_all(backend, options.world_size, names):
+                ends[backend][name] = (*verdict, reduced)
+                what = f"{backend}: {verdict.outcome:8}{name} ({reduced} bytes reduced)"
+                print(what, verdict.why[-800:], flush=True)
+            print(backend, dict(Counter(end[0] for end in ends[backend].values())))
+            names = [name for name, end in ends[backend].items() if end[0] == "passed"]
     if options.json:
         options.json.write_text(json.dumps(ends, indent=1))
-    print(dict(Counter(end[0] for end in ends.values())))
-    sys.exit(any(end[0] == "failed" for end in ends.values()))
+    sys.exit(names != list(ends[OURS]))
 
 
 if __name__ == "__main__":

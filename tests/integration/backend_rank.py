@@ -169,7 +169,7 @@ def case_others(rank: int, gloo: dist.ProcessGroup) -> None:
         work.wait()
     assert got == (rank - 1) % n
     dist.barrier()
-    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
     assert reduced() == before
 
 

@@ -34,7 +34,7 @@ write_result([tensor.tolist(), dist.group.WORLD.client.bytes_reduced])
 
 # What torch looks for in a Python class, and what neither sends anything nor waits for anybody.
 WITHOUT_GLOO = {
-    *("abort", "getBackendName", "getRank", "getSize", "getGroupName", "setGroupName"),
+    *("abort", "getRank", "getSize", "getGroupName", "setGroupName"),
     *("getGroupDesc", "setGroupDesc", "splitGroup", "mergeRemoteGroup", "get_reconfigure_handle"),
     *("reconfigure", "start_coalescing", "end_coalescing"),
 }

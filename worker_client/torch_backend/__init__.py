@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (  # what torch.distributed's are, with t
     ReduceScatterOptions,
     _DistributedBackendOptions,
 )
+from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _world
@@ -183,6 +184,10 @@ class ReductionGroup(ProcessGroup):
 
     getRank = rank  # noqa: N815 (C++ looks for these by their names there)
     getSize = size  # noqa: N815
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the backend's name, not that of Gloo inside."""
+        return NAME
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -401,6 +406,8 @@ def register() -> None:
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
         _replace_fp16_compress()
+        if torch.__version__ < "2.15":
+            _replace_monitored_barrier()
 
 
 def _replace_fp16_compress() -> None:
@@ -421,6 +428,29 @@ def _replace_fp16_compress() -> None:
             builtin(model, comm_hook_type)
 
     ddp._register_builtin_comm_hook = register_hook  # noqa: SLF001
+
+
+def _replace_monitored_barrier() -> None:
+    """Let `torch.distributed.monitored_barrier` take this backend's groups.
+
+    Before 2.15 it refuses all that do not go by Gloo's name.
+    """
+    modules: list[Any] = [distributed_c10d, dist]
+    monitored = modules[0].monitored_barrier
+
+    @functools.wraps(monitored)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        given = dist.group.WORLD if group is None else group
+        if isinstance(given, ReductionGroup):
+            limit = default_pg_timeout if timeout is None else timeout
+            given.monitored_barrier(limit, wait_all_ranks)  # type: ignore[attr-defined]
+        else:
+            monitored(group, timeout, wait_all_ranks)
+
+    for module in modules:
+        module.monitored_barrier = monitored_barrier
 
 
 def bytes_reduced() -> int:
