@@ -177,6 +177,12 @@ def test_at_most_one_element_has_no_stride_that_matters(kind: Any, rows: int) ->
     assert data.tolist() == [2.0] * rows
 
 
+def test_a_tensor_can_be_resized_afterwards() -> None:
+    tensor = torch.ones(3)
+    host_buffer(tensor)
+    assert tensor.resize_(1000).shape == (1000,)
+
+
 def test_the_view_keeps_the_memory_alive() -> None:
     views = [host_buffer(np.full(1000, 7, np.uint8)).view]
     views.append(host_buffer(torch.full((1000,), 7, dtype=torch.uint8)).view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,9 @@ DEVICES = ("cpu", *STAGED)
 # By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here. No array has blocks.
 DTYPES: dict[str, DType] = {dtype.name.lower(): dtype for dtype in DType if not dtype.is_block}
 _NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
+
+# Of any length: a type for each would be made again and again.
+_MEMORY = ctypes.c_char * sys.maxsize
 
 
 class HostBuffer(NamedTuple):
@@ -158,6 +162,16 @@ def flatten(tensor: torch.Tensor) -> Flat:
     return Flat(_bytes(copy), dtype, target, copy)
 
 
+def _shared(data: torch.Tensor) -> memoryview:
+    """Return the memory of bytes in a tensor.
+
+    After `torch.Tensor.numpy` torch refuses to resize the tensor, as PowerSGD's hooks and FSDP do.
+    """
+    memory: Any = _MEMORY.from_address(data.data_ptr())
+    memory.owner = data  # keeps it alive
+    return memoryview(memory).cast("B")[: data.numel()]
+
+
 def _of_tensor(tensor: torch.Tensor) -> HostBuffer:
     """Give access to a tensor's bytes in host memory, in place if it is contiguous there.
 
@@ -168,7 +182,7 @@ def _of_tensor(tensor: torch.Tensor) -> HostBuffer:
     """
     flat = flatten(tensor)
     if flat.data.device.type == "cpu":
-        view = flat.data.numpy().data
+        view = _shared(flat.data)
         return HostBuffer(view, flat.dtype, None if flat.copy is None else flat.write_back)
     host = flat.data.cpu()
 
