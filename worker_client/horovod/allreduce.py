@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.ops import Compression, Op, choose
-from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
+from worker_client.horovod.ops import Op, choose
 from worker_client.horovod.reduction import Asked, dense_copy, start
+from worker_client.horovod.torch.compression import Compression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from worker_client.horovod.groups import Group
-    from worker_client.horovod.ops import Compressor, Handle
+    from worker_client.horovod.ops import Handle
+    from worker_client.horovod.torch.compression import Compressor
 
 
 class _AllReduce(torch.autograd.Function):

@@ -12,8 +12,8 @@ import torch
 from reducer.errors import ConfigError
 from worker_client.collectives import Broadcast
 from worker_client.horovod.allreduce import allreduce
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.ops import Handle
-from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.reduction import dense_copy
 
 if TYPE_CHECKING:

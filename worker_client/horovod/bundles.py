@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from worker_client.horovod.groups import Group
-    from worker_client.horovod.ops import Compressor
+    from worker_client.horovod.torch.compression import Compressor
 
 _GATHERED = (Op.AVERAGE, Op.SUM)
 

@@ -14,8 +14,8 @@ import torch
 from reducer.errors import ConfigError
 from worker_client.horovod.allreduce import grouped_allreduce
 from worker_client.horovod.broadcasting import as_bytes
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.ops import Handle
-from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.reduction import dense_copy
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ import torch
 
 from reducer.errors import ConfigError
 from worker_client.horovod.broadcasting import as_bytes, start_broadcast
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.ops import torch_dtype
-from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.reduction import dense_copy
 
 _LENGTH = struct.Struct("<Q")  # of the JSON

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from reducer.errors import ConfigError
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.gather import start_gather
 from worker_client.horovod.ops import Handle, Op, choose
-from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,15 +15,16 @@ import torch
 
 from reducer.errors import ConfigError, LocalProtocolError
 from worker_client.horovod.bundles import Options
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.gradients import Gradients
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.ops import Compression, Op, choose
-from worker_client.horovod.process_sets import ALL_RANKS, ProcessSet, group_of
+from worker_client.horovod.ops import Op, choose
+from worker_client.horovod.torch.compression import Compression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from worker_client.horovod.ops import Compressor
+    from worker_client.horovod.torch.compression import Compressor
 
 
 class _Distributed(torch.optim.Optimizer):

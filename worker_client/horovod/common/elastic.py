@@ -20,20 +20,16 @@ import copy
 import functools
 import logging
 import math
-import random
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch.utils.data import Sampler
-
 from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
+from worker_client.horovod.common.exceptions import HostsUpdatedInterrupt
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.objects import broadcast_object
-from worker_client.horovod.state import broadcast_optimizer_state, broadcast_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sized
+    from collections.abc import Callable, Iterable
 
     from worker_client.horovod.job import Job
 
@@ -44,18 +40,6 @@ _PASSING = (RankLostError, ReducerLostError, ReductionTimeout)
 _PAUSE_S = 0.5  # between two attempts to go on
 
 log = logging.getLogger(__name__)
-
-
-class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
-    """Ranks have left or joined: `run` begins again with the function.
-
-    Args:
-        skip_sync: the states of the ranks need not be made the same before.
-    """
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("ranks have left or joined")
-        self.skip_sync = skip_sync
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
@@ -224,128 +208,3 @@ class ObjectState(State):
                 for name, value in received.items():
                     setattr(self, name, value)
             self._saved_state = copy.deepcopy(received)
-
-
-class TorchState(ObjectState):
-    """The state of a training with PyTorch, whose parts are its attributes.
-
-    Args:
-        model: its parameters and buffers are kept, restored and sent.
-        optimizer: so is its state.
-        **kwargs: further parts. An object with ``state_dict`` and ``load_state_dict``, such as
-            another model, a scheduler or an `ElasticSampler`, stays the same object and loads the
-            state; any other object is replaced by the one that was saved or received.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: Any,
-    ) -> None:
-        given = {"model": model, "optimizer": optimizer, **kwargs}
-        self._stateful = [name for name, one in given.items() if hasattr(one, "load_state_dict")]
-        for name in self._stateful:
-            setattr(self, name, given[name])
-        super().__init__(**{name: one for name, one in given.items() if name not in self._stateful})
-        self._saved_states: dict[str, Any] = {}
-        self._save_stateful()
-
-    def save(self) -> None:
-        """Keep everything as it is now."""
-        self._save_stateful()
-        super().save()
-
-    def restore(self) -> None:
-        """Go back to what was saved last."""
-        for name in self._stateful:
-            # A copy: optimizers keep the tensors that they load.
-            getattr(self, name).load_state_dict(copy.deepcopy(self._saved_states[name]))
-        super().restore()
-
-    def sync(self) -> None:
-        """Give every rank what rank 0 has now, and save it."""
-        for name in self._stateful:
-            one = getattr(self, name)
-            if isinstance(one, torch.nn.Module):
-                broadcast_parameters(one.state_dict(), root_rank=0)
-            elif isinstance(one, torch.optim.Optimizer):
-                broadcast_optimizer_state(one, root_rank=0)
-            else:
-                one.load_state_dict(self._bcast_object(one.state_dict()))
-        super().sync()
-        self._save_stateful()
-
-    def _save_stateful(self) -> None:
-        self._saved_states = {
-            name: copy.deepcopy(getattr(self, name).state_dict()) for name in self._stateful
-        }
-
-
-class ElasticSampler(Sampler[int]):
-    """Divides a dataset among the ranks, and what is left of an epoch anew when they change.
-
-    Make it part of a `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end
-    of each epoch.
-
-    Args:
-        dataset: of any length, the same at every rank.
-        shuffle: in an order that depends on the seed and the epoch alone.
-        seed: of the order, the same at every rank.
-
-    Attributes:
-        epoch: the current one.
-        processed_num: samples of it that all ranks together have processed.
-        num_replicas: number of ranks at the latest `reset`.
-        rank: this rank's number then.
-    """
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.reset()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed yet."""
-        self.epoch = epoch
-        self.processed_num = 0
-        self.reset()
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 (Horovod's)
-        """Count a batch as processed: `batch_size` samples at this rank, and at each other one.
-
-        A rank that was lost counts among them until the next commit: its samples since then are
-        not seen in this epoch.
-        """
-        self.processed_num += batch_size * self.num_replicas
-
-    def state_dict(self) -> dict[str, int]:
-        """Return what is to be kept."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Take over what was kept, and divide what is left among the ranks that are there now."""
-        self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
-        self.reset()
-
-    def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks that are there now."""
-        self.num_replicas, self.rank = CURRENT.size(), CURRENT.rank()
-        order = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 (no secret)
-        left = order[self.processed_num :]
-        # All have equally many: the last ones are the first ones again.
-        missing = -len(left) % self.num_replicas
-        whole = left + (left * (missing // len(left) + 1))[:missing] if left else []
-        self._mine = whole[self.rank :: self.num_replicas]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._mine[:])
-
-    def __len__(self) -> int:
-        return len(self._mine)

@@ -13,11 +13,18 @@ from worker_client.collectives import broadcast_bytes
 from worker_client.horovod.broadcasting import check, start_broadcast
 from worker_client.horovod.groups import short
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.objects import broadcast_object
+from worker_client.horovod.objects import allgather_object, broadcast_object
 from worker_client.horovod.ops import wait_for_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
 
 
 def broadcast_parameters(

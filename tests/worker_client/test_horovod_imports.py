@@ -1,0 +1,81 @@
+"""The command of docs/horovod.md changes a script's imports, and every name is where it was."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs torch")
+
+PAGE = Path(__file__).parents[2] / "docs/horovod.md"
+
+SCRIPT = '''
+"""A script for Horovod."""
+import horovod
+import horovod.torch as hvd
+import horovod.torch
+import horovod.torch.elastic
+from horovod.torch import elastic, rank
+from horovod.common.elastic import ObjectState, State
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.process_sets import ProcessSet, add_process_set, remove_process_set
+from horovod.common.util import gloo_built, mpi_built, nccl_built
+from horovod.torch.compression import Compression
+from horovod.torch.elastic import ElasticSampler, TorchState, run
+from horovod.torch.elastic.sampler import ElasticSampler as OfItsModule
+from horovod.torch.elastic.state import TorchState as OfItsOwnModule
+from horovod.torch.functions import allgather_object, broadcast_object
+from horovod.torch.functions import broadcast_optimizer_state, broadcast_parameters
+from horovod.torch.mpi_ops import allreduce, global_process_set, init, size, synchronize
+from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.sync_batch_norm import SyncBatchNorm
+if True:
+    import horovod
+from horovod import __version__
+
+version = horovod.__version__
+assert version == __version__
+same = [
+    (hvd, horovod.torch),
+    (hvd.allreduce, allreduce),
+    (hvd.broadcast_parameters, broadcast_parameters),
+    (hvd.elastic.run, run),
+    (hvd.elastic.TorchState, OfItsOwnModule),
+    (hvd.elastic.ElasticSampler, OfItsModule),
+    (hvd.elastic.State, State),
+    (hvd.rank, rank),
+    (hvd.ProcessSet, ProcessSet),
+    (hvd.global_process_set, global_process_set),
+    (hvd.HorovodInternalError, HorovodInternalError),
+    (hvd.Compression, Compression),
+    (hvd.DistributedOptimizer, DistributedOptimizer),
+    (hvd.SyncBatchNorm, SyncBatchNorm),
+]
+built = gloo_built() or mpi_built(verbose=True) or hvd.nccl_built()
+'''
+
+
+def test_one_command_changes_every_import(tmp_path: Path) -> None:
+    (command,) = re.findall(r"    (sed -Ei [^`]*?train\.py)\n", PAGE.read_text())
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)  # noqa: S602 (the page's)
+    changed = script.read_text()
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)  # noqa: S602
+    assert script.read_text() == changed, "a second time nothing is to be changed"
+    assert not re.search(r"(import|from) horovod\b", changed)
+    found = runpy.run_path(str(script))
+    assert all(one is other for one, other in found["same"])
+    assert found["built"] is False
+    assert re.fullmatch(r"\d+\.\d+\.\d+", found["version"])
+
+
+def test_what_horovodrun_did_is_refused_with_the_way_to_start() -> None:
+    from worker_client import horovod  # noqa: PLC0415 (needs torch)
+
+    with pytest.raises(AttributeError, match="start the script with torchrun or mpirun"):
+        horovod.run  # noqa: B018 (to look it up)

@@ -1,0 +1,1 @@
+"""What the interfaces of all frameworks have in common, by Horovod's names of modules."""

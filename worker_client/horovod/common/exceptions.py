@@ -1,0 +1,19 @@
+"""What calls and elastic functions raise, by Horovod's names."""
+
+from __future__ import annotations
+
+from reducer.errors import ReductionError as HorovodInternalError
+
+__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
+    """Ranks have left or joined: `run` begins again with the function.
+
+    Args:
+        skip_sync: the states of the ranks need not be made the same before.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("ranks have left or joined")
+        self.skip_sync = skip_sync
