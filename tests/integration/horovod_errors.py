@@ -132,6 +132,27 @@ def case_broadcasts_that_differ() -> None:
     assert torch.equal(mine, torch.full((2, 3), float(rank)))
 
 
+def case_shapes_that_differ_in_reductions() -> None:
+    last = hvd.rank() == hvd.size() - 1
+    mine = torch.ones((3, 2) if last else (2, 3))
+    same = torch.ones(4)
+    for name, call in {
+        "all": lambda: hvd.allreduce(mine, name="all"),
+        "group": lambda: hvd.grouped_allreduce([same, mine], name="group"),
+        "rows": lambda: hvd.reducescatter(mine, name="rows"),
+        "many": lambda: hvd.grouped_allreduce([same] * 40 + [mine], name="many"),
+    }.items():
+        with soon(f"allreduce.{name}.* disagree on shape: rank 0 says"):
+            call()
+        twenty_calls_are_right()
+
+
+def case_joined_ranks_have_any_shape() -> None:
+    if hvd.rank() == 0:
+        assert hvd.allreduce(torch.ones(2, 3), op=hvd.Sum).tolist() == [[1.0] * 3] * 2
+    hvd.join()
+
+
 def case_who_joined_last_has_the_model() -> None:
     """The usual idiom: the others take over the weights of the rank that had most data."""
     for last in (*range(hvd.size()), 0):

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 import worker_client
-from reducer.errors import ConfigError, LocalProtocolError, ReductionTimeout
+from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
@@ -101,6 +101,28 @@ def test_many_in_flight_and_many_threads(job: Callable[..., list[Client]]) -> No
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert results == [3.0] * 300
+
+
+def test_a_shape_goes_with_a_name(job: Callable[..., list[Client]]) -> None:
+    clients = job(2)
+    for client in clients:
+        with pytest.raises(ConfigError, match="give name= as well"):
+            client.all_reduce(np.zeros(6, np.float32), shape="(2, 3)")
+        with pytest.raises(ConfigError, match=r"str\(array\.shape\)"):
+            client.all_reduce(np.zeros(6, np.float32), name="m", shape=(2, 3))
+    works = [
+        client.all_reduce(np.zeros(6, np.float32), name="n", shape=f"({rank + 1}, 3)")
+        for rank, client in enumerate(clients)
+    ]
+    for work in works:
+        with pytest.raises(MismatchError, match=r"on shape: rank 0 says \(1, 3\), rank 1 says"):
+            work.wait()
+    works = [
+        client.all_reduce(np.ones(6, np.float32), "sum", name="n", shape="(2, 3)")
+        for client in clients
+    ]
+    for work in works:
+        work.wait()
 
 
 def test_shutdown_ends_what_is_in_flight(job: Callable[..., list[Client]]) -> None:

@@ -22,9 +22,11 @@ def key(
     dtype: DType = DType.FLOAT32,
     op: ReduceOp = ReduceOp.SUM,
     n: int = 8,
+    *,
     call: int = 0,
+    shape: str = "",
 ) -> Key:
-    return Key(Tensor(name, dtype, op, n), call)
+    return Key(Tensor(name, dtype, op, n, shape=shape), call)
 
 
 def calls(count: int) -> list[Key]:
@@ -99,6 +101,17 @@ def test_a_tensor_is_announced_once() -> None:
     assert ranks.sums == 6
 
 
+def test_shapes_are_announced_where_they_are_given_and_once() -> None:
+    ranks = Ranks(2)
+    a, b = key("a", shape="(2, 1)"), key("b")
+    ranks.round([a, b], [a, b])
+    said = ranks.all[0]._said.decode()
+    assert said == '[["a",1,1,8,false,0,"(2, 1)"],["b",1,1,8,false,0]]'
+    a, b = key("a", shape="(2, 1)", call=1), key("b", call=1)
+    assert ranks.round([a, b], [a, b])[0].ready == tensors(a, b)
+    assert ranks.all[0]._said == b""
+
+
 def test_nothing_at_some_rank_is_no_agreement() -> None:
     ranks = Ranks(2)
     assert ranks.round([], [key("a")])[1] == Decision([], {}, {}, {})
@@ -112,6 +125,7 @@ def test_nothing_at_some_rank_is_no_agreement() -> None:
         (key("a", n=16), "total_bytes", 8, 16),
         (key("a", DType.INT32), "dtype", "FLOAT32", "INT32"),
         (key("a", op=ReduceOp.MAX), "op", "SUM", "MAX"),
+        (key("a", shape="(2,)"), "shape", "", "(2,)"),
     ],
 )
 def test_ranks_that_differ_are_named(other: Key, field: str, expected: object, got: object) -> None:

@@ -89,6 +89,14 @@ def test_what_an_array_is(submissions: Submissions, submit: Submit, dtype: DType
         submissions.requests.clear()
 
 
+def test_a_name_may_have_another_shape_at_another_time(submissions: Submissions) -> None:
+    array = np.ones(6, np.float32)
+    for shape in ("(2, 3)", "(3, 2)", "(3, 2)", ""):
+        request = submissions.submit(array, "sum", "grad", None, False, shape)
+        assert request.tensor == Tensor("grad", DType.FLOAT32, ReduceOp.SUM, 24, shape=shape)
+        submissions.requests.clear()
+
+
 def test_a_name_may_be_exact_at_one_time_and_not_at_another(
     submissions: Submissions, submit: Submit
 ) -> None:

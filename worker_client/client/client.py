@@ -244,6 +244,7 @@ class Client:
         weight: float | None = None,
         residual: Any = None,
         exact: bool = False,
+        shape: str = "",
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -276,6 +277,8 @@ class Client:
                 has ended. For data in host memory.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
+            shape: with a name: any text that is to be the same at every rank, such as the shape of
+                what `data` was made of; ranks that differ in it get a MismatchError.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
@@ -288,9 +291,16 @@ class Client:
         exact = bool(exact)
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
-            check = partial(self._check_named, weight, residual, exact)
+            check = partial(self._check_named, weight, residual, exact, shape)
             return self._fusion.submit(
-                data, op, name, timeout, exact=exact, residual=residual, check=check
+                data,
+                op,
+                name,
+                timeout,
+                exact=exact,
+                shape=shape,
+                residual=residual,
+                check=check,
             )
         call = object()
         with self._order:
@@ -299,6 +309,8 @@ class Client:
                     self._check_usable()  # before a residual is used up; others see it later
                 self._calls += 1
                 self._since = time.monotonic()
+                if shape:
+                    raise ConfigError("shape= is compared in calls with a name: give name= as well")
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
                 if self._piecewise and not array and is_on_device(data):
                     self._check_usable()
@@ -617,8 +629,10 @@ class Client:
         if self._staging.is_this_thread or self._ordered.in_callback:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
 
-    def _check_named(self, weight: float | None, residual: Any, exact: bool) -> None:
+    def _check_named(self, weight: float | None, residual: Any, exact: bool, shape: str) -> None:
         self._check_usable()
+        if type(shape) is not str:
+            raise ConfigError(f"shape= takes text, such as str(array.shape), got {shape!r}")
         refuse_extras("calls that have names", weight=weight)
         if residual is not None:
             _check_residual(exact)

@@ -22,7 +22,13 @@ class CompiledSubmissions:
         self, changed: threading.Condition, lock: Any, lead: Lead, timeout_s: float, threshold: int
     ) -> None: ...
     def submit(
-        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None, exact: bool
+        self,
+        data: Any,
+        op: str | ReduceOp,
+        name: str,
+        timeout: float | str | None,
+        exact: bool,
+        shape: str = "",
     ) -> Request: ...
     @staticmethod
     def pack(requests: Sequence[Any], into: memoryview) -> None: ...

@@ -82,6 +82,7 @@ cdef class Known:
     cdef object dtype
     cdef Py_ssize_t nbytes
     cdef bint exact
+    cdef object shape
 
 
 cdef class CompiledSubmissions:
@@ -102,7 +103,7 @@ cdef class CompiledSubmissions:
         self._notify, self._lock, self._lead = changed.notify_all, lock, lead
         self._timeout_s, self._threshold = timeout_s, threshold
 
-    def submit(self, data, op, name, timeout, bint exact):
+    def submit(self, data, op, name, timeout, bint exact, shape=""):
         cdef object made = CompiledRequest()  # a variable of C's type could not hold the class
         cdef RequestState request = <RequestState>made
         cdef object dtype = borrow(request, data)
@@ -115,9 +116,10 @@ cdef class CompiledSubmissions:
             or known.dtype is not dtype
             or known.nbytes != request._nbytes
             or known.exact != exact
+            or known.shape != shape
         ):
             reduction, timeout_s = parse(dtype, op, name, timeout, self._timeout_s)
-            tensor = Tensor(name, dtype, reduction, request._nbytes, exact)
+            tensor = Tensor(name, dtype, reduction, request._nbytes, exact, shape)
             known = self.learn(tensor, op)
         now = _now()
         request.tensor, request.data, request.missing = known.tensor, data, ()
@@ -142,7 +144,7 @@ cdef class CompiledSubmissions:
     cdef Known learn(self, tensor, op):
         cdef Known known = Known()
         known.tensor, known.op = tensor, op
-        _, known.dtype, _, known.nbytes, known.exact = tensor
+        _, known.dtype, _, known.nbytes, known.exact, known.shape = tensor
         if len(self._known) >= _MOST_TENSORS:
             self._known = {}
         self._known[tensor.name] = known

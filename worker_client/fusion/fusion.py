@@ -155,6 +155,7 @@ class Fusion:
         timeout: float | str | None,
         *,
         exact: bool = False,
+        shape: str = "",
         residual: Any = None,
         check: Callable[[], None] | None = None,
     ) -> Work:
@@ -166,6 +167,7 @@ class Fusion:
             name: the same at every rank, and not that of another one in progress.
             timeout: until it fails.
             exact: whether it travels as it is.
+            shape: as there.
             residual: as there.
             check: called first; raises a ReductionError if the call may not be made.
 
@@ -179,10 +181,10 @@ class Fusion:
             if not self._begun:
                 self._begin()
             if residual is None:
-                return self._submissions.submit(data, op, name, timeout, exact)
+                return self._submissions.submit(data, op, name, timeout, exact, shape)
             kept = self._wire.residual(residual, host_buffer(data))
             with self._changed:  # the thread shall not have it before
-                request = self._submissions.submit(data, op, name, timeout, exact)
+                request = self._submissions.submit(data, op, name, timeout, exact, shape)
                 request.residual = kept
             return request
         except LocalProtocolError:
@@ -439,7 +441,9 @@ class Fusion:
                 self.decline(tensor.name, error)
             else:
                 with suppress(ReductionError):  # the client was shut down, as others hear
-                    self.submit(data, tensor.op, tensor.name, None, exact=tensor.exact)
+                    self.submit(
+                        data, tensor.op, tensor.name, None, exact=tensor.exact, shape=tensor.shape
+                    )
 
     def _rebase(self, bases: Mapping[str, int]) -> None:
         if not bases:

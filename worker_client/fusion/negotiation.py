@@ -3,10 +3,10 @@
 Ranks submit named tensors in any order and at different times, but all-reduces must be the same
 calls in the same order everywhere. So in rounds every rank says which tensors it has, and those
 that all ranks have are reduced, in an order that all derive from the same bytes. A tensor is
-announced once, with its name, dtype, reduction and size; from then on it is a bit at the index that
-all ranks gave it. Calls of one name are counted, so that nothing is mixed up after a failure: the
-bit says that a rank has the call that is next. A call that a rank gives up, as it was refused, is
-announced as well, with the reason: it fails at the others.
+announced once, with its name, dtype, reduction, size and shape; from then on it is a bit at the
+index that all ranks gave it. Calls of one name are counted, so that nothing is mixed up after a
+failure: the bit says that a rank has the call that is next. A call that a rank gives up, as it was
+refused, is announced as well, with the reason: it fails at the others.
 
 Names that never recur would fill the memory with their counts, so counts begin anew at times: all
 ranks subtract the same bases. One round alone cannot make them do so, as it may end well at some
@@ -25,7 +25,8 @@ A round is one sum of bytes, in which every rank has a section of its own, and z
     T/8 bytes which of the T known tensors it has, a bit each
 
 and, if anybody announces something, a second sum with all announcements, JSON, in rank order: a
-list for each tensor ([name, dtype, op, bytes, exact, call]), each call given up
+list for each tensor ([name, dtype, op, bytes, exact, call], and its shape, if the caller gave one,
+which is any text), each call given up
 ([name, call, reason, ranks that it was for in vain or null]), and bases ([{name: calls}]).
 """
 
@@ -56,17 +57,22 @@ MOST_KNOWN = 8192
 
 _HEAD = struct.Struct("<BBI")
 _AGES = 256  # that a byte tells apart; those of two ranks differ by one at most
-_TENSOR = ("name", "dtype", "op", "nbytes", "exact", "call")  # of an announcement
+_LEAST = 6  # parts of a tensor's announcement
 
 
 class Tensor(NamedTuple):
-    """What must be equal at all ranks for a tensor to be reduced."""
+    """What must be equal at all ranks for a tensor to be reduced.
+
+    Attributes:
+        shape: what its caller calls so; empty if it does not matter.
+    """
 
     name: str
     dtype: DType
     op: ReduceOp
     nbytes: int
     exact: bool = False
+    shape: str = ""
 
 
 class Key(NamedTuple):
@@ -188,7 +194,8 @@ class Negotiation:
             try:
                 has[indices[asked.tensor][asked.call]] = 1
             except KeyError:  # noqa: PERF203 (rare: at first alone)
-                news.append((*asked.tensor, asked.call))
+                *what, shape = asked.tensor
+                news.append((*what, asked.call, shape) if shape else (*what, asked.call))
         first = self._present[0] == self._rank  # of the latest round: one is enough
         if first and len(counts) > MOST_KNOWN and not self._based:
             news.append((dict(counts),))  # a copy, as threads go on to count
@@ -288,9 +295,9 @@ class Negotiation:
         end, length = self._ends[rank], self._lengths[rank]
         said = json.loads(self._announced[end - length : end].tobytes()) if length else []
         keys = [
-            Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes, exact), call)
-            for name, dtype, op, nbytes, exact, call in (
-                one for one in said if len(one) == len(_TENSOR)
+            Key(Tensor(name, DType(dtype), ReduceOp(op), nbytes, exact, *shape), call)
+            for name, dtype, op, nbytes, exact, call, *shape in (
+                one for one in said if len(one) >= _LEAST
             )
         ]
         given_up = [
@@ -302,7 +309,7 @@ class Negotiation:
         return keys, given_up, next((one[0] for one in said if len(one) == 1), {})
 
     def _learn(self, key: Key) -> None:
-        (name, dtype, op, nbytes, exact), call = key
+        (name, dtype, op, nbytes, exact, shape), call = key
         calls = self._indices.setdefault(key.tensor, {})
         if call in calls:
             return
@@ -311,7 +318,7 @@ class Negotiation:
         calls[call] = len(self._known)
         self._known.append(key.tensor)
         self._calls.append(call)
-        self._note(f"{name} {dtype:d} {op:d} {nbytes} {exact:d} {call}")
+        self._note(f"{name} {dtype:d} {op:d} {nbytes} {exact:d} {call}{shape}")
 
     def _go_on(self, complete: list[int]) -> list[Tensor]:
         """Let each of these bits mean the next call of its tensor; return the tensors."""
@@ -367,7 +374,7 @@ class Negotiation:
 
 def _mismatch(expected: Key, rank: int, got: Key, other_rank: int) -> MismatchError:
     one, other = ({"call": key.call, **key.tensor._asdict()} for key in (expected, got))
-    fields = ("call", "dtype", "op", "nbytes", "exact")
+    fields = ("call", "dtype", "op", "nbytes", "exact", "shape")
     field = next(name for name in fields if one[name] != other[name])
     says, other_says = (
         value.name if isinstance(value := of[field], (DType, ReduceOp)) else value
@@ -400,7 +407,7 @@ def group(
     done: list[list[Tensor]] = []
     filling: dict[tuple[int, int, bool], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        _, dtype, op, nbytes, _ = tensor
+        _, dtype, op, nbytes, _, _ = tensor
         is_rounded = rounded(tensor)
         if nbytes >= threshold or (is_rounded and apart):
             done.append([tensor])

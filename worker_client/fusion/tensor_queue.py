@@ -109,8 +109,14 @@ class Submissions(Protocol):
     news_since: float | None
     news_until: float
 
-    def submit(
-        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None, exact: bool
+    def submit(  # noqa: PLR0917 (by position, as there may be thousands in each step)
+        self,
+        data: Any,
+        op: str | ReduceOp,
+        name: str,
+        timeout: float | str | None,
+        exact: bool,
+        shape: str = "",
     ) -> Request:
         """Accept a tensor; the arguments are those of `Client.all_reduce`.
 
@@ -314,12 +320,18 @@ class PlainSubmissions:
         self._timeout_s = timeout_s
         self._threshold = threshold
 
-    def submit(
-        self, data: Any, op: str | ReduceOp, name: str, timeout: float | str | None, exact: bool
+    def submit(  # noqa: PLR0917 (by position, as there may be thousands in each step)
+        self,
+        data: Any,
+        op: str | ReduceOp,
+        name: str,
+        timeout: float | str | None,
+        exact: bool,
+        shape: str = "",
     ) -> Request:
         buffer = host_buffer(data)
         reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self._timeout_s)
-        tensor = Tensor(name, buffer.dtype, reduction, buffer.view.nbytes, exact)
+        tensor = Tensor(name, buffer.dtype, reduction, buffer.view.nbytes, exact, shape)
         now = time.monotonic()
         with self._lock:
             if self.refusal is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.groups import part_of
+from worker_client.horovod.groups import part_of, short
 from worker_client.horovod.ops import Handle, Op, divides, on_the_wire, scale_
 from worker_client.staging.arguments import parse_op
 from worker_client.staging.host_buffer import find_dtype
@@ -66,7 +66,8 @@ def start(
     for at, members in enumerate(packed_as):
         packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
         try:
-            work, end = _start_one(group, packed, part_of(base, at), op, scales)
+            shapes = short(" ".join(str(tuple(member.shape)) for member in members))
+            work, end = _start_one(group, packed, part_of(base, at), op, scales, shapes)
         except BaseException as error:  # of this part the others hear from the client
             for later in range(at + 1, len(packed_as)):
                 group.client.decline(error, name=part_of(base, later))
@@ -85,12 +86,17 @@ def start(
 
 
 def _start_one(
-    group: Group, flat: torch.Tensor, name: str, op: Op, scales: tuple[float, float]
+    group: Group,
+    flat: torch.Tensor,
+    name: str,
+    op: Op,
+    scales: tuple[float, float],
+    shapes: str,
 ) -> tuple[Work, Callable[[], None]]:
     """Start one all-reduce; return what to wait for, and what to call then."""
     before, after = scales
     scale_(flat, before)
-    work = group.client.all_reduce(flat, on_the_wire(op, flat.dtype), name=name)
+    work = group.client.all_reduce(flat, on_the_wire(op, flat.dtype), name=name, shape=shapes)
 
     def finish() -> None:
         if divides(op, flat.dtype):
