@@ -81,7 +81,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("tests/launch",),
     ),
     # -- what is beside them
-    ("examples/* tests/frameworks/*", (FRAMEWORKS,)),
+    ("examples/* tests/frameworks/* tests/horovod_imports.py", (FRAMEWORKS,)),
     ("examples/*.ipynb", (f"{JOBS}notebook.py",)),
     ("examples/elastic_digits.py", ("tests/lab/test_elastic.py",)),
     ("examples/quickstart.py", (f"{JOBS}readme.py", f"{JOBS}pages.py", "tests/launch")),

@@ -15,7 +15,7 @@ from reducer.errors import ConfigError
 from worker_client.tensorflow import all_reduce, broadcast_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from worker_client.client.client import Client
 
@@ -48,6 +48,25 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ConfigError: Keras runs on another backend than TensorFlow, `optimizer` is none or reduces
             already, or it would come to be inside a `LossScaleOptimizer`.
     """
+    worker_client.init() if client is None else client  # what is missing shows before a graph runs
+    return reduce_before_apply(optimizer, lambda grads, _: all_reduce(grads, op, client=client))
+
+
+def reduce_before_apply(
+    optimizer: keras.Optimizer, reduce: Callable[[list[Any], list[Any]], list[Any]]
+) -> keras.Optimizer:
+    """Let an optimizer apply what `reduce` makes of gradients.
+
+    Args:
+        optimizer: any of Keras's; it becomes one of a class derived from its own.
+        reduce: is given gradients and the variables that they are of; in a graph, mostly.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ConfigError: as `DistributedOptimizer`.
+    """
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(
             f"Keras runs on {keras.backend.backend()}, and DistributedOptimizer on TensorFlow: set "
@@ -65,11 +84,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         keras.config.dtype_policy().name == "mixed_float16"
     ):
         raise ConfigError(_SCALE_OUTSIDE)
-    worker_client.init() if client is None else client  # what is missing shows before a graph runs
 
     def apply(self: keras.Optimizer, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        reduced = all_reduce(list(grads), op, client=client)
-        base.apply(self, reduced, trainable_variables)
+        of = self._trainable_variables if trainable_variables is None else trainable_variables
+        base.apply(self, reduce(list(grads), list(of)), trainable_variables)
 
     names = {"apply": apply, _MARK: True, "__module__": base.__module__, "__doc__": base.__doc__}
     optimizer.__class__ = type(base.__name__, (base,), names)
@@ -109,7 +127,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             )
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        variables = [*self.model.weights, *optimizer.variables]
+        self._broadcast([*self.model.weights, *optimizer.variables])
+
+    def _broadcast(self, variables: list[Any]) -> None:
         broadcast_variables(variables, self._root, client=self._client)
 
 

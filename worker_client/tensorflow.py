@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util  # what says that XLA compiles has no other name
 
@@ -19,16 +20,16 @@ from reducer.errors import ConfigError
 from worker_client._packing import all_reduce_arrays, broadcast_arrays, on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from worker_client.client.client import Client
 
     F = TypeVar("F", bound=Callable[..., Any])
 
-_do_not_convert: Callable[[F], F] = tf.autograph.experimental.do_not_convert
+do_not_convert: Callable[[F], F] = tf.autograph.experimental.do_not_convert
 
 
-@_do_not_convert
+@do_not_convert
 def all_reduce(tensors: Any, op: str = "mean", *, client: Client | None = None) -> Any:
     """Return the reductions of `tensors` over all ranks.
 
@@ -49,17 +50,16 @@ def all_reduce(tensors: Any, op: str = "mean", *, client: Client | None = None) 
             cannot be reduced.
         ReductionError: as `Work.wait`, see above.
     """
-    _check_place()
     function = on_host(lambda used, arrays: all_reduce_arrays(used, arrays, op), client)
     leaves = tf.nest.flatten(tensors)
     given = [tf.convert_to_tensor(leaf) for leaf in leaves if leaf is not None]
-    reduced = iter(_on_host(function, given))
+    reduced = iter(run_on_host(function, given, [one.shape for one in given]))
     return tf.nest.pack_sequence_as(
         tensors, [None if leaf is None else next(reduced) for leaf in leaves]
     )
 
 
-@_do_not_convert
+@do_not_convert
 def broadcast_variables(
     variables: Iterable[Any], root: int = 0, *, client: Client | None = None
 ) -> None:
@@ -77,10 +77,10 @@ def broadcast_variables(
         ConfigError: as `all_reduce`; or there is no such rank, or a variable holds strings.
         ReductionError: as `Work.wait`, see above.
     """
-    _check_place()
     function = on_host(lambda used, arrays: broadcast_arrays(used, arrays, root), client)
     variables = list(variables)
-    values = _on_host(function, [tf.convert_to_tensor(variable) for variable in variables])
+    given = [tf.convert_to_tensor(variable) for variable in variables]
+    values = run_on_host(function, given, [one.shape for one in given])
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
 
@@ -102,7 +102,7 @@ class DistributedGradientTape:
         client: the one to use; `worker_client.init()`'s by default.
     """
 
-    @_do_not_convert
+    @do_not_convert
     def __init__(
         self, tape: tf.GradientTape, *, op: str = "mean", client: Client | None = None
     ) -> None:
@@ -120,7 +120,7 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
-    @_do_not_convert
+    @do_not_convert
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of `target` by `sources`, averaged over all ranks.
 
@@ -135,15 +135,28 @@ class DistributedGradientTape:
         return all_reduce(gradients, self._op, client=self._client)
 
 
-def _on_host(function: Callable[..., Any], tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Give the arrays of all tensors to `function` in one operation, and return its results."""
+def run_on_host(
+    function: Callable[..., Any], tensors: list[tf.Tensor], shapes: Sequence[Any]
+) -> list[tf.Tensor]:
+    """Give the arrays of all tensors to `function` in one operation, and return its results.
+
+    Args:
+        function: takes the arrays, and returns one of the same dtype for each.
+        tensors: may be none, and then nothing is called.
+        shapes: of the results, as far as they are known, which TensorFlow cannot find out.
+
+    Raises:
+        ConfigError: this is compiled by XLA, or runs on several replicas of one process.
+    """
+    _check_place()
     if not tensors:
         return []
-    results = tf.numpy_function(_do_not_convert(function), tensors, [one.dtype for one in tensors])
-    if tf.is_tensor(results):  # an eager call does not return a list of one
-        results = [results]
-    for result, tensor in zip(results, tensors, strict=True):
-        result.set_shape(tensor.shape)  # which TensorFlow cannot know of a function in Python
+    if tf.executing_eagerly():  # as tf.numpy_function does, which cannot do scalars of bfloat16
+        arrays = [np.asarray(one.numpy(), one.dtype.as_numpy_dtype) for one in tensors]
+        return [tf.convert_to_tensor(one) for one in function(*arrays)]
+    results = tf.numpy_function(do_not_convert(function), tensors, [one.dtype for one in tensors])
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
     return list(results)
 
 

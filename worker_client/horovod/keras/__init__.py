@@ -1,0 +1,202 @@
+"""Horovod's Keras interface over reducers, for Keras 3 on TensorFlow.
+
+``import worker_client.horovod.keras as hvd`` and ``import worker_client.horovod.tensorflow.keras as
+hvd`` are the same. What calls mean, and what is refused, is in ``docs/horovod.md``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from reducer.errors import ConfigError
+from worker_client.horovod.common import basics
+from worker_client.horovod.common.basics import *  # noqa: F403
+from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet
+from worker_client.horovod.keras import callbacks, elastic
+from worker_client.horovod.ops import Op
+from worker_client.horovod.tensorflow import mpi_ops
+from worker_client.horovod.tensorflow.compression import Compression
+from worker_client.horovod.tensorflow.functions import broadcast_global_variables
+from worker_client.horovod.tensorflow.gradients import Gradients, local_weights
+from worker_client.keras import reduce_before_apply
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from worker_client.horovod.tensorflow.compression import Compressor
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "elastic",
+    "load_model",
+    "reducescatter",
+]
+__all__ += basics.__all__
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",  # noqa: ARG001
+    device_sparse: str = "",  # noqa: ARG001
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Op.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,  # noqa: ARG001
+    groups: Any = None,  # noqa: ARG001
+    process_set: ProcessSet = ALL_RANKS,
+    scale_local_gradients: bool = True,
+) -> keras.Optimizer:
+    """Let an optimizer reduce gradients over all ranks before it applies them.
+
+    It is the same object afterwards, of a class derived from its own; a model that is saved with it
+    loads with the optimizer that it was.
+
+    Args:
+        optimizer: any of Keras's, that has applied nothing yet if there are several passes.
+        name: of the optimizer, from now on.
+        device_dense: changes nothing.
+        device_sparse: changes nothing.
+        compression: how gradients travel, one of `Compression`.
+        sparse_as_dense: whether `tf.IndexedSlices` travel as dense ones, instead of being gathered.
+        gradient_predivide_factor: gradients are divided by it before an average is taken, and
+            multiplied afterwards.
+        op: the reduction, `Average` by default.
+        backward_passes_per_step: how many add up before they are applied. They are reduced in each
+            pass.
+        average_aggregated_gradients: whether their sum is divided by their number.
+        num_groups: changes nothing: all gradients of a call travel together.
+        groups: changes nothing.
+        process_set: the ranks that take part; others apply their own gradients.
+        scale_local_gradients: whether gradients of local variables, which
+            ``register_local_var(variable)`` of the optimizer makes such, are divided by the number
+            of ranks.
+
+    Raises:
+        ConfigError: as `worker_client.keras.DistributedOptimizer`; or an argument is wrong, or
+            `hvd.init()` was not called.
+    """
+    passes = backward_passes_per_step
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be 1 or more, got {passes}")
+    gradients = Gradients(
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        process_set,
+        scale_local_gradients,
+    )
+    if passes > 1 and (optimizer.built or optimizer.gradient_accumulation_steps):
+        raise ConfigError(
+            "backward_passes_per_step= goes with an optimizer that has no variables yet, and no "
+            "gradient_accumulation_steps: wrap it before the model is compiled"
+        )
+
+    def reduce(grads: list[Any], variables: list[Any]) -> list[Any]:
+        reduced = gradients.reduce(grads, variables)
+        if passes == 1 or average_aggregated_gradients:
+            return reduced
+        return [one if one is None else one * passes for one in reduced]  # Keras takes a mean
+
+    reduce_before_apply(optimizer, reduce)
+    if passes > 1:
+        optimizer.gradient_accumulation_steps = passes
+    if name is not None:
+        optimizer.name = name
+    optimizer.register_local_var = gradients.keep_local
+    return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.Optimizer, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> keras.Optimizer:
+    """As `DistributedOptimizer`, but the weights of some layers are this rank's own.
+
+    Args:
+        optimizer: as of `DistributedOptimizer`, as are further arguments.
+        *args: these.
+        local_layers: a layer of Keras, or several.
+        **kwargs: further ones.
+
+    Raises:
+        ConfigError: as `DistributedOptimizer`, or one of these is no layer.
+    """
+    weights = local_weights(local_layers)
+    wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
+    for weight in weights:
+        wrapped.register_local_var(weight)
+    return wrapped
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Compressor = Compression.none,
+) -> Any:
+    """Return the reduction of what a tensor can be made of; see `hvd.allreduce` of TensorFlow."""
+    return mpi_ops.allreduce(
+        value,
+        average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+    )
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Return all ranks' values, one after the other along the first dimension."""
+    return mpi_ops.allgather(value, name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return the value of rank `root_rank`."""
+    return mpi_ops.broadcast(value, root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Op.AVERAGE) -> Any:
+    """Return this rank's rows of the reduction of what a tensor can be made of."""
+    return mpi_ops.reducescatter(value, op=op, name=name)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Compressor = Compression.none,
+) -> keras.Model:
+    """Return a saved model whose optimizer, with its state, is a `DistributedOptimizer`.
+
+    Args:
+        filepath: as of `keras.models.load_model`.
+        custom_optimizers: classes of optimizers that Keras does not know.
+        custom_objects: what else it does not know, by name.
+        compression: as of `DistributedOptimizer`.
+
+    Raises:
+        ConfigError: the model was saved without an optimizer.
+    """
+    named = {one.__name__: one for one in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ConfigError(f"{filepath} has no optimizer: compile the model before it is saved")
+    DistributedOptimizer(model.optimizer, compression=compression)
+    return model

@@ -1,0 +1,82 @@
+"""Calls between ranks on the host, in which TensorFlow's tensors are PyTorch's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+import torch
+
+from reducer.errors import ConfigError, ReductionError
+from worker_client.tensorflow import run_on_host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+
+class Host:
+    """Makes calls of this process for TensorFlow, eagerly and out of graphs.
+
+    Attributes:
+        failure: the latest error of a call; a graph keeps no more of it than its text.
+    """
+
+    def __init__(self) -> None:
+        self.failure: ReductionError | None = None
+
+    def call(
+        self,
+        function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+        tensors: Sequence[Any],
+        shapes: Sequence[Any],
+    ) -> list[tf.Tensor]:
+        """Return what `function` makes of tensors, in one operation, which runs on the host.
+
+        Args:
+            function: takes tensors of its own, which it may change, and returns one of the same
+                dtype for each.
+            tensors: of any dtype but strings.
+            shapes: of the results, as far as they are known.
+
+        Raises:
+            ConfigError: as `run_on_host`, or a tensor holds strings.
+        """
+
+        def on_host(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+            try:
+                return [_to_numpy(one) for one in function([_to_torch(one) for one in arrays])]
+            except ReductionError as error:
+                self.failure = error
+                raise
+
+        return run_on_host(on_host, [tf.convert_to_tensor(one) for one in tensors], shapes)
+
+
+def _to_torch(array: NDArray[Any]) -> torch.Tensor:
+    """Return a copy, as TensorFlow's memory is not to be written to.
+
+    Raises:
+        ConfigError: PyTorch has no such dtype.
+    """
+    copy = np.array(array, order="C")
+    if copy.dtype == tf.bfloat16.as_numpy_dtype:
+        return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(copy)
+    except TypeError:
+        raise ConfigError(
+            f"a tensor of {copy.dtype} cannot be sent to other ranks: use numbers, or "
+            "hvd.broadcast_object for others"
+        ) from None
+
+
+def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(tf.bfloat16.as_numpy_dtype)
+    return tensor.numpy()
+
+
+HOST = Host()
