@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import runpy
 import tempfile
 from pathlib import Path
@@ -308,7 +310,9 @@ def case_callbacks() -> None:
         ),
         seen,
     ]
-    history = fit(model, 2, epochs=5, callbacks=callbacks).history
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        history = fit(model, 2, epochs=5, callbacks=callbacks).history
+    assert ("Epoch 2: the learning rate is 0.5." in said.getvalue()) == (rank == 0)
     # From 0.5 / 2 to 0.5 in four batches; 0.1 to the power of 0 and 1; the epoch and its half.
     warm = [0.5 * (1 + at / 4) / 2 for at in (1, 2, 3, 4)]
     np.testing.assert_allclose(rates, [*warm, 0.5, 0.5, 0.05, 0.05, 2.0, 2.25], rtol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -194,4 +195,4 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch == self._warmup_epochs - 1 and CURRENT.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
-            keras.utils.io_utils.print_msg(f"\nEpoch {epoch + 1}: the learning rate is {rate:g}.")
+            sys.stdout.write(f"\nEpoch {epoch + 1}: the learning rate is {rate:g}.\n")
