@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from worker_client.client.client import Client
 
 
-def enders(client: Client) -> list[int | None]:
-    """Return the threads by which calls were ended of which each was waited for."""
-    found: list[int | None] = []
-    one_after_another(client)
+def enders(ours: Client, theirs: Client) -> list[int]:
+    """Return the threads by which our calls were ended of which each was waited for."""
+    found: list[int] = []
     for _ in range(40):
-        work = client.all_reduce(np.ones(4), op="sum")
+        work = ours.all_reduce(np.ones(4), op="sum")
         work.future().add_done_callback(lambda _: found.append(threading.get_ident()))
+        theirs.all_reduce(np.ones(4), op="sum")  # only now can it end
         work.wait(10)
     return found
 
 
-def test_who_waits_again_and_again_leads(client: Client) -> None:
-    assert enders(client).count(threading.get_ident()) >= 20
+def test_who_waits_again_and_again_leads(make: Callable[..., Client]) -> None:
+    assert enders(*half_a_job(make)).count(threading.get_ident()) >= 20
 
 
 def test_the_plain_transport_stays_with_its_thread(
     make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
-    client = make()
-    assert set(enders(client)) == {client._ordered.flat._thread.ident}
+    ours, theirs = half_a_job(make)
+    assert set(enders(ours, theirs)) == {ours._ordered.flat._thread.ident}
 
 
 def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
