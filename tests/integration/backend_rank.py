@@ -210,23 +210,6 @@ def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     assert then.wait() == 2 * 2 * WORLD_SIZE
 
 
-def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
-    """The last rank starts the first reduction when the others have started two."""
-    last = rank == WORLD_SIZE - 1
-    if last:
-        dist.barrier(gloo)
-    first = dist.all_reduce(torch.ones(3), async_op=True)
-    if not last:
-        late = first.get_future().then(lambda _: dist.all_reduce(torch.ones(5)))
-    second = dist.all_reduce(torch.ones(4), async_op=True)
-    if not last:
-        dist.barrier(gloo)
-        with pytest.raises(RuntimeError, match=r"LocalProtocolError.*bucket_cap_mb"):
-            late.wait()
-    first.wait()
-    second.wait()
-
-
 def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:
     job = dist.group.WORLD.client.spec.job
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
