@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -317,6 +319,34 @@ def case_dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
     assert torch.equal(
         parts.redistribute(mesh, [Shard(0)]).to_local(), total.chunk(WORLD_SIZE)[rank]
     )
+
+
+def case_power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
+    """Its hook waits for reductions in callbacks of others: it fails, and says why.
+
+    It does not wait at a rank where a reduction has ended before its callback was there, as torch
+    calls that at once then. Such a rank goes on, and meets another call of the others.
+    """
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+    said = ""
+    try:
+        model(torch.ones(1, 64)).sum().backward()
+    except RuntimeError as error:
+        said = str(error)
+    waited = "PowerSGD's hook does so" in said
+    assert waited or not said or "MismatchError" in said or "ranks disagree" in said, said
+    if waited:
+        with suppress(RuntimeError):  # it meets what such a rank goes on with
+            dist.all_reduce(torch.ones(3))
+    dist.barrier(gloo)
+    tensor = torch.ones(3)  # at every rank the same number of calls had been made by then
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [WORLD_SIZE**2] * 3
 
 
 def case_fsdp(rank: int, gloo: dist.ProcessGroup) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch._C._distributed_c10d import Work as TorchWork  # what torch.distributed.Work is
 
+from reducer.errors import LocalProtocolError
+
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Sequence
@@ -45,7 +47,7 @@ class ReductionWork(TorchWork):
         results: the tensors that hold the result at the end.
         finish: puts the result into them, when all parts have ended well; once, and perhaps on the
             client's thread.
-        begin: called on the thread that calls the future's callbacks, before them.
+        in_callback: whether this thread is in a callback of an all-reduce.
     """
 
     def __init__(
@@ -54,13 +56,13 @@ class ReductionWork(TorchWork):
         results: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
         *,
-        begin: Callable[[], None] | None = None,
+        in_callback: Callable[[], bool],
     ) -> None:
         super().__init__()
         self._parts = parts
         self._results = results
         self._finish = finish
-        self._begin = begin
+        self._in_callback = in_callback
         self._missing = len(parts)  # parts that have not told the future of their end
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
@@ -119,11 +121,19 @@ class ReductionWork(TorchWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the tensors that hold the result.
 
-        Its callbacks run on a thread of their own, unless it is done when they are added, and may
-        wait for other collectives, as PowerSGD's hooks do. A failure is a RuntimeError there,
-        whose text names the typed error that `wait` raises: the C++ code that reads such futures
-        knows no other.
+        Its callbacks may run on the client's thread, and must not wait for an all-reduce. A failure
+        is a RuntimeError there, whose text names the typed error that `wait` raises: the C++ code
+        that reads such futures knows no other.
+
+        Raises:
+            LocalProtocolError: this is such a callback; what waits for a future in C++ code cannot
+                be told that it would do so for ever.
         """
+        if self._in_callback():
+            raise LocalProtocolError(
+                "a callback of a collective's future asks for the future of another one: waiting "
+                "for it there would last for ever. PowerSGD's hook does so with tensors on the CPU"
+            )
         with self._lock:
             if self._future is None:
                 self._future = self._ended.then(lambda _: self._outcome())
@@ -138,15 +148,7 @@ class ReductionWork(TorchWork):
             self._missing -= 1
             last = self._missing == 0
         if last:
-            try:  # the client's thread, where this may be, is needed for what a callback waits for
-                threading.Thread(target=self._call_back, name="callbacks", daemon=True).start()
-            except RuntimeError:  # Python ends, and starts no more threads
-                self._call_back()
-
-    def _call_back(self) -> None:
-        if self._begin is not None:
-            self._begin()
-        self._ended.set_result(None)
+            self._ended.set_result(None)
 
     def _outcome(self) -> list[torch.Tensor]:
         error = self._error()
