@@ -48,21 +48,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         ConfigError: Keras runs on another backend than TensorFlow, `optimizer` is none or reduces
             already, or it would come to be inside a `LossScaleOptimizer`.
     """
+    check(optimizer)
     worker_client.init() if client is None else client  # what is missing shows before a graph runs
     return reduce_before_apply(optimizer, lambda grads, _: all_reduce(grads, op, client=client))
 
 
-def reduce_before_apply(
-    optimizer: keras.Optimizer, reduce: Callable[[list[Any], list[Any]], list[Any]]
-) -> keras.Optimizer:
-    """Let an optimizer apply what `reduce` makes of gradients.
-
-    Args:
-        optimizer: any of Keras's; it becomes one of a class derived from its own.
-        reduce: is given gradients and the variables that they are of; in a graph, mostly.
-
-    Returns:
-        `optimizer`.
+def check(optimizer: keras.Optimizer) -> None:
+    """See whether an optimizer can reduce gradients.
 
     Raises:
         ConfigError: as `DistributedOptimizer`.
@@ -72,11 +64,10 @@ def reduce_before_apply(
             f"Keras runs on {keras.backend.backend()}, and DistributedOptimizer on TensorFlow: set "
             "KERAS_BACKEND=tensorflow"
         )
-    base = type(optimizer)
     if not isinstance(optimizer, keras.Optimizer):
         raise ConfigError(
-            f"DistributedOptimizer takes an optimizer of Keras, got {base.__name__}: build one, "
-            "such as keras.optimizers.SGD()"
+            f"DistributedOptimizer takes an optimizer of Keras, got {type(optimizer).__name__}: "
+            "build one, such as keras.optimizers.SGD()"
         )
     if hasattr(optimizer, _MARK):
         raise ConfigError("the optimizer reduces gradients already: wrap it once")
@@ -84,6 +75,21 @@ def reduce_before_apply(
         keras.config.dtype_policy().name == "mixed_float16"
     ):
         raise ConfigError(_SCALE_OUTSIDE)
+
+
+def reduce_before_apply(
+    optimizer: keras.Optimizer, reduce: Callable[[list[Any], list[Any]], list[Any]]
+) -> keras.Optimizer:
+    """Let an optimizer apply what `reduce` makes of gradients.
+
+    Args:
+        optimizer: one that `check` takes; it becomes one of a class derived from its own.
+        reduce: is given gradients and the variables that they are of; in a graph, mostly.
+
+    Returns:
+        `optimizer`.
+    """
+    base = type(optimizer)
 
     def apply(self: keras.Optimizer, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         of = self._trainable_variables if trainable_variables is None else trainable_variables

@@ -20,7 +20,7 @@ from worker_client.horovod.tensorflow import mpi_ops
 from worker_client.horovod.tensorflow.compression import Compression
 from worker_client.horovod.tensorflow.functions import broadcast_global_variables
 from worker_client.horovod.tensorflow.gradients import Gradients, local_weights
-from worker_client.keras import reduce_before_apply
+from worker_client.keras import check, reduce_before_apply
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -111,6 +111,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             return reduced
         return [one if one is None else one * passes for one in reduced]  # Keras takes a mean
 
+    check(optimizer)
     reduce_before_apply(optimizer, reduce)
     if passes > 1:
         optimizer.gradient_accumulation_steps = passes
