@@ -139,6 +139,8 @@ def case_reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
         assert all(torch.equal(output, expected) for output in outputs)
         assert torch.equal(whole, untouched)
         assert reduced() - before == 4 * whole.nbytes
+        with pytest.raises(RuntimeError, match="must be world size"):  # in Gloo's words
+            dist.reduce_scatter(outputs[0], list(whole.chunk(WORLD_SIZE))[1:])
 
 
 def case_others(rank: int, gloo: dist.ProcessGroup) -> None:

@@ -290,7 +290,9 @@ class ReductionGroup(ProcessGroup):
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         options = asked(ReduceScatterOptions(), opts, timeout)
-        if self._can_reduce([one for per_rank in inputs for one in per_rank], options.reduceOp):
+        whole = all(len(per_rank) == self.size() for per_rank in inputs)  # else Gloo refuses it
+        given = [one for per_rank in inputs for one in per_rank]
+        if whole and self._can_reduce(given, options.reduceOp):
             return self._reduce(scattered(outputs, inputs, self.rank()), options)
         self._count()
         return self._inner.reduce_scatter(outputs, inputs, options)
