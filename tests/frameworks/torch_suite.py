@@ -57,7 +57,7 @@ class Name(str):
 
 
 def suite(backend: str) -> Any:
-    """Import torch's tests, those that there are for Gloo, to be run by a backend's name."""
+    """Import the tests that torch has for Gloo, to be run by a backend's name."""
     os.environ["BACKEND"] = GLOO  # what is skipped is decided while they are imported
     try:
         import expecttest  # noqa: F401

@@ -135,7 +135,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             log.warning("the momentum is not corrected when the learning rate changes")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Take note of the epoch."""
+        """Record the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
