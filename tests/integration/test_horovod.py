@@ -10,12 +10,13 @@ from tests.conftest import local_pool
 from tests.ranks import case_names, environments, ranks, run
 from tests.waits import eventually
 
-pytest.importorskip("torch", reason="needs torch")
+torch = pytest.importorskip("torch", reason="needs torch")
 
 OPS = "tests.integration.horovod_ops"
 TRAINING = "tests.integration.horovod_training"
 ELASTIC = "tests.integration.horovod_elastic"
 ERRORS = "tests.integration.horovod_errors"
+CUDA = "tests.integration.horovod_cuda"
 SIZE = 3
 
 
@@ -95,6 +96,11 @@ def environment(**told: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del given[name]
     return {**given, **told}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_gpu() -> None:
+    assert run_cases(CUDA, 2) == [dict.fromkeys(case_names(CUDA), "")] * 2
 
 
 def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left() -> None:

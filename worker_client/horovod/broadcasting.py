@@ -15,6 +15,7 @@ from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
 from worker_client.horovod.ops import Handle
 from worker_client.horovod.reduction import dense_copy
+from worker_client.staging.host_buffer import DEVICES
 
 if TYPE_CHECKING:
     from worker_client.client.client import Client
@@ -30,9 +31,9 @@ def check(tensor: torch.Tensor) -> None:
     """Refuse what cannot be broadcast.
 
     Raises:
-        ConfigError: the tensor is not in this machine's memory.
+        ConfigError: the tensor is neither on the CPU nor on a CUDA device.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in DEVICES:
         raise ConfigError(f"a tensor on {tensor.device} cannot be broadcast: use tensor.cpu()")
 
 
@@ -43,7 +44,7 @@ def start_broadcast(client: Client, tensor: torch.Tensor, root: int, wire: str) 
         ReductionError: as `Client.all_reduce`.
     """
     target = tensor.detach()
-    data = target.contiguous()
+    data = target.contiguous().cpu()  # in place, of a contiguous one in host memory
     what = f"{data.dtype} {tuple(data.shape)}"
     one = Broadcast(client, as_bytes(data).numpy(), root, what)
     work = client.all_reduce(one.sent, "sum", name=wire)
@@ -85,7 +86,7 @@ def broadcast_async_(
     """Start to replace a tensor by what it is at rank `root_rank`, bit for bit.
 
     Args:
-        tensor: CPU tensor of any dtype, of the same shape at every rank.
+        tensor: of any dtype, of the same shape at every rank.
         root_rank: the rank whose values it is to be, as ``hvd.rank()`` numbers it.
         name: the same at every rank; by default numbered.
         process_set: the ranks that take part.

@@ -50,18 +50,19 @@ class _Rows:
     def __str__(self) -> str:
         return f"{self._dtype} of shape {self.shape}"
 
-    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows."""
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the rows, of the dtype and on the device of another tensor."""
         if not self._values:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.frombuffer(self._values, dtype=torch.uint8).view(dtype).view(self.shape)
+            return like.new_empty(self.shape)
+        rows = torch.frombuffer(self._values, dtype=torch.uint8).view(like.dtype).view(self.shape)
+        return rows.to(like.device)
 
 
 def _payload(rows: torch.Tensor, splits: Sequence[int] = ()) -> bytes:
     dtype = str(rows.dtype).encode()
     head = _HEAD.pack(len(dtype), rows.dim(), len(splits))
     numbers = struct.pack(f"<{rows.dim() + len(splits)}q", *rows.shape, *splits)
-    return head + numbers + dtype + as_bytes(rows).numpy().tobytes()
+    return head + numbers + dtype + as_bytes(rows).cpu().numpy().tobytes()
 
 
 def _received(kind: str, group: Group, payloads: list[bytes]) -> list[_Rows]:
@@ -96,7 +97,7 @@ def start_gather(group: Group, tensor: torch.Tensor, name: str | None) -> Handle
 
     def finish() -> list[torch.Tensor]:
         said = _received("allgather", group, gathering.wait())
-        return [one.tensor(rows.dtype) for one in said]
+        return [one.tensor(rows) for one in said]
 
     return Handle([gathering], finish)
 
@@ -136,7 +137,7 @@ def allgather(
     """Return all ranks' tensors, one after the other along the first dimension.
 
     Args:
-        tensor: CPU tensor of any dtype; only the first dimension may differ between ranks.
+        tensor: of any dtype; only the first dimension may differ between ranks.
             Gradients pass through it.
         name: the same at every rank; by default numbered.
         process_set: the ranks that take part.
@@ -221,7 +222,7 @@ def _start_alltoall(
         parts = []
         for one in _received("alltoall", group, gathering.wait()):
             begin = sum(one.splits[: group.rank])
-            parts.append(one.tensor(rows.dtype)[begin : begin + one.splits[group.rank]])
+            parts.append(one.tensor(rows)[begin : begin + one.splits[group.rank]])
         return parts
 
     return Handle([gathering], finish)
@@ -286,7 +287,7 @@ def alltoall(
     """Give each rank some of this rank's rows, and return those that others have for this one.
 
     Args:
-        tensor: CPU tensor of any dtype; only the first dimension may differ between ranks.
+        tensor: of any dtype; only the first dimension may differ between ranks.
             Gradients pass through it.
         splits: how many rows go to each rank, in rank order, integers; None for equally many.
         name: the same at every rank; by default numbered.

@@ -50,7 +50,7 @@ def sparse_allreduce_async(
     """Start the reduction of a sparse tensor over all ranks.
 
     Args:
-        tensor: sparse CPU tensor, of the same shape at every rank; indices may differ.
+        tensor: sparse tensor, of the same shape at every rank; indices may differ.
         name: the same at every rank; None takes a number.
         op: `Average` or `Sum`.
         process_set: the ranks that take part.

@@ -38,7 +38,7 @@ def broadcast_parameters(
         root_rank: the rank whose values they are to be.
 
     Raises:
-        ConfigError: one is not a CPU tensor, or there is no such rank.
+        ConfigError: one is no tensor, or on a device that is not served; or there is no such rank.
         MismatchError: ranks disagree on the root, or on the tensors' names, and nothing has
             changed; or on a tensor's dtype or shape, and the other tensors are the root's.
         ReductionError: as `Client.all_reduce`.
