@@ -6,7 +6,7 @@ import torch
 
 import worker_client.horovod.torch as hvd
 
-LARGE = 1_000_003  # elements: more than are fused, and no multiple of anything
+LARGE = 1_000_003  # elements: an odd number
 
 
 def mine(*shape: int) -> torch.Tensor:

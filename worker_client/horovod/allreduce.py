@@ -66,7 +66,7 @@ def allreduce_async_(
     """Start to replace a tensor by its reduction over all ranks; for `synchronize` or `poll`.
 
     Args:
-        tensor: of any shape, the same at every rank.
+        tensor: on the CPU or a CUDA device, of any shape, the same at every rank.
         average: the older way to say `Average` or `Sum`.
         name: the same at every rank; by default numbered.
         op: `Average` (the default; of integers rounded towards zero), `Sum`, `Min`, `Max` or
@@ -133,7 +133,7 @@ def allreduce(
     """Return the reduction of a tensor over all ranks, through which gradients pass.
 
     Args:
-        tensor: of any shape, the same at every rank.
+        tensor: on the CPU or a CUDA device, of any shape, the same at every rank.
         average: the older way to say `Average` or `Sum`.
         name: the same at every rank; by default numbered.
         compression: how it travels, one of `Compression`.

@@ -86,7 +86,7 @@ def broadcast_async_(
     """Start to replace a tensor by what it is at rank `root_rank`, bit for bit.
 
     Args:
-        tensor: of any dtype, of the same shape at every rank.
+        tensor: on the CPU or a CUDA device, of any dtype, and of the same shape at every rank.
         root_rank: the rank whose values it is to be, as ``hvd.rank()`` numbers it.
         name: the same at every rank; by default numbered.
         process_set: the ranks that take part.

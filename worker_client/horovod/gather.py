@@ -137,8 +137,8 @@ def allgather(
     """Return all ranks' tensors, one after the other along the first dimension.
 
     Args:
-        tensor: of any dtype; only the first dimension may differ between ranks.
-            Gradients pass through it.
+        tensor: on the CPU or a CUDA device, of any dtype; only the first dimension may differ
+            between ranks. Gradients pass through it.
         name: the same at every rank; by default numbered.
         process_set: the ranks that take part.
 
@@ -287,8 +287,8 @@ def alltoall(
     """Give each rank some of this rank's rows, and return those that others have for this one.
 
     Args:
-        tensor: of any dtype; only the first dimension may differ between ranks.
-            Gradients pass through it.
+        tensor: on the CPU or a CUDA device, of any dtype; only the first dimension may differ
+            between ranks. Gradients pass through it.
         splits: how many rows go to each rank, in rank order, integers; None for equally many.
         name: the same at every rank; by default numbered.
         process_set: the ranks that take part.
