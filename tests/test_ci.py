@@ -109,8 +109,7 @@ ONCE = """
 from pathlib import Path
 import pytest
 
-@pytest.mark.parametrize("at", range(%d))
-def test_it(at):
+def test_it():
     runs = Path("runs")
     runs.write_text(runs.read_text() + "x" if runs.exists() else "x")
     %s
@@ -119,24 +118,26 @@ RAN = "make: *** [Makefile:55: test] Error 1\n"
 
 
 @pytest.mark.parametrize(
-    ("tests", "body", "log", "status_and_runs"),
+    ("files", "body", "log", "status_and_runs"),
     [
         (1, "assert runs.read_text() != 'x'", RAN, (0, 4)),  # it fails beside others alone
         (1, "assert runs.read_text() not in ('x', 'xxx')", RAN, (1, 3)),
         (1, "assert False", RAN, (1, 2)),
         (1, "assert runs.read_text() != 'x'", "make: *** [Makefile:55: test] Error 2\n", (1, 1)),
         (1, "pytest.skip('not now') if runs.read_text() != 'x' else 1 / 0", RAN, (1, 2)),
+        (2, "assert len(runs.read_text()) > 2", RAN, (0, 8)),
         (4, "assert len(runs.read_text()) > 4", RAN, (1, 4)),  # too many for what is beside them
     ],
 )
 def test_a_test_that_fails_has_a_second_look(
-    tmp_path: Path, tests: int, body: str, log: str, status_and_runs: tuple[int, int]
+    tmp_path: Path, files: int, body: str, log: str, status_and_runs: tuple[int, int]
 ) -> None:
     """With pytest itself, and what it leaves behind."""
     (tmp_path / ".ci").mkdir()
     script = tmp_path / ".ci" / "second_look.py"
     script.write_text((ROOT / ".ci" / "second_look.py").read_text())
-    (tmp_path / "test_once.py").write_text(ONCE % (tests, body))
+    for at in range(files):
+        (tmp_path / f"test_once_{at}.py").write_text(ONCE % body)
     (tmp_path / "log").write_text(log)
     environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
 

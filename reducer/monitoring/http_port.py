@@ -48,7 +48,8 @@ CONNECTION_S = 5.0  # to ask, and again for the answer
 MAX_HEAD_BYTES = 8 << 10  # of the request line and all headers
 POLL_S = 0.1  # how soon the port closes, and a connection that has had its time
 # After all that clients do there is a pause of so many times what that has taken of a core, in
-# parts that are not too long; meanwhile no answer is begun.
+# parts that are not too long; meanwhile no answer is begun. No more than half of the time that a
+# request may wait is ever owed: one that comes after a costly answer is answered all the same.
 TIMES = 4
 PAUSE_S, MOST_S = 0.005, 0.1
 CROWD, CROWD_S = 32, 0.05  # the shortest pause while more than so many have yet to ask
@@ -284,7 +285,8 @@ class _Connections:
         self._drop_late(time.monotonic())
         with self._lock:
             spent_s, self._spent_s = self._spent_s, 0.0
-        self._owed_s += TIMES * (spent_s + time.thread_time() - began_s)
+        spent_s += time.thread_time() - began_s
+        self._owed_s = min(self._owed_s + TIMES * spent_s, CONNECTION_S / 2)
         if ready or waits:
             least_s = CROWD_S if len(self._asking) > CROWD else PAUSE_S
             pause_s = min(max(least_s, self._owed_s), MOST_S)

@@ -351,6 +351,19 @@ def test_answers_get_no_more_than_a_part_of_a_core(
     assert time.monotonic() - began > http_port.TIMES * paused_for
 
 
+def test_a_costly_answer_costs_nobody_an_answer(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.setattr(http_port, "CONNECTION_S", 2.0)
+
+    def take_very_long(_: object) -> bytes:
+        while http_port.TIMES * time.thread_time() < 1.5 * http_port.CONNECTION_S:
+            pass
+        return b"{}"
+
+    monkeypatch.setattr(status, "dump", take_very_long)
+    assert ask(port, "/status.json")[0] == 200
+    assert ask(port, "/healthz")[0] == 200
+
+
 def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
     asked = []
     inbox = server._lanes[0].inbox
