@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 MIN_SHARD = 32 << 10  # bytes; a smaller one costs more in messages than it saves in time
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 256 << 10  # more of it leaves the caches before it is summed
-CHUNK_S = 0.001  # what a chunk should take on the link
+# What a chunk should take on the link, at most. So links of 1, 2.5, 5 and 10 Gbit/s are far from
+# the rates at which chunks double: what is measured may be a seventh more than a link carries.
+CHUNK_S = 0.0007
 MANY_CHUNKS = 8  # of a shard: its first and its last ones, when a link rests, cost it little
 
 
@@ -100,7 +102,7 @@ def mixed_weights(workers: int, pool: int) -> tuple[int, ...]:
 
 
 def chunk_size(rate: float) -> int:
-    """Return what a link carries in about a millisecond, in bytes: the measure of chunks.
+    """Return what a link carries in `CHUNK_S`, in bytes: the measure of chunks.
 
     A large chunk costs less per byte, but nothing of it comes back before all of it has arrived
     from every rank.

@@ -47,7 +47,7 @@ def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
     assert (question.dtype, question.op) == (DType.INT64, ReduceOp.MIN)
     assert struct.unpack("<4q", question.view) == (1_200_000_000, 1, 0, 1)
     assert question.timeout_s == 7.0
-    question.view[:] = struct.pack("<4q", 300_000_000, 1, 0, 0)  # what all ranks can do
+    question.view[:] = struct.pack("<4q", 400_000_000, 1, 0, 0)  # what all ranks can do
     assert agreement.answer() == [True, False, False]
     assert agreement.chunk_bytes == 256 * KIB
     assert agreement.chunk_bytes_of(64 << 20, 4) == 256 * KIB
