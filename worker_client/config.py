@@ -190,8 +190,7 @@ class WorkerConfig(BaseSettings):
     """``bf16`` or ``fp16``: float32 buffers of 16 KiB and more travel in 16 bits for sum, mean, min
     and max, the same at every rank. ``int8`` or ``fp8_e4m3``: in 8 bits, with one float32 scale for
     252 values, for sum and mean. Each contribution is rounded before it is sent, and each result
-    once. Tensors on a GPU are cast only in calls with names or with REDUCTION_HIERARCHY=auto
-    (docs/frameworks.md#pytorch-ddp)."""
+    once. Tensors on a GPU are cast in host memory (docs/frameworks.md#gradients-on-a-gpu)."""
 
     keys: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``, for a pool that demands

@@ -65,8 +65,8 @@ class ReductionState:
         client: the one to use; `worker_client.init()`'s by default.
         weight: of this rank's gradients in their mean; see the property.
         error_feedback: keep, for each parameter, what the cast to the wire's type takes away from
-            its gradient, and add it to the next step's: a further float32 tensor for each. By
-            default that is done for gradients in host memory that travel in 8 bits. Rounding of the
+            its gradient, and add it to the next step's: a further float32 tensor for each, in host
+            memory. By default that is done for gradients that travel in 8 bits. Rounding of the
             mean, at the reducers, takes nothing away on average.
         named_parameters: the model's, as its `named_parameters()` gives them. `exclude` and
             `state_dict` need them.
@@ -233,9 +233,8 @@ class ReductionState:
     def _residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
         feedback = self.error_feedback
         if feedback is None:
-            # A residual goes with data in host memory.
             wire = WIRE_DTYPES[self.client.wire_dtype]
-            feedback = wire is not None and wire.is_block and parameter.device.type == "cpu"
+            feedback = wire is not None and wire.is_block
         if not feedback:
             return None
         if parameter not in self._residuals:
@@ -344,7 +343,8 @@ def _unpack(packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 
 def _like(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+    # Gradients are cast in host memory.
+    return torch.zeros_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
 
 
 def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

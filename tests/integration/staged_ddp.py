@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import DeviceError, ReductionError
 from tests.ranks import write_result
-from tests.worker_client.slow_device import SlowDevice
-from worker_client.client import client as client_module
+from tests.worker_client.slow_device import SlowDevice, stage_all
 from worker_client.staging import device, split_call
 
 STEPS = 20
@@ -100,8 +99,7 @@ def main(kind: str) -> None:
     stock = train("cuda:0" if kind == "cuda" else "cpu", reduction=False)
     split_call.PIECE_BYTES = 4096
     if kind == "slow":
-        client_module.is_on_device = lambda data: isinstance(data, torch.Tensor)
-        device.open_device = slow
+        stage_all(slow)
     on = "cuda:0" if kind == "cuda" else "cpu"
     results = {"stock": stock, "ours": train(on, reduction=True), "late": late(on)}
     threads = worker_client.init()._staging._threads

@@ -1,6 +1,7 @@
 """One rank of test_wire_ddp: DDP trainings with 16 or 8 bits on the wire, and unequal batches.
 
-Started as `python -m tests.integration.wire_ddp CASES` with torchrun's environment.
+Started as `python -m tests.integration.wire_ddp CASES host|slow|cuda` with torchrun's environment:
+tensors are in host memory, on the tests' own device, which is that as well, or on a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import worker_client
 from bench import block8_oracle
 from tests.integration.ddp_cases import digest
 from tests.ranks import refusal, write_result
+from tests.worker_client.slow_device import SlowDevice, stage_all
 from worker_client.ddp import ReductionState, reduction_hook
 
 if TYPE_CHECKING:
@@ -29,12 +31,12 @@ FEEDBACK = {"feedback": True, "default": None}
 EARLY = 8  # steps that rank 0 leaves out in the case "join"
 
 
-def make(bucket_cap_mb: float = 0.1) -> DistributedDataParallel:
-    """Two buckets and more, smooth layers, float64 where nothing shall be rounded."""
+def make(on: str = "cpu") -> DistributedDataParallel:
+    """Two buckets and more, smooth layers."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 200)]
     layers += [torch.nn.Tanh(), torch.nn.Linear(200, 1)]
-    return DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_cap_mb)
+    return DistributedDataParallel(torch.nn.Sequential(*layers).to(on), bucket_cap_mb=0.1)
 
 
 def samples(step: int, rank: int) -> torch.Tensor:
@@ -46,8 +48,8 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
 
 
-def train(case: str) -> dict[str, object]:
-    ddp = make()
+def train(case: str, on: str) -> dict[str, object]:
+    ddp = make(on)
     state = None
     if case != "stock":
         state = ReductionState(error_feedback=FEEDBACK.get(case, False))
@@ -63,10 +65,11 @@ def train(case: str) -> dict[str, object]:
         for step in range(steps):
             if weighted:
                 state.weight = BATCHES[rank]
-            loss = loss_of(ddp, samples(step, rank))
+            loss = loss_of(ddp, samples(step, rank).to(on))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+    ddp.cpu()
     return {
         "loss": total_loss(ddp),
         "digest": digest(ddp),
@@ -80,23 +83,24 @@ def residuals(state: ReductionState | None) -> list[float]:
     return [kept.abs().max().item() for kept in state._residuals.values()] if state else []
 
 
-def one_step(wire: str) -> dict[str, list[str]]:
+def one_step(wire: str, on: str) -> dict[str, list[str]]:
     """Gradients of a first step, in which a layer is excluded, by what each is bit for bit."""
-    ddp = make()
+    ddp = make(on)
     rank = dist.get_rank()
-    own = make().module
-    loss_of(own, samples(0, rank)).backward()
-    both = [[torch.empty_like(p.grad) for _ in range(2)] for p in own.parameters()]
-    for gathered, parameter in zip(both, own.parameters(), strict=True):
-        dist.all_gather(gathered, parameter.grad)
+    own = make(on).module
+    loss_of(own, samples(0, rank).to(on)).backward()
+    mine = [parameter.grad.cpu() for parameter in own.parameters()]
+    both = [[torch.empty_like(gradient) for _ in range(2)] for gradient in mine]
+    for gathered, gradient in zip(both, mine, strict=True):
+        dist.all_gather(gathered, gradient)
     worker_client.attach(ddp, exclude=lambda name, _: name == "2.weight")
-    loss_of(ddp, samples(0, rank)).backward()
+    loss_of(ddp, samples(0, rank).to(on)).backward()
     found: dict[str, list[str]] = {"exact": [], "rounded": [], "neither": []}
     for (name, parameter), given in zip(ddp.module.named_parameters(), both, strict=True):
         exact = (given[0] + given[1]) / 2
         as_rounded = rounded_mean(wire, [gradient.numpy().reshape(-1) for gradient in given])
         of = {"exact": exact.numpy().tobytes(), "rounded": as_rounded.tobytes()}
-        got = parameter.grad.numpy().tobytes()
+        got = parameter.grad.cpu().numpy().tobytes()
         found[next((kind for kind, bits in of.items() if bits == got), "neither")].append(name)
     return found
 
@@ -130,9 +134,12 @@ def total_loss(model: torch.nn.Module) -> float:
         return loss_of(getattr(model, "module", model), x).item()
 
 
-def main(cases: str) -> None:
+def main(cases: str, kind: str = "host") -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if kind == "slow":
+        stage_all(lambda _: SlowDevice())
+    on = "cuda:0" if kind == "cuda" else "cpu"
     results: dict[str, object] = {}
     for case in cases.split(","):
         if case.startswith("alone"):
@@ -140,11 +147,12 @@ def main(cases: str) -> None:
         elif case == "refused":
             results[case] = refusal(ReductionState, error_feedback=True)
         elif case == "one_step":
-            results[case] = one_step(worker_client.init().wire_dtype)
+            results[case] = one_step(worker_client.init().wire_dtype, on)
         else:
-            results[case] = train(case)
+            results[case] = train(case, on)
     client = worker_client.init()
     results["bytes_reduced"], results["wire_dtype"] = client.bytes_reduced, client.wire_dtype
+    results["staged"] = client._staging.bytes_reduced > 0
     write_result(results)
     dist.barrier()
     dist.destroy_process_group()

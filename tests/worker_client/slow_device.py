@@ -16,6 +16,8 @@ import torch
 
 from reducer.errors import DeviceError
 from reducer.wire.constants import DType
+from worker_client.client import client as client_module
+from worker_client.staging import device, split_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,6 +164,13 @@ class Devices:
 
     def _before(self, way: str, number: int) -> None:
         self.before(way, number)  # what it is then
+
+
+def stage_all(open_device: Callable[[torch.device], SlowDevice], piece: int = PIECE) -> None:
+    """From now on all of this process' tensors are on a device, and their pieces are small."""
+    client_module.is_on_device = lambda data: isinstance(data, torch.Tensor)
+    device.open_device = open_device
+    split_call.PIECE_BYTES = piece
 
 
 class Gate:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import block8_oracle
 from reducer.errors import ConfigError, DeviceError, LocalProtocolError, MismatchError
 from tests.waits import eventually
 from tests.worker_client.slow_device import DTYPES, VIEWS, blocks_of, reduce_all, reduce_views
@@ -221,6 +222,27 @@ def test_page_locked_memory_is_used_again(job: Job) -> None:
     blocks = blocks_of(client)
     assert (blocks.used_bytes, blocks.idle_bytes) == (0, 12_000_000)
     assert blocks.take(12_000_000).is_pinned()
+
+
+@on_a_gpu
+def test_it_is_rounded_on_its_way(job: Job) -> None:
+    clients = job(2, wire_dtype="int8")
+    ones = [torch.randn(3 * PIECE_BYTES // 4 + 1, device="cuda") for _ in clients]
+    given = [one.cpu().numpy() for one in ones]
+    with pytest.raises(ConfigError, match="in host memory"):
+        clients[0].all_reduce(ones[0], residual=torch.zeros_like(ones[0]))
+    clients[1].decline(ConfigError("as rank 0"))
+    kept = [np.zeros_like(values) for values in given]
+    works = [
+        client.all_reduce(one, residual=residual)
+        for client, one, residual in zip(clients, ones, kept, strict=True)
+    ]
+    for work, residual, values in zip(works, kept, given, strict=True):
+        assert torch.equal(
+            work.wait(30).cpu(), torch.from_numpy(block8_oracle.reduced(given, mean=True))
+        )
+        sent = block8_oracle.arrives(block8_oracle.travels(values), values.size)
+        assert np.array_equal(residual, values - sent)
 
 
 @on_a_gpu

@@ -74,8 +74,17 @@ def test_no_page_locked_memory_is_left(
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64, PIECE - 1, PIECE, PIECE + 1, 10 * PIECE + 8])
 def test_pieces_cover_the_whole(devices: Devices, nbytes: int) -> None:
-    pieces = split_call.cut(nbytes)
+    pieces = split_call.cut(nbytes, rounded=False)
     assert len(pieces) == max(1, -(-nbytes // PIECE))
     assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
     assert pieces[-1][1] == nbytes
     assert all(end - start <= PIECE and start % 64 == 0 for start, end in pieces)
+
+
+@pytest.mark.parametrize("nbytes", [PIECE + 4, 10 * PIECE + 8, 1000 * PIECE])
+def test_pieces_that_are_rounded_are_whole_blocks(devices: Devices, nbytes: int) -> None:
+    pieces = split_call.cut(nbytes, rounded=True)
+    assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == nbytes
+    assert len(pieces) <= 126
+    assert all(start % 64 == 0 and start % (252 * 4) == 0 for start, _ in pieces)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench import block8_oracle
 from reducer.errors import ConfigError, ReductionTimeout
 from tests.waits import eventually
 from tests.worker_client.slow_device import (
@@ -23,6 +24,7 @@ from tests.worker_client.slow_device import (
     reduce_views,
 )
 from tests.worker_client.waits import at_all
+from worker_client.communicators import casting
 from worker_client.ddp import ReductionState
 
 if TYPE_CHECKING:
@@ -111,6 +113,68 @@ def test_the_hooks_future(job: Job, devices: Devices) -> None:
     futures = [state.start(one) for state, one in zip(states, ones, strict=True)]
     for future in futures:
         assert torch.equal(future.wait(), torch.full((5000,), 0.5))
+
+
+# -- in fewer bits ------------------------------------------------------------------------------
+
+ROUNDED = 10_001  # values: several pieces, whole blocks but for the last
+
+
+@pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("large_bytes", [casting.LARGE_BYTES, 1], ids=["", "cut no further"])
+def test_what_is_rounded_has_the_bits_that_it_would_have_in_host_memory(
+    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch, wire: str, large_bytes: int
+) -> None:
+    monkeypatch.setattr(casting, "LARGE_BYTES", large_bytes)
+    ones = [torch.randn(ROUNDED) for _ in range(2)]
+    kept = [np.zeros(ROUNDED, np.float32) for _ in range(2)]
+    given = [one.numpy().copy() for one in ones]
+    clients = job(2, wire_dtype=wire)
+    works = [
+        client.all_reduce(one, "mean", residual=residual)
+        for client, one, residual in zip(clients, ones, kept, strict=True)
+    ]
+    for work in works:
+        work.wait(20)
+    expected = block8_oracle.reduced(given, wire, mean=True)
+    for one, residual, values in zip(ones, kept, given, strict=True):
+        assert one.numpy().tobytes() == expected.tobytes()
+        sent = block8_oracle.arrives(block8_oracle.travels(values, wire), ROUNDED, wire)
+        assert np.array_equal(residual, values - sent)
+    assert [client.bytes_reduced for client in clients] == [4 * ROUNDED] * 2
+
+
+def test_a_call_has_as_many_pieces_whether_they_are_rounded_or_not(
+    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casting, "LARGE_BYTES", 1)
+    ones = [torch.full((300 * PIECE // 4,), 1.0 + rank) for rank in range(2)]
+    clients = job(2, wire_dtype="bf16")
+    assert all(client.rounds(one) for client, one in zip(clients, ones, strict=True))
+    reduce_all(clients, ones, op="sum")
+    assert all(torch.equal(one, torch.full_like(one, 3.0)) for one in ones)
+
+
+def test_what_stays_exact(job: Job, devices: Devices) -> None:
+    clients = job(2, wire_dtype="int8")
+    small, large = torch.randn(4095), torch.randn(4096)
+    for given, options in [(small, {}), (large, {"exact": True})]:
+        ones = [given.clone() for _ in clients]
+        reduce_all(clients, ones, op="sum", **options)
+        assert all(torch.equal(one, given + given) for one in ones)
+
+
+def test_residuals_that_are_refused(job: Job, devices: Devices) -> None:
+    (client,) = job(1, wire_dtype="int8")
+    one, kept = torch.ones(5000), np.zeros(5000, np.float32)
+    for residual, options, why in [
+        (kept[1:], {}, "of its own size"),
+        (kept.astype(np.float64), {}, "in host memory whatever the data are in"),
+        (kept, {"exact": True}, "exact=True casts nothing"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            client.all_reduce(one, residual=residual, **options)
+    reduce_all([client], [one], residual=kept)  # the next one is in order
 
 
 # -- overlap and order --------------------------------------------------------------------------

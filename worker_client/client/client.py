@@ -273,8 +273,8 @@ class Client:
                 adds up.
             residual: contiguous float32 array or tensor like `data`, zeros at first: what the cast
                 to the wire's type takes away is kept there and added to the next call that is given
-                it (error feedback). Owned by the call until it has returned, with a name until it
-                has ended. For data in host memory.
+                it (error feedback). In host memory, whatever `data` is in. Owned by the call until
+                it has ended, or has returned if it has no name and `data` is in host memory.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
             shape: with a name: any text that is to be the same at every rank, such as the shape of
@@ -314,8 +314,8 @@ class Client:
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
                 if self._piecewise and not array and is_on_device(data):
                     self._check_usable()
-                    refuse_extras("tensors on a device", weight=weight, residual=residual)
-                    return self._stage(call, data, op, timeout)
+                    refuse_extras("tensors on a device", weight=weight)
+                    return self._stage(call, data, op, timeout, residual=residual, exact=exact)
                 buffer = host_buffer(data)
                 reduction, timeout_s = parse(buffer.dtype, op, None, timeout, self.timeout_s)
                 view, dtype, write_back = buffer
@@ -331,11 +331,8 @@ class Client:
                     lead=self._ordered.wait,
                     ended=partial(self._note_end, view.nbytes),
                 )
-                if self._casts and not exact:
-                    operation.rounded = self._wire.rounds(dtype, reduction, view.nbytes)
-                if residual is not None:
-                    _check_residual(exact)
-                    operation.residual = self._wire.residual(residual, buffer)
+                if self._casts or residual is not None:
+                    self._round(operation, view.nbytes, residual, exact)
                 if weight is not None:
                     self._start_weighted(operation, weight)
                 else:
@@ -384,7 +381,7 @@ class Client:
             data: NumPy array or torch tensor.
             op: reduction.
         """
-        if not self._casts or (self._piecewise and is_on_device(data)):
+        if not self._casts:
             return False
         dtype = DTYPES.get(str(data.dtype).removeprefix("torch."))
         return dtype is not None and self._wire.rounds(dtype, parse_op(op), data.nbytes)
@@ -566,8 +563,23 @@ class Client:
             )
         submit_pieces(operation, weigh(operation, weight), self._submit)
 
+    def _round(self, operation: Operation, nbytes: int, residual: Any, exact: bool) -> None:
+        """Let an all-reduce of so many bytes be rounded, if the wire's rule says so."""
+        if self._casts and not exact:
+            operation.rounded = self._wire.rounds(operation.dtype, operation.op, nbytes)
+        if residual is not None:
+            _check_residual(exact)
+            operation.residual = self._wire.residual(residual, operation.dtype, nbytes)
+
     def _stage(
-        self, call: object, tensor: Any, op: str | ReduceOp, timeout: float | str | None
+        self,
+        call: object,
+        tensor: Any,
+        op: str | ReduceOp,
+        timeout: float | str | None,
+        *,
+        residual: Any,
+        exact: bool,
     ) -> Work:
         """Start an all-reduce of a tensor on a device."""
         flat = flatten(tensor)
@@ -583,6 +595,7 @@ class Client:
             lead=self._wait_for_device,
             ended=partial(self._note_end, 0),  # staging counts bytes
         )
+        self._round(operation, flat.data.nbytes, residual, exact)
         self._submit = self._submit_in_order
         self._staging.all_reduce(operation, flat)
         return operation

@@ -2,7 +2,7 @@
 
 A float32 buffer is rounded to the wire's type, reducers sum in float32 and round once more, and the
 result is cast back. A large buffer is cut into pieces, each an all-reduce of its own, so that the
-first ones travel while others are cast.
+first ones travel while others are cast; a tensor of a device comes in pieces already.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class CastingCommunicator(Communicator):
         itemsize = self._wire_dtype.itemsize
         float_bytes = FLOAT_BYTES * self._wire_dtype.values  # of those of an element
         size = len(wire) // itemsize
-        large = operation.view.nbytes >= LARGE_BYTES and not self._whole
-        count = PIECES if large else 1
+        large = operation.view.nbytes >= LARGE_BYTES
+        count = PIECES if large and not (self._whole or operation.cut) else 1
         bounds = [size * at // count for at in range(count + 1)]
         pieces = []
         for at, (start, end) in enumerate(pairwise(bounds), 1):

@@ -182,7 +182,8 @@ class Fusion:
                 self._begin()
             if residual is None:
                 return self._submissions.submit(data, op, name, timeout, exact, shape)
-            kept = self._wire.residual(residual, host_buffer(data))
+            buffer = host_buffer(data)
+            kept = self._wire.residual(residual, buffer.dtype, buffer.view.nbytes)
             with self._changed:  # the thread shall not have it before
                 request = self._submissions.submit(data, op, name, timeout, exact, shape)
                 request.residual = kept

@@ -65,6 +65,7 @@ class Operation(Work):
         ask_last_at: when to ask that for the last time, shortly before the deadline.
         overdue: whether its deadline has passed and the reducers were asked who is missing.
         pieces: all-reduces that it is made of, if it is, and that have not ended.
+        cut: whether it is one of as many pieces as a call may have, so that none is cut again.
         prepare: fills `view`, or waits until it is filled; called before a piece is submitted.
         quiet: whether others may take their time, so that no warning says whom it waits for.
     """
@@ -83,6 +84,7 @@ class Operation(Work):
         "ask_last_at",
         "begun",
         "call",
+        "cut",
         "data",
         "deadline",
         "dtype",
@@ -146,7 +148,7 @@ class Operation(Work):
         self.since = self.history = 0
         self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
         self.sent = self.answered = 0.0
-        self.overdue = self.quiet = False
+        self.overdue = self.quiet = self.cut = False
         self.pieces: dict[Operation, None] = {}
         self.prepare: Callable[[], object] | None = None
         self.error: Exception | None = None

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
     End = tuple[Operation, "DeviceCopies", Operation, Exception | None]  # of a call's piece
 
-# DDP's buckets come back every step, but those of the first step never do.
-BLOCK_TURNS = 1024
+# DDP's buckets come back every step, but those of the first step never do. What is rounded has a
+# block for each gradient, of which a model may have thousands.
+BLOCK_TURNS = 4096
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +75,14 @@ class DeviceCopies:
             whole: the call; its `view` becomes where the copies are.
 
         Returns:
-            Its pieces.
+            Its pieces, which are rounded if it is.
 
         Raises:
             ConfigError: the caller's stream is being captured.
             DeviceError: the device failed.
         """
         data = self._flat.data
-        ends = cut(data.nbytes)
+        ends = cut(data.nbytes, rounded=whole.rounded)
         self.device.follow(data, self._flat.target)
         self._block = self._blocks.take(data.nbytes)
         whole.view = self._block.numpy().data
@@ -100,7 +101,10 @@ class DeviceCopies:
                     whole.timeout_s,
                     call=whole.call,
                     more=number < len(ends),
+                    rounded=whole.rounded,
+                    residual=None if whole.residual is None else whole.residual[start:end],
                 )
+                piece.cut = True
                 piece.prepare = copied.wait
                 self._ways[piece] = data[start:end], part
         except BaseException:

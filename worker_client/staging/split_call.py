@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
 from reducer.errors import ReductionError
-from reducer.wire.constants import PLACES
+from reducer.wire.constants import BLOCK_VALUES, PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 << 20  # long on a link beside what an all-reduce costs, short beside a bucket
 _MOST = PLACES - 2  # pieces of one call: those of a large tensor are larger
 _ALIGNMENT = 64  # of pieces, in bytes: a multiple of every element's size
+_BLOCKS = math.lcm(_ALIGNMENT, 4 * BLOCK_VALUES)  # the same, of float32 in blocks of the wire
 
 
-def cut(nbytes: int) -> list[tuple[int, int]]:
+def cut(nbytes: int, *, rounded: bool) -> list[tuple[int, int]]:
     """Return first and last byte (exclusive) of each piece: equal ones, mostly of `PIECE_BYTES`.
 
-    Ranks must cut alike, so nothing but the size may count.
+    Ranks must cut alike, so nothing may count but the size, and whether the call is rounded.
     """
+    alignment = _BLOCKS if rounded else _ALIGNMENT
     count = min(_MOST, max(1, -(-nbytes // PIECE_BYTES)))
-    step = max(1, -(-nbytes // (count * _ALIGNMENT))) * _ALIGNMENT
+    step = max(1, -(-nbytes // (count * alignment))) * alignment
     return [(at, min(at + step, nbytes)) for at in range(0, max(1, nbytes), step)]
 
 

@@ -11,8 +11,6 @@ from worker_client.staging.host_buffer import host_buffer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from worker_client.staging.host_buffer import HostBuffer
-
 SMALLEST_BYTES = 16 << 10  # smaller ones gain nothing, and often are losses, norms or counts
 WIRE_DTYPES = {
     "none": None,
@@ -65,8 +63,8 @@ class WireRule:
             and self.wire_dtype.defines(op)
         )
 
-    def residual(self, residual: Any, buffer: HostBuffer) -> memoryview:
-        """Return the memory in which what the cast of `buffer` takes away is kept.
+    def residual(self, residual: Any, dtype: DType, nbytes: int) -> memoryview:
+        """Return the memory in which what the cast of so many bytes takes away is kept.
 
         Raises:
             ConfigError: nothing is cast, or `residual` does not go with the data.
@@ -78,7 +76,10 @@ class WireRule:
             )
         kept = host_buffer(residual)
         if kept.dtype is not DType.FLOAT32 or kept.write_back is not None:
-            raise ConfigError("residual= takes a contiguous float32 array or tensor of zeros")
-        if buffer.dtype is not DType.FLOAT32 or kept.view.nbytes != buffer.view.nbytes:
+            raise ConfigError(
+                "residual= takes a contiguous float32 array or tensor of zeros, in host memory "
+                "whatever the data are in"
+            )
+        if dtype is not DType.FLOAT32 or kept.view.nbytes != nbytes:
             raise ConfigError("residual= goes with float32 data of its own size")
         return kept.view
