@@ -53,7 +53,7 @@ def test_weighted_ranks_agree_to_the_bit(unequal: list[dict]) -> None:
 @pytest.mark.parametrize("case", ["plain", "feedback", "wrapper"])
 def test_it_trains_nearly_like_gloo_in_float32(compressed: list[dict], case: str) -> None:
     rank = compressed[0]
-    assert rank[case]["loss"] == pytest.approx(rank["stock"]["loss"], rel=1e-3)
+    assert rank[case]["loss"] == pytest.approx(rank["stock"]["loss"], rel=2e-3)
     assert rank[case]["loss"] != rank["stock"]["loss"]  # it was rounded indeed
 
 
