@@ -9,10 +9,10 @@ Contributions are small whole numbers, so that results are the same in any order
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import traceback
 import warnings
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -214,6 +213,56 @@ def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     assert then.wait() == 2 * 2 * WORLD_SIZE
 
 
+def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> None:
+    """As with Gloo: whoever waits for a collective finds what its callbacks have done."""
+    done: list[int] = []
+    for at in range(20):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        then = work.get_future().then(lambda _, at=at: (time.sleep(0.01), done.append(at)))
+        assert not work.is_completed() or at in done
+        work.wait()
+        assert work.is_completed()
+        assert done == list(range(at + 1))
+        then.wait()
+
+    def ask(_: object) -> bool:
+        work.wait()  # it has ended, but for this callback
+        return work.is_completed()
+
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work.get_future().then(ask).wait()
+    if rank == 0:  # with the others it does not end before it has a callback
+        gate = threading.Event()
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        held = work.get_future().then(lambda _: gate.wait(30))
+    dist.barrier(gloo)
+    if rank == 0:
+        with pytest.raises(ReductionTimeout):
+            work.wait(timedelta(seconds=0.5))
+        gate.set()
+        assert held.wait()
+        assert work.wait()
+    else:
+        dist.all_reduce(torch.ones(3))
+
+
+def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
+    """The last rank starts the first reduction when the others have started two."""
+    last = rank == WORLD_SIZE - 1
+    if last:
+        dist.barrier(gloo)
+    first = dist.all_reduce(torch.ones(3), async_op=True)
+    if not last:
+        late = first.get_future().then(lambda _: dist.all_reduce(torch.ones(5)))
+    second = dist.all_reduce(torch.ones(4), async_op=True)
+    if not last:
+        dist.barrier(gloo)
+        with pytest.raises(RuntimeError, match=r"LocalProtocolError.*bucket_cap_mb"):
+            late.wait()
+    first.wait()
+    second.wait()
+
+
 def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:
     job = dist.group.WORLD.client.spec.job
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
@@ -321,34 +370,6 @@ def case_dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
     assert torch.equal(
         parts.redistribute(mesh, [Shard(0)]).to_local(), total.chunk(WORLD_SIZE)[rank]
     )
-
-
-def case_power_sgd(rank: int, gloo: dist.ProcessGroup) -> None:
-    """Its hook waits for reductions in callbacks of others: it fails, and says why.
-
-    It does not wait at a rank where a reduction has ended before its callback was there, as torch
-    calls that at once then. Such a rank goes on, and meets another call of the others.
-    """
-    model = DistributedDataParallel(torch.nn.Linear(64, 64))
-    state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for _ in range(2):
-        model(torch.ones(1, 64)).sum().backward()
-    said = ""
-    try:
-        model(torch.ones(1, 64)).sum().backward()
-    except RuntimeError as error:
-        said = str(error)
-    waited = "PowerSGD's hook does so" in said
-    assert waited or not said or "MismatchError" in said or "ranks disagree" in said, said
-    if waited:
-        with suppress(RuntimeError):  # it meets what such a rank goes on with
-            dist.all_reduce(torch.ones(3))
-    dist.barrier(gloo)
-    tensor = torch.ones(3)  # at every rank the same number of calls had been made by then
-    dist.all_reduce(tensor)
-    dist.all_reduce(tensor)
-    assert tensor.tolist() == [WORLD_SIZE**2] * 3
 
 
 def case_fsdp(rank: int, gloo: dist.ProcessGroup) -> None:

@@ -13,6 +13,7 @@ import functools
 import logging
 import secrets
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ from worker_client.torch_backend.collectives import (
 from worker_client.torch_backend.work import ReductionWork, untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch._C._distributed_c10d import Work as TorchWork
 
@@ -105,6 +106,9 @@ class ReductionGroup(ProcessGroup):
         self._warned = False
         self._declined = 0  # reductions that Gloo has made before there was a client
         self._joining = threading.Lock()
+        self._calls = 0  # reductions so far, whoever made them
+        self._starting = threading.RLock()  # they are counted in the order in which they start
+        self._callback = threading.local()  # ``after``: the call that one here has to follow
         if not options.global_ranks_in_group and size > 1 and not self._reconfigures:
             self.join()  # all ranks are here, which later need not be so
 
@@ -233,7 +237,7 @@ class ReductionGroup(ProcessGroup):
             self._closed = None
         if members.group_size > 1:
             self.join()
-        return ReductionWork([], [], in_callback=lambda: False)
+        return ReductionWork([], [])
 
     def shutdown(self) -> None:
         """Leave the job and the inner group; what is in progress fails."""
@@ -351,9 +355,30 @@ class ReductionGroup(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a reduction that is started meanwhile.
+
+        Raises:
+            LocalProtocolError: it is in a callback, and another one than it has to follow was
+                started: at other ranks they may be the other way round.
+        """
+        with self._starting:
+            if getattr(self._callback, "after", self._calls) != self._calls:
+                raise LocalProtocolError(
+                    "a callback of a collective's future starts a reduction after others were "
+                    "started elsewhere: their order may be another one at other ranks. PowerSGD's "
+                    "hooks do so unless DDP has one bucket: give it a bucket_cap_mb of the model's "
+                    "size"
+                )
+            yield
+            self._calls += 1
+            if hasattr(self._callback, "after"):
+                self._callback.after = self._calls
+
     def _count(self) -> None:
         """Count a reduction that Gloo makes: where reducers make it, at other ranks, it fails."""
-        with self._joining:
+        with self._call(), self._joining:
             if self._client is None:
                 self._declined += self.size() > 1
             elif self._client.usable:
@@ -385,13 +410,16 @@ class ReductionGroup(ProcessGroup):
         if timeout_s <= 0:  # torch's way to say: the group's
             timeout_s = self._given_timeout_s() or client.timeout_s
         op = OPS[op_name(options.reduceOp)]
-        works = [client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers]
-        return ReductionWork(
-            works,
-            reduction.results,
-            reduction.finish,
-            in_callback=lambda: client.in_callback,
-        )
+        with self._call():
+            works = [
+                client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers
+            ]
+            number = self._calls + 1
+
+        def begin() -> None:
+            self._callback.after = number
+
+        return ReductionWork(works, reduction.results, reduction.finish, begin=begin)
 
 
 def register() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch._C._distributed_c10d import Work as TorchWork  # what torch.distributed.Work is
 
-from reducer.errors import LocalProtocolError
+from reducer.errors import ReductionTimeout
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -47,7 +47,7 @@ class ReductionWork(TorchWork):
         results: the tensors that hold the result at the end.
         finish: puts the result into them, when all parts have ended well; once, and perhaps on the
             client's thread.
-        in_callback: whether this thread is in a callback of an all-reduce.
+        begin: called on the thread that calls the future's callbacks, before them.
     """
 
     def __init__(
@@ -56,20 +56,22 @@ class ReductionWork(TorchWork):
         results: list[torch.Tensor],
         finish: Callable[[], None] | None = None,
         *,
-        in_callback: Callable[[], bool],
+        begin: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self._parts = parts
         self._results = results
         self._finish = finish
-        self._in_callback = in_callback
+        self._begin = begin
         self._missing = len(parts)  # parts that have not told the future of their end
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._called_back = threading.Event()  # set when the callbacks that it had have returned
+        self._calling = 0  # the thread that calls them
         self._lock = threading.RLock()  # a part that has ended calls back at once
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until the results can be read.
+        """Wait until the results can be read, and callbacks of the future have returned.
 
         Args:
             timeout: how long to wait at most; zero waits for the end, which the group's timeout
@@ -87,6 +89,12 @@ class ReductionWork(TorchWork):
         for part in self._parts:
             part.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
         self._settle()
+        if self._has_callbacks:
+            left = None if until == math.inf else max(0.0, until - time.monotonic())
+            if not self._called_back.wait(left):
+                raise ReductionTimeout(
+                    f"a callback of a collective's future has not returned in {limit:g} s"
+                )
         return True
 
     def synchronize(self) -> None:
@@ -94,8 +102,8 @@ class ReductionWork(TorchWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended; if it has ended well, the results can be read."""
-        if not all(part.done() for part in self._parts):
+        """Whether it has ended, callbacks too; if it ended well, the results can be read."""
+        if not all(part.done() for part in self._parts) or self._has_callbacks:
             return False
         if self._error() is None:
             self._settle()
@@ -121,34 +129,47 @@ class ReductionWork(TorchWork):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the tensors that hold the result.
 
-        Its callbacks may run on the client's thread, and must not wait for an all-reduce. A failure
-        is a RuntimeError there, whose text names the typed error that `wait` raises: the C++ code
-        that reads such futures knows no other.
-
-        Raises:
-            LocalProtocolError: this is such a callback; what waits for a future in C++ code cannot
-                be told that it would do so for ever.
+        Its callbacks run on a thread of their own, unless it is done when they are added, and may
+        wait for other collectives, as PowerSGD's hooks do. A failure is a RuntimeError there,
+        whose text names the typed error that `wait` raises: the C++ code that reads such futures
+        knows no other.
         """
-        if self._in_callback():
-            raise LocalProtocolError(
-                "a callback of a collective's future asks for the future of another one: waiting "
-                "for it there would last for ever. PowerSGD's hook does so with tensors on the CPU"
-            )
         with self._lock:
             if self._future is None:
                 self._future = self._ended.then(lambda _: self._outcome())
-                for part in self._parts:
-                    part.future().add_done_callback(self._on_part)
-                if not self._parts:
+                if all(part.done() for part in self._parts):  # and nobody has added a callback
                     self._ended.set_result(None)
+                    self._called_back.set()
+                else:
+                    for part in self._parts:
+                        part.future().add_done_callback(self._on_part)
             return self._future
+
+    @property
+    def _has_callbacks(self) -> bool:
+        """Whether callbacks of the future may still run, on another thread than this one."""
+        if self._future is None or self._called_back.is_set():
+            return False
+        return self._calling != threading.get_ident()
 
     def _on_part(self, _: concurrent.futures.Future[Any]) -> None:
         with self._lock:
             self._missing -= 1
             last = self._missing == 0
         if last:
+            try:  # the client's thread, where this may be, is needed for what a callback waits for
+                threading.Thread(target=self._call_back, name="callbacks", daemon=True).start()
+            except RuntimeError:  # Python ends, and starts no more threads
+                self._call_back()
+
+    def _call_back(self) -> None:
+        self._calling = threading.get_ident()
+        try:
+            if self._begin is not None:
+                self._begin()
             self._ended.set_result(None)
+        finally:
+            self._called_back.set()
 
     def _outcome(self) -> list[torch.Tensor]:
         error = self._error()
