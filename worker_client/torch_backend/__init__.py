@@ -58,6 +58,7 @@ from worker_client.torch_backend.work import ReductionWork, untraced
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from torch._C._distributed_c10d import Store
     from torch._C._distributed_c10d import Work as TorchWork
 
     from worker_client.client.client import Client
@@ -192,6 +193,49 @@ class ReductionGroup(ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         """Return the backend's name, not that of Gloo inside."""
         return NAME
+
+    def get_group_store(self) -> Store:
+        """Return the store in which the members meet."""
+        return self._store  # type: ignore[no-any-return]
+
+    def split_group(  # type: ignore[override] # (torch gives the others by name)
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        *,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: object = None,
+    ) -> ReductionGroup | None:
+        """Return a group of some members; `torch.distributed.split_group` describes it.
+
+        Args:
+            new_ranks: their ranks in this group, in the order of those that they get.
+            timeout: of the group's collectives; None takes this group's.
+            opts: of no use here.
+            group_name: the same at all members, and new; without one it is made of their ranks.
+            group_desc: of the group.
+            device_types: of no use here: a group is of all devices.
+
+        Returns:
+            The group; None at a rank that is not among them.
+        """
+        del opts, device_types
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{new_ranks}"
+        ranks = self._options.global_ranks_in_group or range(self.size())
+        some = _DistributedBackendOptions()
+        some.store = PrefixStore(f"{name}/", self._store)
+        some.group_rank, some.group_size = new_ranks.index(self.rank()), len(new_ranks)
+        some.timeout = self._options.timeout if timeout is None else timeout
+        some.group_id = name
+        some.global_ranks_in_group = [ranks[rank] for rank in new_ranks]
+        group = ReductionGroup(some)
+        group._set_group_name(name)  # type: ignore[arg-type] # (a str by another name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
 
     @property
     def supports_reconfigure(self) -> bool:
