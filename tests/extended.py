@@ -212,7 +212,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_a_small_pool_is_helped_by_the_ranks[enough]",
         ),
     },
-    "tests/integration/test_gloo_checks.py": {"test_some_checks": ("test_every_check",)},
+    "tests/integration/test_gloo_checks.py": {
+        "test_the_page_says_what_differs": ("test_every_check",)
+    },
     "tests/integration/test_torch_backend.py": {
         "test_through_a_pool": ("test_embedded_and_by_device",),
     },

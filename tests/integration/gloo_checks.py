@@ -1,7 +1,7 @@
 """One rank of test_gloo_checks.py: what a script sees of torch.distributed over a backend.
 
-Started as ``python -m tests.integration.gloo_checks BACKEND NAME;NAME``, or with an empty argument
-for all checks, with the launcher's usual environment. Each check returns what a script would get:
+Started as ``python -m tests.integration.gloo_checks BACKEND``, with the launcher's usual environment,
+and perhaps with the names of some checks, as ``NAME;NAME``. Each check returns what a script would get:
 tensors, numbers, the type of an error. Nothing here knows what is right: Gloo says so.
 
 Contributions are small whole numbers, so that their reductions are the same in any order, or any
@@ -23,9 +23,7 @@ import torch.distributed.nn.functional as differentiable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client.torch_backend  # noqa: F401 (registers it, with torch before 2.14)
@@ -802,18 +800,24 @@ def with_zero() -> Any:
 
 
 def sharded() -> Any:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 (seconds, for this check alone)
+
     model = network()
     fully_shard(model)
     return [weight.to_local() for weight in steps(model)]
 
 
 def tensors_are_distributed() -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415 (as above)
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = distribute_tensor(values(8, 3), mesh, [Shard(0)])
     return [whole.to_local(), whole.full_tensor(), whole.sum().full_tensor()]
 
 
 def tensors_are_partial() -> Any:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: PLC0415
+
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parts = DTensor.from_local(values(8, 3), mesh, [Partial()])
     found = [parts.redistribute(mesh, [to]).to_local() for to in (Replicate(), Shard(0))]
@@ -968,7 +972,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def shown(found: Any) -> Any:
     """Return what a check found as JSON has it; of a tensor type, shape and exact elements."""
-    if isinstance(found, DTensor):
+    if hasattr(found, "to_local"):  # a DTensor
         found = found.to_local()
     if isinstance(found, torch.Tensor):
         plain = found.detach().cpu()
@@ -994,7 +998,7 @@ def seen(check: Check) -> Any:
 def main() -> None:
     warnings.simplefilter("ignore")
     checks = all_checks()
-    names = sys.argv[2].split(";") if sys.argv[2] else list(checks)
+    names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(checks)
     dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=30))
     between = dist.new_group(backend="gloo")
     found = {}

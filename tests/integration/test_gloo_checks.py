@@ -16,17 +16,6 @@ pytest.importorskip("torch", reason="needs torch")
 
 ROOT = Path(__file__).parents[2]
 RANK = ("-m", "tests.integration.gloo_checks")
-SOME = (
-    "all_reduce, float32, SUM",
-    "all_reduce, bfloat16, MAX",
-    "all_reduce, transposed",
-    "reduce_scatter_tensor, float32, SUM",
-    "monitored all",
-    "futures that wait for one another",
-    "DDP, PowerSGD, rounded",
-    "error: all_reduce of meta",
-    "a call after all these errors",
-)
 # By how much sums in another order may differ, relative to the largest. Gloo rounds 16-bit types
 # after each addition, reducers once.
 ROUNDED = {"float64": 1e-13, "float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}
@@ -72,6 +61,13 @@ DIFFERENCES = (
         "an error",
         "a destroyed group has left its job",
     ),
+    Difference(
+        ("a call after all these errors",),
+        "`all_reduce` after another collective has timed out",
+        "an error",
+        "is done",
+        "Gloo closes its connections then, and reducers have their own",
+    ),
 )
 
 
@@ -81,10 +77,10 @@ def table() -> str:
     return "| what | over Gloo | over the backend | because |\n|---|---|---|---|\n" + rows
 
 
-def found(backend: str, world_size: int, *names: str) -> list[dict[str, Any]]:
+def found(backend: str, world_size: int) -> list[dict[str, Any]]:
     """Return what each rank sees over a backend."""
     with local_pool(2) as servers:
-        return run(environments(world_size, servers), *RANK, backend, ";".join(names))
+        return run(environments(world_size, servers), *RANK, backend)
 
 
 def alike(name: str, gloo: Any, ours: Any) -> bool:
@@ -107,9 +103,9 @@ def close(gloo: list[str], ours: list[str], relative: float) -> bool:
     return all(math.isclose(*pair, rel_tol=0.0, abs_tol=relative * largest) for pair in pairs)
 
 
-def compared(world_size: int, *names: str) -> dict[str, bool]:
+def compared(world_size: int) -> dict[str, bool]:
     """Return of each check whether all ranks see the same over both."""
-    gloo, ours = (found(backend, world_size, *names) for backend in ("gloo", "reduction"))
+    gloo, ours = (found(backend, world_size) for backend in ("gloo", "reduction"))
     assert [list(rank) for rank in gloo] == [list(rank) for rank in ours]
     return {
         name: all(
@@ -121,10 +117,6 @@ def compared(world_size: int, *names: str) -> dict[str, bool]:
 
 def test_the_page_says_what_differs() -> None:
     assert table() in (ROOT / "docs/frameworks.md").read_text()
-
-
-def test_some_checks() -> None:
-    assert compared(2, *SOME) == dict.fromkeys(SOME, True)
 
 
 @pytest.mark.timeout(600)
