@@ -1,8 +1,8 @@
 """One rank of test_gloo_checks.py: what a script sees of torch.distributed over a backend.
 
-Started as ``python -m tests.integration.gloo_checks BACKEND``, with the launcher's usual environment,
-and perhaps with the names of some checks, as ``NAME;NAME``. Each check returns what a script would get:
-tensors, numbers, the type of an error. Nothing here knows what is right: Gloo says so.
+Started as ``python -m tests.integration.gloo_checks BACKEND``, in a launcher's usual environment,
+and perhaps with the names of some checks, as ``NAME;NAME``. Each check returns what a script would
+get: tensors, numbers, the type of an error. Nothing here knows what is right: Gloo says so.
 
 Contributions are small whole numbers, so that their reductions are the same in any order, or any
 numbers where the check's name says that they are rounded.
