@@ -7,7 +7,9 @@ classes as arguments; but whatever is found in that attribute is asked.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +44,7 @@ class ReductionHandler:
         self._client = client
         self._given = given
         self._wrapper = wrapper
+        self._attached: list[weakref.ref[DistributedDataParallel]] = []  # in the order of prepare()
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return DDP's arguments: the user's, and large buckets unless they chose a size.
@@ -58,13 +61,50 @@ class ReductionHandler:
             ConfigError: as `worker_client.attach`.
         """
         ddp.attach(model, self._client, wrapper=self._wrapper)
+        self._attached.append(weakref.ref(model))
+
+    def save_residuals(self, folder: str) -> None:
+        """Write what error feedback keeps at this rank, if it does; for ``save_state()``."""
+        kept = [state.state_dict() for state in self._states()]
+        path = self._residuals(folder)
+        if any(state["residuals"] for state in kept):
+            torch.save(kept, path)
+        else:
+            path.unlink(missing_ok=True)  # of an earlier checkpoint in this folder
+
+    def load_residuals(self, folder: str) -> None:
+        """Read what `save_residuals` wrote at this rank, if it did; for ``load_state()``.
+
+        Raises:
+            ConfigError: they are of other models.
+        """
+        path = self._residuals(folder)
+        if not path.exists():
+            return
+        kept, states = torch.load(path, weights_only=True), self._states()
+        if len(kept) != len(states):
+            raise ConfigError(
+                f"{path} has the residuals of {len(kept)} models, and {len(states)} are prepared: "
+                "prepare() the same models before load_state()"
+            )
+        for state, residuals in zip(states, kept, strict=True):
+            state.load_state_dict(residuals)
+
+    def _states(self) -> list[ddp.ReductionState]:
+        # Accelerate's own list has what models were before it wrapped them.
+        attached = (reference() for reference in self._attached)
+        return [ddp.state_of(model) for model in attached if model is not None]
+
+    def _residuals(self, folder: str) -> Path:
+        return Path(folder, f"reduction_{self._client.rank}.pt")
 
 
 def attach(accelerator: Any, client: Client | None = None) -> Client:
     """Let reducers average the gradients of all models that `accelerator` will prepare.
 
     ``accelerator.reduce()`` of a floating tensor goes through them, too, so that Accelerate's
-    `LocalSGD` averages weights there.
+    `LocalSGD` averages weights there. With error feedback ``accelerator.save_state()`` writes each
+    rank's residuals into a file of its own, ``reduction_RANK.pt``, which ``load_state()`` reads.
 
     Args:
         accelerator: an `accelerate.Accelerator` before its `prepare()`; that of a transformers
@@ -110,8 +150,10 @@ def attach(accelerator: Any, client: Client | None = None) -> Client:
         )
     wrapper = _wrapper(given)
     used = worker_client.init() if client is None else client
-    accelerator.ddp_handler = ReductionHandler(used, given, wrapper)
+    accelerator.ddp_handler = handler = ReductionHandler(used, given, wrapper)
     accelerator.reduce = partial(_reduce, used, accelerator.reduce)
+    accelerator.register_save_state_pre_hook(lambda _, __, folder: handler.save_residuals(folder))
+    accelerator.register_load_state_pre_hook(lambda _, folder: handler.load_residuals(folder))
     return used
 
 

@@ -116,16 +116,6 @@ def accelerated(attached: bool) -> dict[str, Any]:
             with training.accelerator.no_sync(training.model):
                 training.backward(batch)
     seen["no_sync"] = training.end()
-
-    training = Training(make(), attached)
-    training.epochs(1)
-    training.accelerator.save_state(FOLDER)
-    training.epochs(1)
-    seen["straight"] = training.end()
-    training = Training(make(), attached)
-    training.accelerator.load_state(FOLDER)
-    training.epochs(1)
-    seen["resumed"] = training.end()
     return seen
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
         ("sharded", "torch", 2),
         ("hsdp", "torch", 4),
         ("deepspeed", "deepspeed", 2),
+        ("tensorflow", "tensorflow", 2),
+        ("keras", "tensorflow", 2),
+        ("jax", "orbax", 2),
     ],
 )
 def test_resumed_losses_are_those_of_the_frameworks_default(
@@ -30,7 +33,8 @@ def test_resumed_losses_are_those_of_the_frameworks_default(
 ) -> None:
     if find_spec(needs) is None:
         pytest.skip(f"needs {needs}")
-    trainings = resumption.run(module, servers, tmp_path, workers, fresh=False)
+    fresh = module in {"tensorflow", "keras", "jax"}
+    trainings = resumption.run(module, servers, tmp_path, workers, fresh=fresh)
     for training, parts in trainings.items():
         # What is rounded has other losses than the default, and is compared with itself.
         rounded = training.endswith("_in_8_bits")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -11,13 +12,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import worker_client.accelerate
 from tests.frameworks.resumption import MIDDLE, Part, Trained, main
+from worker_client.client.bootstrap import connect
+
+if TYPE_CHECKING:
+    from worker_client.client.client import Client
 
 warnings.filterwarnings("ignore")
 PER_EPOCH = 6
 
 
-def train_accelerate(part: Part) -> Trained:
-    client = None if part.stock else worker_client.init()
+def train(part: Part, client: Client | None) -> Trained:
     loading = DataLoaderConfiguration(use_seedable_sampler=True)  # for epochs to be resumed
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
     if client:
@@ -53,6 +57,15 @@ def train_accelerate(part: Part) -> Trained:
                 break
     accelerator.wait_for_everyone()
     return Trained(losses, client.bytes_reduced if client else 0)
+
+
+def train_accelerate(part: Part) -> Trained:
+    return train(part, None if part.stock else worker_client.init())
+
+
+def train_accelerate_in_8_bits(part: Part) -> Trained:
+    with connect(job="8 bits", wire_dtype="int8") as client:
+        return train(part, client)
 
 
 if __name__ == "__main__":
