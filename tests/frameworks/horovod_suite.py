@@ -1,17 +1,20 @@
-"""Horovod's own tests of its PyTorch interface, run over `worker_client.horovod.torch`.
+"""Horovod's own tests of its interfaces, run over `worker_client.horovod`.
 
 They are read from a checkout of Horovod, which HOROVOD_SOURCE names, and nothing in them is changed
-but the import. They try every optimizer that torch has, and were written before Muon, which takes
-matrices alone: that one is hidden from them.
+but by the command of docs/horovod.md, for the imports. Helpers of Horovod that its tests alone use
+are made here. The tests try every optimizer that torch has, and were written before Muon, which
+takes matrices alone: that one is hidden from them. Those of TensorFlow run eagerly, as in
+TensorFlow 2; Horovod runs them in sessions as well.
 
 They run in the same processes, as with mpirun, and in one job, until one fails. It is then found
 out whether that job goes on, and the test is run again by itself, in new processes, and this
 counts. A test may fail if `KNOWN` says why, and has to.
 
-    HOROVOD_SOURCE=~/horovod python tests/frameworks/horovod_suite.py [--world-size 3] [--only NAME]
-    python tests/frameworks/horovod_suite.py --table   # what docs/horovod.md says of them
+    export HOROVOD_SOURCE=~/horovod
+    python tests/frameworks/horovod_suite.py [FILE] [--world-size 3] [--only NAME]
+    python tests/frameworks/horovod_suite.py [FILE] --table   # what docs/horovod.md says of them
 """
-# ruff: noqa: PLC0415, S102, T201 (what is imported depends on the environment; this is a command)
+# ruff: noqa: PLC0415, S102, T201 (what is imported depends on the environment; a command)
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from reducer import local_pool
+from tests.horovod_imports import changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,8 +45,13 @@ if TYPE_CHECKING:
 
 START_S, TEST_S, AFTER_S = 120.0, 90.0, 20.0  # AFTER_S: for the others, when one rank has failed
 SOURCE = "HOROVOD_SOURCE"
-FILE = "test/parallel/test_torch.py"
-IMPORT = "import horovod.torch as hvd"
+FOLDER = "test/parallel"
+CLASSES = {  # by their files
+    "test_torch.py": "TorchTests",
+    "test_tensorflow.py": "TensorFlowTests",
+    "test_tensorflow_process_sets.py": "TensorFlowProcessSetsTests",
+    "test_tensorflow2_keras.py": "Tf2KerasTests",
+}
 LAUNCHED = "Gloo is not available"  # why two tests are skipped without horovodrun
 
 
@@ -55,18 +65,23 @@ class Reason(NamedTuple):
 _HALVES = Reason(
     (3,), "three float16 are compared with a float32 product: no float16 is equal to most of these"
 )
-KNOWN = {
-    "test_horovod_allreduce_prescale": _HALVES,
-    "test_horovod_reducescatter_prescale": _HALVES,
-    "test_horovod_grouped_reducescatter_prescale": _HALVES,
+KNOWN: dict[str, dict[str, Reason]] = {
+    "test_torch.py": {
+        "test_horovod_allreduce_prescale": _HALVES,
+        "test_horovod_reducescatter_prescale": _HALVES,
+        "test_horovod_grouped_reducescatter_prescale": _HALVES,
+    },
+    "test_tensorflow.py": {},
+    "test_tensorflow_process_sets.py": {},
+    "test_tensorflow2_keras.py": {},
 }
 
 
-def table() -> str:
-    """Return what fails and why, in Markdown."""
+def table(file: str) -> str:
+    """Return what fails of a file and why, in Markdown."""
     rows = [
         f"| `{name}` | {' and '.join(map(str, sizes))} | {why} |\n"
-        for name, (sizes, why) in KNOWN.items()
+        for name, (sizes, why) in KNOWN[file].items()
     ]
     return "| test | fails at ranks | because |\n|---|---|---|\n" + "".join(rows)
 
@@ -78,32 +93,60 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def suite() -> Any:
-    """Import Horovod's tests, with the import of Horovod changed, and return their class."""
-    threads = types.ModuleType("horovod.runner.util.threads")
-    threads.in_thread = lambda target: threading.Thread(target=target).start()  # type: ignore[attr-defined]
-    sys.modules[threads.__name__] = threads
-    sys.modules.setdefault("mock", unittest.mock)
-    path = Path(os.environ[SOURCE], FILE)
-    text = path.read_text()
-    assert text.count(IMPORT) == 1, f"{path} is another version than this knows"
-    module = types.ModuleType("horovods_tests")
+def load(name: str) -> types.ModuleType:
+    """Import a module of Horovod's tests, changed by the command of the page."""
+    path = Path(os.environ[SOURCE], FOLDER, name)
+    with tempfile.TemporaryDirectory() as folder:
+        text = changed(path.read_text(), Path(folder))
+    module = types.ModuleType(path.stem)
     module.__file__ = str(path)
-    changed = text.replace(IMPORT, IMPORT.replace("horovod", "worker_client.horovod"))
-    exec(compile(changed, path, "exec"), module.__dict__)
-    return module.TorchTests  # type: ignore[attr-defined]
+    sys.modules[path.stem] = module
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
 
 
-def names() -> list[str]:
-    """Return the names of all tests, in the order of their file."""
-    text = Path(os.environ[SOURCE], FILE).read_text()
-    return [line.split("(")[0].split()[1] for line in text.splitlines() if "    def test_" in line]
+def stand_in(name: str, **members: Any) -> None:
+    """Let a module of Horovod's be there, or let it have more members."""
+    module = sys.modules.setdefault(name, types.ModuleType(name))
+    vars(module).update(members)
 
 
-def serve(rank: int, world_size: int, pipe: Connection) -> None:
-    """Run the tests that the pipe names, until it says None."""
+def suite(file: str) -> Any:
+    """Import Horovod's tests of a file, and return their class."""
+
+    def ranks() -> tuple[int, int]:
+        return tuple(int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))  # type: ignore[return-value]
+
+    stand_in(
+        "horovod.runner.util.threads",
+        in_thread=lambda target: threading.Thread(target=target).start(),
+    )
+    stand_in("horovod.runner.common.util.env", get_env_rank_and_size=ranks)
+    sys.modules.setdefault("mock", unittest.mock)
+    if "tensorflow" in file:
+        import tensorflow as tf
+        from tensorflow.python.framework import test_util
+
+        import worker_client.horovod.tensorflow as hvd
+
+        eagerly = {"_executing_eagerly": tf.executing_eagerly}
+        stand_in("worker_client.horovod.tensorflow.util", **eagerly)
+        vars(hvd).update(eagerly, util=sys.modules["worker_client.horovod.tensorflow.util"])
+        stand_in("worker_client.horovod.common.util", is_version_greater_equal_than=_at_least)
+        test_util.run_all_in_graph_and_eager_modes = lambda tests: tests
+        load("base_test_tensorflow.py")
+    return getattr(load(file), CLASSES[file])
+
+
+def _at_least(one: str, other: str) -> bool:
+    parts = [[int(part) for part in version.split(".")] for version in (one, other)]
+    return parts[0] >= parts[1]
+
+
+def serve(file: str, rank: int, world_size: int, pipe: Connection) -> None:
+    """Say which tests a file has, and run those that the pipe names, until it says None."""
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
-    tests = suite()
+    tests = suite(file)
     import torch
 
     import worker_client.horovod.torch as hvd
@@ -117,7 +160,8 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
         try:
             case.setUp()
             if getattr(getattr(case, name), "__unittest_skip__", False) or any(
-                mark.name == "skip" for mark in getattr(getattr(case, name), "pytestmark", ())
+                mark.name == "skip" or (mark.name == "skipif" and mark.args[0])
+                for mark in getattr(getattr(case, name), "pytestmark", ())
             ):
                 return Verdict("skipped", "Horovod skips it")
             getattr(case, name)()
@@ -140,7 +184,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
         right &= gathered.tolist() == list(range(world_size))
         return Verdict("passed" if right else "failed", f"{total} {gathered}")
 
-    pipe.send("ready")
+    pipe.send([name for name in vars(tests) if name.startswith("test_")])
     while (task := pipe.recv()) is not None:
         if isinstance(task, int):
             pipe.send(goes_on(task))
@@ -154,22 +198,26 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
 
 
 class Ranks:
-    """The processes that run tests."""
+    """The processes that run tests.
 
-    def __init__(self, world_size: int) -> None:
+    Attributes:
+        tests: the names of all that the file has, in its order.
+    """
+
+    def __init__(self, file: str, world_size: int) -> None:
         spawn = multiprocessing.get_context("spawn")
         os.environ["PMIX_NAMESPACE"] = f"{os.getpid()}.{time.monotonic_ns()}"
         pairs = [spawn.Pipe() for _ in range(world_size)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [
-            spawn.Process(target=serve, args=(rank, world_size, theirs))
+            spawn.Process(target=serve, args=(file, rank, world_size, theirs))
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self._processes:
             process.start()
         for pipe in self._pipes:
             assert pipe.poll(START_S), "no process is ready"
-            assert pipe.recv() == "ready"
+            self.tests: list[str] = pipe.recv()
 
     def run(self, task: str | int) -> Verdict:
         """Return the verdict on a test, or on whether the job goes on; the first bad one."""
@@ -196,17 +244,17 @@ class Ranks:
             process.join()
 
 
-def run_all(world_size: int, tests: list[str]) -> Iterator[tuple[str, Verdict]]:
-    """Run tests one after the other; yield each with what became of it."""
-    ranks = Ranks(world_size)
+def run_all(file: str, world_size: int, only: list[str]) -> Iterator[tuple[str, Verdict]]:
+    """Run tests of a file, or all, one after the other; yield each with what became of it."""
+    ranks = Ranks(file, world_size)
 
     def renew() -> None:
         nonlocal ranks
         ranks.stop()
-        ranks = Ranks(world_size)
+        ranks = Ranks(file, world_size)
 
     try:
-        for number, name in enumerate(tests):
+        for number, name in enumerate(only or ranks.tests):
             verdict = ranks.run(name)
             if verdict.outcome == "failed":
                 after = ranks.run(number)
@@ -223,26 +271,28 @@ def run_all(world_size: int, tests: list[str]) -> Iterator[tuple[str, Verdict]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", nargs="?", default="test_torch.py", choices=CLASSES)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--only", default="", help="names of tests, with commas")
     parser.add_argument("--table", action="store_true", help="write what is known to fail, and why")
     parser.add_argument("--json", type=Path, help="where to write what became of each")
     options = parser.parse_args()
     if options.table:
-        print(table(), end="")
+        print(table(options.file), end="")
         return
     os.environ["REDUCTION_TIMEOUT"] = "20s"
     ends = {}
     with local_pool(2) as servers:
         os.environ["REDUCTION_SERVERS"] = ",".join(servers)
-        chosen = options.only.split(",") if options.only else names()
-        for name, verdict in run_all(options.world_size, chosen):
+        only = options.only.split(",") if options.only else []
+        for name, verdict in run_all(options.file, options.world_size, only):
             ends[name] = verdict
             print(f"{verdict.outcome:8}{name}", verdict.why[-800:], flush=True)
     if options.json:
         options.json.write_text(json.dumps(ends, indent=1))
     print(dict(Counter(end.outcome for end in ends.values())))
-    known = {name for name, reason in KNOWN.items() if options.world_size in reason.sizes}
+    reasons = KNOWN[options.file].items()
+    known = {name for name, reason in reasons if options.world_size in reason.sizes}
     failed = {name for name, end in ends.items() if end.outcome == "failed"}
     for name in sorted(failed ^ known.intersection(ends)):
         print(name, "passes, and is said to fail" if name in known else "fails, and nobody said so")
