@@ -31,6 +31,7 @@ import types
 import unittest
 import unittest.mock
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,15 +66,44 @@ class Reason(NamedTuple):
 _HALVES = Reason(
     (3,), "three float16 are compared with a float32 product: no float16 is equal to most of these"
 )
+_KERAS_2 = Reason((2, 3), "it asks Keras 3 for what Keras 2 had")
 KNOWN: dict[str, dict[str, Reason]] = {
     "test_torch.py": {
         "test_horovod_allreduce_prescale": _HALVES,
         "test_horovod_reducescatter_prescale": _HALVES,
         "test_horovod_grouped_reducescatter_prescale": _HALVES,
     },
-    "test_tensorflow.py": {},
-    "test_tensorflow_process_sets.py": {},
-    "test_tensorflow2_keras.py": {},
+    "test_tensorflow.py": {
+        "test_horovod_allreduce_indexed_slices_prescale_postscale_error": Reason(
+            (2, 3), "`tf.IndexedSlices` take the factors here, which Horovod refuses"
+        ),
+        "test_horovod_syncbn_cpu": _KERAS_2,
+        "test_partial_distributed_gradient_tape": _KERAS_2,
+    },
+    "test_tensorflow_process_sets.py": {
+        "test_horovod_allreduce_process_set_id_error": Reason(
+            (2, 3), "it assigns to `process_set_id`, which can only be read"
+        ),
+        "test_horovod_reducescatter_grad_cpu_process_sets": Reason(
+            (2, 3), "a float16 of 0 has to be less than 1e-8, which with NumPy 2 is 0 as well"
+        ),
+    },
+    "test_tensorflow2_keras.py": dict.fromkeys(
+        (
+            "test_train_model_lr_schedule",
+            "test_sparse_as_dense",
+            "test_legacy_optimizer",
+            "test_sparse_as_dense_with_grad_aggregation",
+            "test_grad_aggregation_with_inf_grad",
+            "test_gradient_aggregation_0",
+            "test_gradient_aggregation_1",
+            "test_gradient_aggregation_with_local_vars_0",
+            "test_gradient_aggregation_with_local_vars_1",
+            "test_partial_distributed_optimizer",
+            "test_broadcast_global_variables_callback_with_local_vars",
+        ),
+        _KERAS_2,
+    ),
 }
 
 
@@ -122,6 +152,8 @@ def suite(file: str) -> Any:
         in_thread=lambda target: threading.Thread(target=target).start(),
     )
     stand_in("horovod.runner.common.util.env", get_env_rank_and_size=ranks)
+    with suppress(ImportError):
+        import parameterized  # noqa: F401 (it takes a module called mock for an old one)
     sys.modules.setdefault("mock", unittest.mock)
     if "tensorflow" in file:
         import tensorflow as tf
@@ -184,7 +216,8 @@ def serve(file: str, rank: int, world_size: int, pipe: Connection) -> None:
         right &= gathered.tolist() == list(range(world_size))
         return Verdict("passed" if right else "failed", f"{total} {gathered}")
 
-    pipe.send([name for name in vars(tests) if name.startswith("test_")])
+    pipe.send([name for name, test in vars(tests).items() if name.startswith("test_") and test])
+    tests.setUpClass()
     while (task := pipe.recv()) is not None:
         if isinstance(task, int):
             pipe.send(goes_on(task))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import runpy
 import tempfile
 from pathlib import Path
@@ -17,7 +18,7 @@ import tensorflow as tf
 import worker_client.horovod.keras as of_keras
 import worker_client.horovod.tensorflow as hvd
 import worker_client.horovod.tensorflow.keras as of_tensorflow
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, MismatchError
 from tests.frameworks.cases import main
 from tests.horovod_imports import changed
 from worker_client.horovod.tensorflow.host import HOST
@@ -231,8 +232,13 @@ def case_tapes() -> None:
 
 
 def case_ranks_that_disagree_hear_why() -> None:
-    with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 says .*rank 1"):
-        hvd.allreduce(tf.ones(2 + rank), name="sizes")
+    for kind in (hvd.HorovodInternalError, MismatchError, tf.errors.FailedPreconditionError):
+        with pytest.raises(kind, match=r"rank 0 says .*rank 1") as caught:
+            hvd.allreduce(tf.ones(2 + rank), name="sizes")
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 (this test's own)
+    assert (type(again), again.field) == (MismatchError, "total_bytes")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one dimension or more"):
+        hvd.allgather(tf.constant(1.0))
     with pytest.raises(tf.errors.UnknownError, match=r"MismatchError.*rank 0 says"):
         tf.function(lambda: hvd.allreduce(tf.ones(2 + rank), name="sizes"))()
     assert float(hvd.allreduce(tf.constant(mine), name="sizes")) == 1.5

@@ -16,7 +16,13 @@ from tests.horovod_imports import PAGE
 
 SUITE = Path(__file__).with_name("horovod_suite.py")
 ROOT = Path(__file__).parents[2]
-LEAST = {"test_torch.py": 95}  # tests that pass, of the 105 that need no GPU
+# Tests that pass, of those that need no GPU.
+LEAST = {
+    "test_torch.py": 95,
+    "test_tensorflow.py": 80,
+    "test_tensorflow_process_sets.py": 21,
+    "test_tensorflow2_keras.py": 2,
+}
 
 
 @pytest.mark.parametrize("file", CLASSES)

@@ -188,7 +188,7 @@ def case_allgather() -> None:
     assert torch.equal(both[0], expected)
     assert both[1].tolist() == [0, 1, 2]
     for odd in (torch.zeros(2, 2 + rank // 2), torch.zeros(2, dtype=DTYPES[rank // 2])):
-        with pytest.raises(ConfigError, match="only the first dimension may differ"):
+        with pytest.raises(MismatchError, match="only the first dimension may differ"):
             hvd.allgather(odd)
 
 
@@ -248,7 +248,7 @@ def case_alltoall() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             hvd.alltoall(*wrong)
-    with pytest.raises(ConfigError, match="only the first dimension may differ"):
+    with pytest.raises(MismatchError, match="only the first dimension may differ"):
         hvd.alltoall(torch.ones(3, 2 + rank))
 
 

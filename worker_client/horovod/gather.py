@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, MismatchError
 from worker_client.horovod.allreduce import grouped_allreduce
 from worker_client.horovod.broadcasting import as_bytes
 from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
@@ -69,16 +69,15 @@ def _received(kind: str, group: Group, payloads: list[bytes]) -> list[_Rows]:
     """Return what each rank has said.
 
     Raises:
-        ConfigError: that does not fit together, at every rank alike.
+        MismatchError: that does not fit together, at every rank alike.
     """
     said = [_Rows(payload) for payload in payloads]
     mine = said[group.rank]
     for rank, rows in enumerate(said):
         if rows.what != mine.what:
-            raise ConfigError(
-                f"{kind}: rank {rank} has {rows}, rank {group.rank} {mine}: only the first "
-                "dimension may differ"
-            )
+            what = f"{kind}, in which only the first dimension may differ"
+            one, other = (group.rank, str(mine)), (rank, str(rows))
+            raise MismatchError.between(what, "dtype or shape", one, other)
     return said
 
 
@@ -143,7 +142,7 @@ def allgather(
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: shapes or dtypes do not fit together.
+        MismatchError: shapes or dtypes do not fit together.
     """
 
     def start() -> list[Handle]:
@@ -298,7 +297,8 @@ def alltoall(
         tensor.
 
     Raises:
-        ConfigError: `splits` is not right for the tensor, or shapes or dtypes do not fit together.
+        ConfigError: `splits` is not right for the tensor.
+        MismatchError: shapes or dtypes do not fit together.
     """
     counts: list[int] = []
     received = _AllToAll.apply(tensor, splits, name, process_set, counts)  # type: ignore[no-untyped-call]

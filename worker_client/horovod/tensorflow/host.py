@@ -8,13 +8,21 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from reducer.errors import ConfigError, ReductionError
+from reducer.errors import ConfigError, MismatchError, ReductionError, rebuild
 from worker_client.tensorflow import run_on_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+
+
+# In the order in which they are asked.
+_THEIRS: dict[type[ReductionError], type[Exception]] = {
+    ConfigError: tf.errors.InvalidArgumentError,
+    MismatchError: tf.errors.FailedPreconditionError,
+    ReductionError: tf.errors.UnknownError,
+}
 
 
 class Host:
@@ -43,6 +51,10 @@ class Host:
 
         Raises:
             ConfigError: as `run_on_host`, or a tensor holds strings.
+            ReductionError: the call's. Where TensorFlow runs eagerly it is also the one of
+                `tf.errors` that Horovod raises: InvalidArgumentError for an argument,
+                FailedPreconditionError if ranks disagree, UnknownError else. Out of a graph it is
+                an UnknownError, whose message holds the error's name and text.
         """
 
         def on_host(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
@@ -50,9 +62,23 @@ class Host:
                 return [_to_numpy(one) for one in function([_to_torch(one) for one in arrays])]
             except ReductionError as error:
                 self.failure = error
-                raise
+                raise _also_theirs(error).with_traceback(error.__traceback__) from None
 
         return run_on_host(on_host, [tf.convert_to_tensor(one) for one in tensors], shapes)
+
+
+def _also_theirs(error: ReductionError) -> ReductionError:
+    """Return an error that whoever catches TensorFlow's catches as well."""
+    ours = type(error)
+    theirs = next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))
+
+    def reduced(self: ReductionError) -> tuple[Any, ...]:
+        return rebuild, (ours, self.args, error.__dict__)  # the class has no place of its own
+
+    both = type(ours.__name__, (ours, theirs), {"__reduce__": reduced})
+    # What TensorFlow's errors are made of.
+    more = {"_message": str(error), "_node_def": None, "_op": None, "_error_code": None}
+    return rebuild(both, error.args, {**error.__dict__, **more})
 
 
 def _to_torch(array: NDArray[Any]) -> torch.Tensor:

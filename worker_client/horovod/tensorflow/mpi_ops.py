@@ -114,11 +114,6 @@ def _reduce_slices(
     """Return the reductions of sparse tensors: all ranks' slices."""
     if not tensors:
         return []
-    if op not in _LINEAR:
-        raise ConfigError(
-            "tf.IndexedSlices can be reduced by op=hvd.Average or op=hvd.Sum: use "
-            "tf.convert_to_tensor() for others"
-        )
     of_values, of_indices = (None if name is None else f"{name}.{part}" for part in "vi")
     values = grouped_allgather([one.values for one in tensors], of_values, process_set=process_set)
     indices = grouped_allgather(
@@ -166,8 +161,13 @@ def grouped_allreduce(
         ignore_name_scope: changes nothing.
         name: the same at every rank; by default numbered.
     """
-    chosen, scales = choose(op, average), (prescale_factor, postscale_factor)
     sparse = [at for at, one in enumerate(tensors) if isinstance(one, tf.IndexedSlices)]
+    if sparse and op not in {None, *_LINEAR}:
+        raise NotImplementedError(  # as Horovod does, Adasum included
+            "tf.IndexedSlices can be reduced by op=hvd.Average or op=hvd.Sum: use "
+            "tf.convert_to_tensor() for others"
+        )
+    chosen, scales = choose(op, average), (prescale_factor, postscale_factor)
     dense = [at for at, one in enumerate(tensors) if not isinstance(one, tf.IndexedSlices)]
     results = list(tensors)
     slices = _reduce_slices([tensors[at] for at in sparse], name, chosen, scales, process_set)
@@ -213,8 +213,8 @@ def allreduce(
 
     Raises:
         ConfigError: a tensor or an argument is not supported.
-        ReductionError: as `Client.all_reduce`; out of a graph, `tf.errors.UnknownError`, whose
-            message holds the error's name and text.
+        NotImplementedError: `op` is not defined for `tf.IndexedSlices`.
+        ReductionError: as `Client.all_reduce`, and one of `tf.errors` as well: see `Host.call`.
     """
     (reduced,) = grouped_allreduce(
         [tensor],
@@ -276,7 +276,8 @@ def allgather(
         process_set: the ranks that take part.
 
     Raises:
-        ConfigError: it has no dimension, or shapes or dtypes do not fit together.
+        ConfigError: it has no dimension.
+        MismatchError: shapes or dtypes do not fit together.
     """
     (gathered,) = grouped_allgather([tensor], name, process_set=process_set)
     return gathered
@@ -377,18 +378,20 @@ def alltoall(
         The received rows, in rank order; with `splits` also how many came from each rank, int32.
 
     Raises:
-        ConfigError: `splits` is not right for the tensor, or shapes or dtypes do not fit together.
+        ConfigError: `splits` is not right for the tensor.
+        MismatchError: shapes or dtypes do not fit together.
     """
     given = tf.convert_to_tensor(tensor)
     asked = tf.zeros(0, tf.int32) if splits is None else tf.convert_to_tensor(splits, tf.int32)
 
     def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         rows, counts = tensors
-        if splits is not None:
-            return list(alltoall_async(rows, counts, name, process_set).wait())
-        received = alltoall_async(rows, None, name, process_set).wait()
         size = group_of(process_set).size
-        return [received, torch.full((size,), rows.shape[0] // size, dtype=torch.int32)]
+        if splits is not None or rows.dim() == 0 or rows.shape[0] % size:
+            given = None if splits is None else counts  # None is refused
+        else:  # how many come from the others is to be known as well
+            given = torch.full((size,), rows.shape[0] // size, dtype=torch.int32)
+        return list(alltoall_async(rows, given, name, process_set).wait())
 
     @_with_gradient
     def call(rows: tf.Tensor) -> Any:
@@ -399,7 +402,7 @@ def alltoall(
         def gradient(grad: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
             back, _ = alltoall(grad, counts, process_set=process_set)
             left = tf.shape(rows)[0] - tf.shape(back)[0]  # rows that went to nobody
-            none = tf.zeros(tf.concat([[left], tf.shape(rows)[1:]], 0), rows.dtype)
+            none = tf.zeros(tf.concat([[left], tf.shape(rows)[1:]], 0), back.dtype)
             return tf.concat([back, none], 0)
 
         return (received, counts), gradient
