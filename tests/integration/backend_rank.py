@@ -213,6 +213,15 @@ def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     assert then.wait() == 2 * 2 * WORLD_SIZE
 
 
+def case_received_from_any_rank(rank: int, gloo: dist.ProcessGroup) -> None:
+    tensor = torch.full((3,), float(rank))
+    if rank == 1:
+        dist.send(tensor, 0)
+    elif rank == 0:
+        assert dist.recv(tensor) == 1
+        assert tensor.tolist() == [1.0] * 3
+
+
 def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> None:
     """As with Gloo: whoever waits for a collective finds what its callbacks have done."""
     done: list[int] = []

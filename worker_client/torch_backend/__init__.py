@@ -390,7 +390,8 @@ class ReductionGroup(ProcessGroup):
     broadcast = inner("broadcast")
     gather = inner("gather")
     recv = inner("recv")
-    recvAnysource = inner("recv_anysource")  # noqa: N815 (C++ looks for it by its name there)
+    recv_anysource = inner("recv_anysource")  # by way of C++ its handle would lose the source
+    recvAnysource = recv_anysource  # noqa: N815 (C++ looks for it by its name there)
     reduce = inner("reduce")
     scatter = inner("scatter")
     send = inner("send")
