@@ -73,7 +73,7 @@ def test_the_slowest_rank_decides(network: Network) -> None:
         call(network)
     assert chunk_sizes(network) == {24}, "all wait for the answer"
     network.deliver_all()
-    assert chunk_bytes(network) == [256 * KIB] * 2  # 300 MB/s
+    assert chunk_bytes(network) == [128 * KIB] * 2  # 300 MB/s
     for worker in network.workers:
         assert worker.ended == dict.fromkeys(range(5))
         # The question has a number between those of two calls, and is nobody's call.
