@@ -78,10 +78,12 @@ class ReductionHandler:
         Raises:
             ConfigError: they are of other models.
         """
-        path = self._residuals(folder)
-        if not path.exists():
+        path, states = self._residuals(folder), self._states()
+        if not path.exists():  # it was written before there were any
+            for state in states:
+                state.load_state_dict({"residuals": {}})
             return
-        kept, states = torch.load(path, weights_only=True), self._states()
+        kept = torch.load(path, weights_only=True)
         if len(kept) != len(states):
             raise ConfigError(
                 f"{path} has the residuals of {len(kept)} models, and {len(states)} are prepared: "

@@ -237,6 +237,10 @@ def case_ranks_that_disagree_hear_why() -> None:
             hvd.allreduce(tf.ones(2 + rank), name="sizes")
     again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 (this test's own)
     assert (type(again), again.field) == (MismatchError, "total_bytes")
+    longer = type(caught.value)(None, None, "a layer's words", caught.value.error_code)  # as Keras
+    assert isinstance(longer, MismatchError)
+    assert isinstance(longer, tf.errors.FailedPreconditionError)
+    assert (str(longer), longer.field, longer.error_code) == ("a layer's words", "total_bytes", 9)
     with pytest.raises(tf.errors.InvalidArgumentError, match="one dimension or more"):
         hvd.allgather(tf.constant(1.0))
     with pytest.raises(tf.errors.UnknownError, match=r"MismatchError.*rank 0 says"):

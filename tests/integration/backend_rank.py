@@ -256,20 +256,34 @@ def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> No
 
 
 def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
-    """The last rank starts the first reduction when the others have started two."""
-    last = rank == WORLD_SIZE - 1
-    if last:
-        dist.barrier(gloo)
-    first = dist.all_reduce(torch.ones(3), async_op=True)
-    if not last:
-        late = first.get_future().then(lambda _: dist.all_reduce(torch.ones(5)))
-    second = dist.all_reduce(torch.ones(4), async_op=True)
-    if not last:
-        dist.barrier(gloo)
+    """Rank 0's callback is in time, and that of rank 1 is not: nothing wrong is summed."""
+    if rank == 1:
+        first = dist.all_reduce(torch.ones(3), async_op=True)
+        late = first.get_future().then(lambda _: dist.all_reduce(torch.ones(3)))
+        second = dist.all_reduce(torch.ones(3), async_op=True)
+    dist.barrier(gloo)
+    if rank == 0:
+        first = dist.all_reduce(torch.ones(3), async_op=True)
+        early = first.get_future().then(lambda _: dist.all_reduce(torch.ones(3)))
+    dist.barrier(gloo)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="different names"):
+            early.wait()
+        second = dist.all_reduce(torch.ones(3), async_op=True)
+    elif rank == 1:
         with pytest.raises(RuntimeError, match=r"LocalProtocolError.*bucket_cap_mb"):
             late.wait()
-    first.wait()
-    second.wait()
+    else:
+        first = dist.all_reduce(torch.ones(3), async_op=True)
+        second = dist.all_reduce(torch.ones(3), async_op=True)
+        with pytest.raises(MismatchError, match="rank 1 takes no part"):
+            dist.all_reduce(torch.ones(3))
+    with pytest.raises(MismatchError, match="takes no part" if rank == 0 else "different names"):
+        second.wait()
+    assert first.wait()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [WORLD_SIZE] * 3
 
 
 def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:

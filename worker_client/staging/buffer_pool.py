@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class BufferPool(Generic[B]):
         # By id; each change is one operation of the dictionary. Not a lock: a signal handler may
         # interrupt its holder, and wait for a thread that gives a buffer back.
         self._idle: dict[int, tuple[int, B]] = {}  # since which turn; the latest comes last
+        self._sizes: dict[int, list[int]] = {}  # the ids, by size; some are gone from above
         self._used: dict[int, int] = {}  # sizes of buffers that are lent out
 
     @property
@@ -81,6 +83,7 @@ class BufferPool(Generic[B]):
         """Take back a buffer that nothing reads or writes any more."""
         self.forget(buffer)
         self._idle[id(buffer)] = self._turn, buffer
+        self._sizes.setdefault(buffer.nbytes, []).append(id(buffer))
         self._drop()
 
     def forget(self, buffer: B) -> None:
@@ -88,15 +91,28 @@ class BufferPool(Generic[B]):
         self._used.pop(id(buffer), None)
 
     def _find(self, nbytes: int) -> B | None:
-        latest_first = [buffer for _, buffer in reversed(list(self._idle.values()))]
-        for buffer in sorted(latest_first, key=lambda one: one.nbytes):
-            fits = buffer.nbytes >= nbytes if self._larger else buffer.nbytes == nbytes
-            if fits and self._idle.pop(id(buffer), None) is not None:
-                return buffer
+        larger = (size for size in sorted(self._sizes) if size >= nbytes)
+        for size in larger if self._larger else [nbytes]:
+            keys = self._sizes.get(size, [])
+            with suppress(IndexError):  # none is left
+                while True:
+                    found = self._idle.pop(keys.pop(), None)
+                    if found is not None:
+                        return found[1]
         return None
 
     def _drop(self) -> None:
-        idle = list(self._idle.items())
-        for place, (key, (since, _)) in enumerate(idle, self._most - len(idle)):
-            if place < 0 or self._turn - since > self._turns:
-                self._idle.pop(key, None)
+        while (oldest := self._oldest()) is not None:
+            key, (since, buffer) = oldest
+            if len(self._idle) <= self._most and self._turn - since <= self._turns:
+                return
+            try:
+                self._sizes[buffer.nbytes].remove(key)
+            except ValueError:
+                return  # another thread is about to take it, or this one below a signal handler
+            self._idle.pop(key, None)
+
+    def _oldest(self) -> tuple[int, tuple[int, B]] | None:
+        while True:
+            with suppress(RuntimeError):  # another thread has changed it just now
+                return next(iter(self._idle.items()), None)

@@ -401,33 +401,47 @@ class ReductionGroup(ProcessGroup):
     alltoall_base = all_to_all_single
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self) -> Iterator[str]:
         """Count a reduction that is started meanwhile.
+
+        Returns:
+            Where it is started, which is to be the same at every rank: empty, or in a callback.
 
         Raises:
             LocalProtocolError: it is in a callback, and another one than it has to follow was
-                started: at other ranks they may be the other way round.
+                started: at other ranks they may be the other way round. They hear of it.
         """
         with self._starting:
-            if getattr(self._callback, "after", self._calls) != self._calls:
-                raise LocalProtocolError(
+            after = getattr(self._callback, "after", None)
+            if after not in {None, self._calls}:
+                refusal = LocalProtocolError(
                     "a callback of a collective's future starts a reduction after others were "
-                    "started elsewhere: their order may be another one at other ranks. PowerSGD's "
-                    "hooks do so unless DDP has one bucket: give it a bucket_cap_mb of the model's "
-                    "size"
+                    "started elsewhere: their order may be another one at other ranks. Start it "
+                    "when you have waited for the collective. For PowerSGD's hooks, give DDP a "
+                    "bucket_cap_mb of the model's size"
                 )
-            yield
-            self._calls += 1
-            if hasattr(self._callback, "after"):
-                self._callback.after = self._calls
+                self._decline(refusal)
+                self._calls += 1
+                raise refusal
+            try:
+                yield "" if after is None else f"in a callback, after reduction {after}"
+            finally:
+                self._calls += 1
+                if after is not None:
+                    self._callback.after = self._calls
 
     def _count(self) -> None:
         """Count a reduction that Gloo makes: where reducers make it, at other ranks, it fails."""
-        with self._call(), self._joining:
+        with self._call():
+            self._decline(_GLOOS)
+
+    def _decline(self, why: Exception) -> None:
+        """Take no part in the next reduction that reducers make."""
+        with self._joining:
             if self._client is None:
                 self._declined += self.size() > 1
             elif self._client.usable:
-                self._client.decline(_GLOOS)
+                self._client.decline(why)
 
     def _can_reduce(self, tensors: list[torch.Tensor], op: dist.ReduceOp) -> bool:
         if not self._warned and any(tensor.device.type != "cpu" for tensor in tensors):
@@ -455,9 +469,10 @@ class ReductionGroup(ProcessGroup):
         if timeout_s <= 0:  # torch's way to say: the group's
             timeout_s = self._given_timeout_s() or client.timeout_s
         op = OPS[op_name(options.reduceOp)]
-        with self._call():
+        with self._call() as where:
             works = [
-                client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers
+                client.all_reduce(buffer, op, timeout=timeout_s, shape=where)
+                for buffer in reduction.buffers
             ]
             number = self._calls + 1
 

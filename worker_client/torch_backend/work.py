@@ -158,7 +158,7 @@ class ReductionWork(TorchWork):
             last = self._missing == 0
         if last:
             try:  # the client's thread, where this may be, is needed for what a callback waits for
-                threading.Thread(target=self._call_back, name="callbacks", daemon=True).start()
+                threading.Thread(target=self._call_back, name="callbacks").start()
             except RuntimeError:  # Python ends, and starts no more threads
                 self._call_back()
 

@@ -62,7 +62,7 @@ class Host:
                 return [_to_numpy(one) for one in function([_to_torch(one) for one in arrays])]
             except ReductionError as error:
                 self.failure = error
-                raise _also_theirs(error).with_traceback(error.__traceback__) from None
+                raise _also_theirs(error) from error
 
         return run_on_host(on_host, [tf.convert_to_tensor(one) for one in tensors], shapes)
 
@@ -72,13 +72,18 @@ def _also_theirs(error: ReductionError) -> ReductionError:
     ours = type(error)
     theirs = next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))
 
-    def reduced(self: ReductionError) -> tuple[Any, ...]:
-        return rebuild, (ours, self.args, error.__dict__)  # the class has no place of its own
+    def initialize(self: Any, node_def: Any, op: Any, message: str, *more: Any) -> None:
+        theirs.__init__(self, node_def, op, message)  # Keras makes them anew, with a longer text
+        self.args = (message,)
+        vars(self).update(vars(error))
+        del more
 
-    both = type(ours.__name__, (ours, theirs), {"__reduce__": reduced})
-    # What TensorFlow's errors are made of.
-    more = {"_message": str(error), "_node_def": None, "_op": None, "_error_code": None}
-    return rebuild(both, error.args, {**error.__dict__, **more})
+    def reduced(self: ReductionError) -> tuple[Any, ...]:
+        return rebuild, (ours, self.args, vars(error))  # the class has no place of its own
+
+    both: Any = type(ours.__name__, (ours, theirs), {"__init__": initialize, "__reduce__": reduced})
+    made: ReductionError = both(None, None, str(error))
+    return made
 
 
 def _to_torch(array: NDArray[Any]) -> torch.Tensor:
