@@ -256,18 +256,18 @@ def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> No
 
 
 def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
-    """Rank 0's callback is in time, and that of rank 1 is not: nothing wrong is summed."""
+    """Rank 0's callback is in time, and that of rank 1 is not; then calls match again."""
     if rank == 1:
         first = dist.all_reduce(torch.ones(3), async_op=True)
-        late = first.get_future().then(lambda _: dist.all_reduce(torch.ones(3)))
+        late = first.get_future().then(lambda _: dist.all_reduce(torch.ones(5)))
         second = dist.all_reduce(torch.ones(3), async_op=True)
     dist.barrier(gloo)
     if rank == 0:
         first = dist.all_reduce(torch.ones(3), async_op=True)
-        early = first.get_future().then(lambda _: dist.all_reduce(torch.ones(3)))
+        early = first.get_future().then(lambda _: dist.all_reduce(torch.ones(5)))
     dist.barrier(gloo)
     if rank == 0:
-        with pytest.raises(RuntimeError, match="different names"):
+        with pytest.raises(RuntimeError, match="disagree on total_bytes"):
             early.wait()
         second = dist.all_reduce(torch.ones(3), async_op=True)
     elif rank == 1:
@@ -278,7 +278,9 @@ def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
         second = dist.all_reduce(torch.ones(3), async_op=True)
         with pytest.raises(MismatchError, match="rank 1 takes no part"):
             dist.all_reduce(torch.ones(3))
-    with pytest.raises(MismatchError, match="takes no part" if rank == 0 else "different names"):
+    with pytest.raises(
+        MismatchError, match="takes no part" if rank == 0 else "disagree on total_bytes"
+    ):
         second.wait()
     assert first.wait()
     tensor = torch.ones(3)

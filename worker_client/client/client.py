@@ -277,9 +277,8 @@ class Client:
                 it has ended, or has returned if it has no name and `data` is in host memory.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
-            shape: any text that is to be the same at every rank, such as the shape of what `data`
-                was made of; ranks that differ in it get a MismatchError. Without a name for data in
-                host memory.
+            shape: with a name: any text that is to be the same at every rank, such as the shape of
+                what `data` was made of; ranks that differ in it get a MismatchError.
 
         Returns:
             A handle; wait for it before reading or writing `data`.
@@ -310,11 +309,11 @@ class Client:
                     self._check_usable()  # before a residual is used up; others see it later
                 self._calls += 1
                 self._since = time.monotonic()
+                if shape:
+                    raise ConfigError("shape= is compared in calls with a name: give name= as well")
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
                 if self._piecewise and not array and is_on_device(data):
                     self._check_usable()
-                    if shape:
-                        raise ConfigError("shape= does not go with tensors on a device: give name=")
                     refuse_extras("tensors on a device", weight=weight)
                     return self._stage(call, data, op, timeout, residual=residual, exact=exact)
                 buffer = host_buffer(data)
@@ -324,7 +323,7 @@ class Client:
                     view,
                     dtype,
                     reduction,
-                    shape or None,
+                    None,
                     timeout_s,
                     call=call,
                     data=data,

@@ -401,11 +401,8 @@ class ReductionGroup(ProcessGroup):
     alltoall_base = all_to_all_single
 
     @contextmanager
-    def _call(self) -> Iterator[str]:
+    def _call(self) -> Iterator[None]:
         """Count a reduction that is started meanwhile.
-
-        Returns:
-            Where it is started, which is to be the same at every rank: empty, or in a callback.
 
         Raises:
             LocalProtocolError: it is in a callback, and another one than it has to follow was
@@ -424,7 +421,7 @@ class ReductionGroup(ProcessGroup):
                 self._calls += 1
                 raise refusal
             try:
-                yield "" if after is None else f"in a callback, after reduction {after}"
+                yield
             finally:
                 self._calls += 1
                 if after is not None:
@@ -469,10 +466,9 @@ class ReductionGroup(ProcessGroup):
         if timeout_s <= 0:  # torch's way to say: the group's
             timeout_s = self._given_timeout_s() or client.timeout_s
         op = OPS[op_name(options.reduceOp)]
-        with self._call() as where:
+        with self._call():
             works = [
-                client.all_reduce(buffer, op, timeout=timeout_s, shape=where)
-                for buffer in reduction.buffers
+                client.all_reduce(buffer, op, timeout=timeout_s) for buffer in reduction.buffers
             ]
             number = self._calls + 1
 
