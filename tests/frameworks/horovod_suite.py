@@ -187,7 +187,7 @@ def _at_least(one: str, other: str) -> bool:
 
 
 def serve(file: str, rank: int, world_size: int, pipe: Connection) -> None:
-    """Say which tests a file has, and run those that the pipe names, until it says None."""
+    """Send the names of a file's tests; run the tests that the pipe names, until it sends None."""
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
     tests = suite(file)
     import torch

@@ -16,7 +16,7 @@ from tests.horovod_imports import PAGE
 
 SUITE = Path(__file__).with_name("horovod_suite.py")
 ROOT = Path(__file__).parents[2]
-# Tests that pass, of those that need no GPU.
+# How many tests of each file must pass at least.
 LEAST = {
     "test_torch.py": 95,
     "test_tensorflow.py": 79,

@@ -223,7 +223,7 @@ def case_received_from_any_rank(rank: int, gloo: dist.ProcessGroup) -> None:
 
 
 def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> None:
-    """As with Gloo: whoever waits for a collective finds what its callbacks have done."""
+    """As with Gloo, `wait()` returns after the callbacks of the collective's future."""
     done: list[int] = []
     for at in range(20):
         work = dist.all_reduce(torch.ones(3), async_op=True)

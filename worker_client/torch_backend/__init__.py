@@ -107,7 +107,7 @@ class ReductionGroup(ProcessGroup):
         self._warned = False
         self._declined = 0  # reductions that Gloo has made before there was a client
         self._joining = threading.Lock()
-        self._calls = 0  # reductions so far, whoever made them
+        self._calls = 0  # reductions started so far, by reducers or Gloo
         self._starting = threading.RLock()  # they are counted in the order in which they start
         self._callback = threading.local()  # ``after``: the call that one here has to follow
         if not options.global_ranks_in_group and size > 1 and not self._reconfigures:
@@ -211,7 +211,7 @@ class ReductionGroup(ProcessGroup):
         """Return a group of some members; `torch.distributed.split_group` describes it.
 
         Args:
-            new_ranks: their ranks in this group, in the order of those that they get.
+            new_ranks: ranks of its members in this group; a rank's place is its rank there.
             timeout: of the group's collectives; None takes this group's.
             opts: of no use here.
             group_name: the same at all members, and new; without one it is made of their ranks.

@@ -68,7 +68,7 @@ class Host:
 
 
 def _also_theirs(error: ReductionError) -> ReductionError:
-    """Return an error that whoever catches TensorFlow's catches as well."""
+    """Return the same error as a class that is also one of `tf.errors`."""
     ours = type(error)
     theirs = next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))
 
