@@ -22,6 +22,7 @@ TYPES = [DType.BFLOAT16, DType.FLOAT16]
 BLOCKS = {DType.BLOCK8: "int8", DType.BLOCK8_E4M3: "fp8_e4m3"}
 SENT = [*TYPES, *BLOCKS]
 COUNTS = [*range(35), 63, 64, 65, 127, 129, 251, 252, 253, 503, 504, 505, 4099]
+LONG = 1 << 19  # floats that are written past the caches
 NUMPY = {DType.BFLOAT16: ml_dtypes.bfloat16, DType.FLOAT16: np.float16}
 
 
@@ -126,6 +127,22 @@ def test_same_bits_as_numpy_at_any_length_and_alignment(
             which.divide(double.data, -7.0, DType.FLOAT64)
             results.append([*ends, double.tobytes()])
         assert results[0] == results[1], count
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4, 16])
+@pytest.mark.parametrize("dtype", SENT)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_long_result_has_the_bits_of_its_parts(name: str, dtype: DType, offset: int) -> None:
+    chosen, count, short = casts.select(name), LONG + 1000, 252 * 100
+    sent = np.resize(usual(short).view(np.uint8), dtype.nbytes(count))
+    whole, parts = (misaligned(np.full(count + 40, 0.5, np.float32), offset) for _ in range(2))
+    chosen.widen(sent.data, whole[: 4 * count].data, dtype)
+    for at in range(0, count, short):
+        few = min(short, count - at)
+        begin = dtype.nbytes(at)
+        part = sent[begin : begin + dtype.nbytes(few)]
+        chosen.widen(part.data, parts[4 * at :][: 4 * few].data, dtype)
+    assert whole.tobytes() == parts.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.BLOCK8, DType.BLOCK8_E4M3])

@@ -1,14 +1,10 @@
 #include "flight.h"
 
 #include <stdlib.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
-enum {
-    SPARE_BYTES = 80 << 20, /* of memory that results have had: a bucket and a quarter */
-    LONG_BYTES = 16 << 20   /* of a buffer whose beginning has left the caches when its end comes */
-};
+#include "reducer/kernels/stream.h"
+
+enum { SPARE_BYTES = 80 << 20 }; /* of memory that results have had: a bucket and a quarter */
 
 void flight_release(struct flight *flight, struct operation *operation)
 {
@@ -263,22 +259,15 @@ unsigned char *flight_place(const struct flight *flight, uint32_t link, const vo
     return chunk->of->of->data + header.offset;
 }
 
-/* Copies a result into the buffer. Into a long one past the caches: a store would fetch each line
- * from memory before. memcpy does that for long copies by itself, and cannot know of these. */
 static void put_result(const struct operation *operation, uint64_t offset,
                        const struct block *payload)
 {
-    unsigned char *to = operation->data + offset;
-    size_t streamed = 0;
-#ifdef __SSE2__
-    if (operation->header.total_bytes >= LONG_BYTES && (uintptr_t)to % sizeof(__m128i) == 0) {
-        for (; streamed + sizeof(__m128i) <= payload->nbytes; streamed += sizeof(__m128i))
-            _mm_stream_si128((__m128i *)(to + streamed),
-                             _mm_loadu_si128((const __m128i *)(payload->data + streamed)));
-        _mm_sfence(); /* before anybody hears that it is there */
+    if (operation->header.total_bytes < STREAM_BYTES) {
+        memcpy(operation->data + offset, payload->data, payload->nbytes);
+        return;
     }
-#endif
-    memcpy(to + streamed, payload->data + streamed, payload->nbytes - streamed);
+    stream(operation->data + offset, payload->data, payload->nbytes);
+    stream_end();
 }
 
 bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, size_t frame_bytes,

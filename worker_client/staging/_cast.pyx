@@ -21,10 +21,12 @@ cdef extern from "worker_client/staging/cast.h" nogil:
         const char *name
         cast_fn narrow[CAST_TYPES]
         keeping_fn narrow_keeping[CAST_TYPES]
-        cast_fn widen[CAST_TYPES]
         divide_f32_fn divide_f32
         divide_f64_fn divide_f64
 
+    void cast_widen(
+        const cast_table *table, int of, void *out, const void *values, size_t count
+    ) noexcept
     size_t cast_usable(const cast_table **usable) noexcept
     void cast_begin(fenv_t *callers) noexcept
     void cast_end(const fenv_t *callers) noexcept
@@ -95,7 +97,7 @@ cdef class CompiledCasts:
         if count:
             with nogil:
                 cast_begin(&callers)
-                self.table.widen[of](&out[0], &values[0], count)
+                cast_widen(self.table, of, &out[0], &values[0], count)
                 cast_end(&callers)
 
     def divide(self, unsigned char[::1] values, double by, dtype):

@@ -17,6 +17,7 @@
 #endif
 
 enum cast_type { CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_BLOCK8_E4M3, CAST_TYPES };
+enum { CAST_BLOCK_VALUES = 252, CAST_BLOCK_BYTES = 256 };
 
 /* The casts with one instruction set. Buffers may lie at any alignment, and do not overlap. */
 struct cast_table {
@@ -42,6 +43,10 @@ extern const struct cast_table cast_neon;
 #endif
 
 enum { CAST_TABLES = 3 };
+
+/* A table's `widen`, which writes a long result past the caches. */
+void cast_widen(const struct cast_table *table, enum cast_type of, void *out, const void *in,
+                size_t count);
 
 /* Fills in the tables that this CPU and operating system can run, best first; returns how many. */
 size_t cast_usable(const struct cast_table *usable[CAST_TABLES]);

@@ -73,6 +73,9 @@ DEFINE_CASTS(bf16)
 
 /* ---- blocks, whose first lanes have no floats ---- */
 
+_Static_assert((int)BLOCK8_VALUES == (int)CAST_BLOCK_VALUES, "of one specification");
+_Static_assert((int)BLOCK8_BYTES == (int)CAST_BLOCK_BYTES, "of one specification");
+
 enum {
     FIRST_LANES = BLOCK8_SCALE % BLOCK8_LANES, /* of the first vector with floats: those without */
     FIRST_VECTOR = BLOCK8_SCALE / BLOCK8_LANES,

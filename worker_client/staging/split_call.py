@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ def submit_pieces(
         if stopped is None:
             try:
                 submit(piece)
+                os.sched_yield()  # threads that send it, here and at ranks on the same machine
             except ReductionError as error:
                 if number == 1:
                     raise
