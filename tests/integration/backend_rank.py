@@ -26,7 +26,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client.torch_backend
-from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
+from reducer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    MismatchError,
+    ReductionError,
+    ReductionTimeout,
+)
 from tests.ranks import case_names, write_result
 from tests.waits import eventually
 
@@ -315,6 +321,24 @@ def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:
     dist.destroy_process_group(mine[0][1])
     with pytest.raises(LocalProtocolError, match="destroyed"):
         mine[0][1].allreduce([whole])
+
+
+def case_the_same_ranks_split_twice(rank: int, gloo: dist.ProcessGroup) -> None:
+    world = dist.group.WORLD
+    for ranks in ([], [0, 0], [0, WORLD_SIZE]):
+        with pytest.raises(ConfigError, match="split_group takes different ranks"):
+            world.split_group(ranks)
+    halves = [world.split_group([0, 2]) for _ in range(2)]
+    if rank == 1:
+        assert halves == [None, None]
+        return
+    tensors = [torch.tensor([float(rank + at)]) for at in range(2)]
+    # Each meets its members by itself, whatever the other one has left in the store.
+    for half, tensor in zip(halves, tensors, strict=True):
+        half.allreduce([tensor]).wait()
+    assert tensors == [2, 4]
+    jobs = {half.client.spec.job for half in halves}
+    assert len(jobs) == 2
 
 
 def case_ddp(rank: int, gloo: dist.ProcessGroup) -> None:

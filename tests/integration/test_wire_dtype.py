@@ -520,6 +520,9 @@ def test_residuals_that_do_not_fit(job: Job) -> None:
         for name in (None, "x"):
             with pytest.raises(ConfigError, match="contiguous float32"):
                 client.all_reduce(data, name=name, residual=wrong)
+    for wrong in ([0.0] * SMALL, np.broadcast_to(np.float32(0), SMALL)):
+        with pytest.raises(ConfigError, match="residual=: "):
+            client.all_reduce(data, residual=wrong)
     with pytest.raises(ConfigError, match="its own size"):
         client.all_reduce(data, residual=np.zeros(5, np.float32))
     with pytest.raises(ConfigError, match="exact=True casts nothing"):

@@ -74,7 +74,10 @@ class WireRule:
                 "residual= keeps what the cast takes away, and nothing is cast: set "
                 "REDUCTION_WIRE_DTYPE=bf16 (or wire_dtype='bf16'), or leave it out"
             )
-        kept = host_buffer(residual)
+        try:
+            kept = host_buffer(residual)
+        except ConfigError as error:
+            raise ConfigError(f"residual=: {error}") from None
         if kept.dtype is not DType.FLOAT32 or kept.write_back is not None:
             raise ConfigError(
                 "residual= takes a contiguous float32 array or tensor of zeros, in host memory "

@@ -13,6 +13,7 @@ import functools
 import logging
 import secrets
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
@@ -106,6 +107,7 @@ class ReductionGroup(ProcessGroup):
         self._closed: str | None = None  # why there is no client, and will be none
         self._warned = False
         self._declined = 0  # reductions that Gloo has made before there was a client
+        self._splits: Counter[tuple[int, ...]] = Counter()  # how often members have split off
         self._joining = threading.Lock()
         self._calls = 0  # reductions started so far, by reducers or Gloo
         self._starting = threading.RLock()  # they are counted in the order in which they start
@@ -214,17 +216,29 @@ class ReductionGroup(ProcessGroup):
             new_ranks: ranks of its members in this group; a rank's place is its rank there.
             timeout: of the group's collectives; None takes this group's.
             opts: of no use here.
-            group_name: the same at all members, and new; without one it is made of their ranks.
+            group_name: the same at all members, and new; without one it is made of their ranks,
+                and of how often these have split before.
             group_desc: of the group.
             device_types: of no use here: a group is of all devices.
 
         Returns:
             The group; None at a rank that is not among them.
+
+        Raises:
+            ConfigError: `new_ranks` names none, one twice or one that this group does not have.
         """
         del opts, device_types
-        if self.rank() not in new_ranks:
+        members = set(new_ranks)
+        if not members or len(members) < len(new_ranks) or not members <= set(range(self.size())):
+            raise ConfigError(
+                f"split_group takes different ranks of the {self.size()} in this group, at least "
+                f"one, got {new_ranks}"
+            )
+        if self.rank() not in members:
             return None
-        name = group_name or f"{self.group_name}:split:{new_ranks}"
+        number = self._splits[tuple(new_ranks)]
+        self._splits[tuple(new_ranks)] += 1
+        name = group_name or f"{self.group_name}:split:{new_ranks}:{number}"
         ranks = self._options.global_ranks_in_group or range(self.size())
         some = _DistributedBackendOptions()
         some.store = PrefixStore(f"{name}/", self._store)
