@@ -464,6 +464,8 @@ def test_weights_go_with_means_of_floats(job: Job) -> None:
         client.all_reduce(values(0, 10), op="sum", weight=2)
     with pytest.raises(ConfigError, match="convert the data to float32"):
         client.all_reduce(np.ones(10, np.float16), weight=2)
+    with pytest.raises(ConfigError, match="leave out name="):
+        client.all_reduce(values(0, 10), weight=2, name="x")
 
 
 # -- residuals ----------------------------------------------------------------------------------

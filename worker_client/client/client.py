@@ -19,7 +19,7 @@ from worker_client.client.summary import Summary
 from worker_client.communicators.membership import PATIENCE_S
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
-from worker_client.staging.arguments import parse, parse_op, refuse_extras
+from worker_client.staging.arguments import parse, parse_op, refuse_weight
 from worker_client.staging.device_copies import DeviceStaging
 from worker_client.staging.host_buffer import DTYPES, flatten, host_buffer, is_on_device
 from worker_client.staging.split_call import submit_pieces
@@ -314,7 +314,7 @@ class Client:
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
                 if self._piecewise and not array and is_on_device(data):
                     self._check_usable()
-                    refuse_extras("tensors on a device", weight=weight)
+                    refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
                     return self._stage(call, data, op, timeout, residual=residual, exact=exact)
                 buffer = host_buffer(data)
                 reduction, timeout_s = parse(buffer.dtype, op, None, timeout, self.timeout_s)
@@ -646,7 +646,7 @@ class Client:
         self._check_usable()
         if type(shape) is not str:
             raise ConfigError(f"shape= takes text, such as str(array.shape), got {shape!r}")
-        refuse_extras("calls that have names", weight=weight)
+        refuse_weight(weight, "calls with names are packed together, so leave out name=")
         if residual is not None:
             _check_residual(exact)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from reducer.errors import ConfigError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client import config
@@ -46,15 +44,18 @@ def parse(
     return reduction, default_s if timeout is None else config.seconds("timeout", timeout)
 
 
-def refuse_extras(what: str, *, weight: float | None = None, residual: Any = None) -> None:
-    """Refuse what only some calls can have.
+def refuse_weight(weight: float | None, because: str) -> None:
+    """Refuse a weight where there can be none.
+
+    Args:
+        weight: None, or the weight.
+        because: why, and what to do.
 
     Raises:
-        ConfigError: one of them was given.
+        ConfigError: there is one.
     """
-    for name, value in (("weight", weight), ("residual", residual)):
-        if value is not None:
-            raise ConfigError(f"{name}= does not go with {what}")
+    if weight is not None:
+        raise ConfigError(f"weight= goes with data in host memory, without a name: {because}")
 
 
 def _check_name(name: object) -> None:
