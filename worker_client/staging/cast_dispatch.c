@@ -4,7 +4,7 @@
 #include "reducer/kernels/stream.h"
 
 enum {
-    LONG_BYTES = STREAM_BYTES / 8,  /* a long buffer comes in 8 pieces (casting.py) */
+    LONG_BYTES = STREAM_BYTES / 8, /* a long buffer comes in 8 pieces (casting.py) */
     BATCH = 16 * CAST_BLOCK_VALUES /* floats that are cast at a time, and stay in the first cache */
 };
 
