@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,6 @@ def submit_pieces(
         if stopped is None:
             try:
                 submit(piece)
-                os.sched_yield()  # threads that send it, here and at ranks on the same machine
             except ReductionError as error:
                 if number == 1:
                     raise
