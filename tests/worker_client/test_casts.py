@@ -129,7 +129,7 @@ def test_same_bits_as_numpy_at_any_length_and_alignment(
         assert results[0] == results[1], count
 
 
-@pytest.mark.parametrize("offset", [0, 1, 4, 16])
+@pytest.mark.parametrize("offset", [4, 16])
 @pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_long_result_has_the_bits_of_its_parts(name: str, dtype: DType, offset: int) -> None:
