@@ -49,7 +49,7 @@ def measured(folder: Path, module: str, *arguments: str | Path) -> Results:
 
 
 def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
-    given = ["--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB"]
+    given = ["--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB", "--iterations", "20"]
     picture = tmp_path / "found.png"
     found = measured(tmp_path, "allreduce", *given, "--baselines", "gloo,ring", "--plot", picture)
     assert found.settings.mbit is None
