@@ -24,6 +24,7 @@ FLOORS = {
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {
     "_tensor_queue": {"fusion", "staging"},
+    "_caller_lead": {"protocol", "runtime", "work"},
 }
 FRAMEWORKS = {
     *("torch", "lightning", "accelerate", "transformers", "deepspeed"),

@@ -307,7 +307,7 @@ def test_a_call_that_fails_while_it_is_made_is_left_out(lone: Driven) -> None:
 
 
 def test_the_number_of_the_first_call_that_counts_is_said_in_32_bits(lone: Driven) -> None:
-    lone.calls._number = (1 << 32) + 1
+    lone.calls.numbering.number = (1 << 32) + 1
     last = ask(lone, part())
     assert last.sequence == number((1 << 32) + 2)
     error(lone, 0, LOST, last.sequence)

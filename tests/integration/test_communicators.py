@@ -338,7 +338,7 @@ def test_an_interrupted_call_is_no_other_ones(
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
     # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
     for communicator in four:
-        monkeypatch.setattr(communicator.flat, "_lead_with", lambda *_: False)
+        monkeypatch.setattr(communicator.flat, "_caller_lead", None)
     for line in range(1, 200):
         call, interrupted = object(), False
         asked = Asked(np.full(4, 100, np.float32), call=call)

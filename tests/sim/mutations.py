@@ -9,7 +9,7 @@ from unittest.mock import patch
 from reducer.engine import engine, rounds
 from reducer.engine.slots import Round
 from worker_client.protocol.failover import Failover
-from worker_client.protocol.lifecycle import Aborts, Calls
+from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.protocol.shard_map import ShardMap, Stage
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _end_well = PlainFlight.take
 _next = PlainFlight._next
-_number = Calls.number
+_give_number = Numbering.give
 _stage = ShardMap.stage
 _take_out = Failover._take_out
 
@@ -57,10 +57,10 @@ def _first_come(self: PlainFlight, index: int, now: float) -> Any:
     return None if full else _next(self, index, now)
 
 
-def _number_what_is_done(self: Calls, operation: Operation) -> None:
+def _number_what_is_done(self: Numbering, operation: Operation) -> None:
     """Let a call that is refused at this rank use up no number."""
-    _number(self, operation)
-    self._number -= operation.refusal is not None
+    _give_number(self, operation)
+    self.number -= operation.refusal is not None
 
 
 def _fail_alone(self: Calls, operation: Operation) -> list[Operation]:
@@ -94,10 +94,10 @@ def _leave_whatever_was_lost(
     return _take_out(self, reducer, stage, present, "")
 
 
-def _number_by_place(self: Calls, operation: Operation) -> None:
+def _number_by_place(self: Numbering, operation: Operation) -> None:
     """Number all-reduces one by one, however many a call has."""
     operation.call = None
-    _number(self, operation)
+    _give_number(self, operation)
 
 
 def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
@@ -140,14 +140,14 @@ MUTATIONS = {
     "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=6),
     "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=14),
     "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=112),
-    "refusals-unnumbered": Mutation(Calls, "number", _number_what_is_done, seed=1),
+    "refusals-unnumbered": Mutation(Numbering, "give", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
     "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=5),
     "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
     "adopted-unclaimed": Mutation(Failover, "_claim_all", _claim_nothing, seed=60),
     "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=199),
     "another-process-lost": Mutation(Failover, "_take_out", _leave_whatever_was_lost, seed=204),
-    "calls-uncounted": Mutation(Calls, "number", _number_by_place, seed=1),
+    "calls-uncounted": Mutation(Numbering, "give", _number_by_place, seed=1),
 }
 
 # What only one world in thousands notices.

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     child = os.fork()
     if child == 0:
         try:
-            client._ordered.flat._lead_with = lambda *_: os._exit(2)
+            client._ordered.flat._caller_lead = SimpleNamespace(wait=lambda *_: os._exit(2))
             work.wait(0.5)
         except ReductionTimeout:
             os._exit(0)
@@ -209,6 +210,9 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
             other.join(10)
             return lead.acquire(**how)
 
+        def release(self) -> None:
+            lead.release()
+
     monkeypatch.setattr(driver, "_lead", Late())
     ended: list[bool] = []  # whether the driver's thread had, when a call was begun
 
@@ -217,9 +221,8 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
         return []
 
     monkeypatch.setattr(client._ordered.flat.session, "submit", submit)
-    work = client.all_reduce(np.ones(4), op="sum")
     with pytest.raises(LocalProtocolError, match="shut down"):
-        work.wait(10)
+        client.all_reduce(np.ones(4), op="sum").wait(10)
     assert not any(ended), "nothing is begun when the sockets are closed"
 
 

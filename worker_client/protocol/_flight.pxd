@@ -109,5 +109,6 @@ cdef class CompiledFlight:
     cdef flight its
     cdef dict _operations  # by sequence number: keeps the memory for as long as it is used
 
+    cpdef submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch)
     cdef list completed(self)
     cdef uint32_t check(self, link) except? 0

@@ -43,7 +43,7 @@ cdef class CompiledFlight:
         if not flight_add_link(&self.its, window, keep, in_place):
             raise MemoryError
 
-    def submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch):
+    cpdef submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch):
         cdef header_t said = self.its.identity
         said.sequence = operation.sequence
         said.epoch = epoch

@@ -27,12 +27,63 @@ if TYPE_CHECKING:
     from worker_client.protocol.spec import JobSpec
 
 FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
-_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
-_SINCE_MASK = (1 << 32) - 1
+FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
+SINCE_MASK = (1 << 32) - 1
 GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
 _MOST_FAILED = 256  # entries of what has failed here; then the oldest become one
 
 log = logging.getLogger(__name__)
+
+
+class Numbering:
+    """Gives all-reduces their numbers, which are the same at every rank.
+
+    Attributes:
+        call: the latest that was asked for,
+        number: its number,
+        place: that of the latest operation in it,
+        failure: and how another one of them has ended.
+        since, history: as of an operation.
+    """
+
+    __slots__ = ("call", "failure", "history", "number", "place", "since")
+
+    def __init__(self) -> None:
+        self.call: object = None
+        self.number = -1
+        self.place = PLACES - 1
+        self.failure: ReductionError | None = None
+        self.since = self.history = 0
+
+    @property
+    def end(self) -> int:
+        """Number above those of all that were asked for."""
+        return self.number * PLACES + self.place + 1
+
+    def give(self, operation: Operation) -> None:
+        """Give what is asked for next its number; after a failure in its call, the reason, too."""
+        if operation.call is None or operation.call is not self.call:
+            self.call, self.failure = operation.call, None
+            self.number += 1
+            self.place = FIRST_PLACE
+        elif self.place == PLACES - 1:
+            raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
+        else:
+            self.place += 1
+            operation.refusal = operation.refusal or self.failure
+        operation.sequence = self.number * PLACES + self.place
+        operation.since, operation.history = self.since & SINCE_MASK, self.history
+        if self.number >= self.since:
+            asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
+            self.history = ((self.history ^ operation.tag) * FACTOR + asked) & _MASK
+        if operation.refusal is not None:  # now: it may be held, and others are numbered meanwhile
+            self.since, self.history = self.number + 1, 0
+
+    def forget(self, operation: Operation, error: ReductionError) -> None:
+        """Compare later calls by what follows them: other ranks may know less of a failure."""
+        if operation.call is not None and operation.call is self.call:
+            self.failure = error
+        self.since, self.history = self.number + 1, 0
 
 
 class Calls:
@@ -48,6 +99,7 @@ class Calls:
     Attributes:
         active: those that have begun and not ended.
         names: what the ranks call them.
+        numbering: gives them their numbers.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
     """
@@ -64,6 +116,7 @@ class Calls:
     ) -> None:
         self.active = Pending()
         self.names = Names()
+        self.numbering = Numbering()
         self.question: Operation | None = None
         self.final: RankLostError | None = None
         self._spec = spec
@@ -73,16 +126,6 @@ class Calls:
         self._flow = flow
         self._aborts = aborts
         self._ended = ended
-        self._call: object = None  # the latest that was asked for,
-        self._number = -1  # its number,
-        self._place = PLACES - 1  # that of the latest operation in it,
-        self._failure: ReductionError | None = None  # and how another one of them has ended
-        self._since = self._history = 0  # as of an operation
-
-    @property
-    def end(self) -> int:
-        """Number above those of all that were asked for."""
-        return self._number * PLACES + self._place + 1
 
     @property
     def watermark(self) -> int:
@@ -93,25 +136,6 @@ class Calls:
         """Let the watermark stay: what ends from now on is not finished, but goes on elsewhere."""
         if self._frozen is None:
             self._frozen = self._flight.watermark
-
-    def number(self, operation: Operation) -> None:
-        """Give what is asked for next its number; after a failure in its call, the reason, too."""
-        if operation.call is None or operation.call is not self._call:
-            self._call, self._failure = operation.call, None
-            self._number += 1
-            self._place = FIRST_PLACE
-        elif self._place == PLACES - 1:
-            raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
-        else:
-            self._place += 1
-            operation.refusal = operation.refusal or self._failure
-        operation.sequence = self._number * PLACES + self._place
-        operation.since, operation.history = self._since & _SINCE_MASK, self._history
-        if self._number >= self._since:
-            asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
-            self._history = ((self._history ^ operation.tag) * _FACTOR + asked) & _MASK
-        if operation.refusal is not None:  # now: it may be held, and others are numbered meanwhile
-            self._since, self._history = self._number + 1, 0
 
     def expire(self, now: float) -> list[Action]:
         """End what is not done by its deadline, when reducers have had time to say why."""
@@ -152,7 +176,7 @@ class Calls:
 
     def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce that cannot begin at this rank, and tell the reducers why."""
-        self._forget_history(operation, error)
+        self.numbering.forget(operation, error)
         actions: list[Action] = [*self._aborts.tell(operation.sequence, error, None)]
         actions += self._ended(operation, error)
         return actions + self._fail_others(operation, error)
@@ -182,14 +206,8 @@ class Calls:
     def drop(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce badly here, and tell nobody."""
         self.leave(operation)
-        self._forget_history(operation, error)
+        self.numbering.forget(operation, error)
         return self._ended(operation, error)
-
-    def _forget_history(self, operation: Operation, error: ReductionError) -> None:
-        """Compare later calls by what follows them: other ranks may know less of a failure."""
-        if operation.call is not None and operation.call is self._call:
-            self._failure = error
-        self._since, self._history = self._number + 1, 0
 
     def leave(self, operation: Operation) -> None:
         """Do nothing more for an all-reduce, whose end is another's business."""

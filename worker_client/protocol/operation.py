@@ -262,34 +262,35 @@ class Pending:
 
     Attributes:
         earliest: no deadline is before this time, in seconds of the caller's clock.
+        operations: they, by number.
         end: removes the all-reduce of a number, which has ended, and returns it.
     """
 
     def __init__(self) -> None:
         self.earliest = math.inf
-        self._operations: dict[int, Operation] = {}
-        self.end: Callable[[int], Operation] = self._operations.pop
+        self.operations: dict[int, Operation] = {}
+        self.end: Callable[[int], Operation] = self.operations.pop
 
     def __len__(self) -> int:
-        return len(self._operations)
+        return len(self.operations)
 
     def __getitem__(self, sequence: int) -> Operation:
-        return self._operations[sequence]
+        return self.operations[sequence]
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._operations
+        return sequence in self.operations
 
     def get(self, sequence: int) -> Operation | None:
         """Return an all-reduce, None if it is not in progress."""
-        return self._operations.get(sequence)
+        return self.operations.get(sequence)
 
     def all(self) -> list[Operation]:
         """Return all of them."""
-        return list(self._operations.values())
+        return list(self.operations.values())
 
     def begin(self, operation: Operation, now: float) -> None:
         """Take note that an all-reduce has begun, in seconds of the caller's clock."""
-        self._operations[operation.sequence] = operation
+        self.operations[operation.sequence] = operation
         timeout_s = operation.timeout_s
         operation.begun, operation.ask_at = now, now + STRAGGLER_S
         operation.deadline = deadline = now + timeout_s
@@ -306,11 +307,11 @@ class Pending:
         """Return the all-reduces whose deadline has passed, each once for each deadline."""
         if now < self.earliest:
             return []  # as nearly always; so nothing is kept in order
-        due = [each for each in self._operations.values() if each.deadline <= now]
+        due = [each for each in self.operations.values() if each.deadline <= now]
         due.sort(key=lambda each: each.deadline)
         for operation in due:
             operation.deadline = math.inf
-        self.earliest = min((each.deadline for each in self._operations.values()), default=math.inf)
+        self.earliest = min((each.deadline for each in self.operations.values()), default=math.inf)
         return due
 
     def straggling(self, now: float) -> list[Operation]:
@@ -318,10 +319,10 @@ class Pending:
 
         They are the oldest one, from time to time, and each that has little time left.
         """
-        found = [each for each in self._operations.values() if each.ask_last_at <= now]
+        found = [each for each in self.operations.values() if each.ask_last_at <= now]
         for operation in found:
             operation.ask_last_at = math.inf
-        oldest = next(iter(self._operations.values()), None)
+        oldest = next(iter(self.operations.values()), None)
         if oldest is not None and now >= oldest.ask_at:
             oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
             if oldest not in found:
@@ -330,7 +331,7 @@ class Pending:
 
     def hurry(self, now: float) -> None:
         """Have it asked soon whom each waits for: it may be for a rank that is gone."""
-        for operation in self._operations.values():
+        for operation in self.operations.values():
             operation.ask_at = min(operation.ask_at, now + HURRY_S)
 
 

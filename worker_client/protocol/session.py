@@ -59,6 +59,9 @@ class Session:
     Attributes:
         handed_over: all calls are brought to their end by other means.
         looks_at: when `tick` is due, if no deadline is earlier, in seconds of the caller's clock.
+        plan: how buffers are cut.
+        steady_until: nothing stands in the way of all-reduces below this number, unless something
+            happens, which makes it 0.
     """
 
     def __init__(self, spec: JobSpec, flight: type[Flight]) -> None:
@@ -82,7 +85,7 @@ class Session:
         choose = spec.world_size > 1 and not chunk_bytes
         self._agreement = Agreement(choose or spec.replaceable, chunk_bytes, reducers)
         weights = spec.weights or (1,) * reducers
-        self._plan = Plan(weights, spec.chunk_bytes, self._agreement.chunk_bytes_of)
+        self.plan = Plan(weights, spec.chunk_bytes, self._agreement.chunk_bytes_of)
         self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
         self._joining = Joining(
@@ -90,7 +93,7 @@ class Session:
             self.links,
             flight=self.flight,
             flow=self._flow,
-            plan=self._plan,
+            plan=self.plan,
             shard_map=self._map,
         )
         self._aborts = Aborts(self.links, self.flight, self._map, self._header)
@@ -115,8 +118,7 @@ class Session:
         )
         self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
         self._handing = HandingOver()
-        # Nothing stands in the way of all-reduces below this number, unless something happens.
-        self._steady_until: float = 0
+        self.steady_until: float = 0
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.CHALLENGE: self._challenge,
             MessageType.WELCOME: self._welcome,
@@ -187,7 +189,7 @@ class Session:
 
     def disconnected(self, index: int, reason: str) -> list[Action]:
         """Go on without a reducer that the transport has lost, if that can be."""
-        self._steady_until = 0
+        self.steady_until = 0
         link = self.links[index]
         if self._joining.complete and not self.failover.final:
             return self._move_on(self.failover.disconnected(link, reason))
@@ -197,7 +199,7 @@ class Session:
 
     def refused(self, index: int, error: AuthError) -> list[Action]:
         """Take note that there is no connection to a reducer, for want of the right key."""
-        self._steady_until = 0
+        self.steady_until = 0
         link = self.links[index]
         if self._joining.complete and link.refusal is None:  # else the caller hears, or has
             log.warning("%s", error)
@@ -208,8 +210,8 @@ class Session:
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
-        self.calls.number(operation)
-        if operation.sequence < self._steady_until and operation.refusal is None:
+        self.calls.numbering.give(operation)
+        if operation.sequence < self.steady_until and operation.refusal is None:
             self._begin(operation, now)
             return []
         if operation.sequence % PLACES == FIRST_PLACE:
@@ -218,7 +220,7 @@ class Session:
             self._handing.asked(operation.sequence, self.flight.reached)
         actions = self._move_on(self._go_on(operation, now))
         if self._is_steady():
-            self._steady_until = self._agreement.next_due(operation.sequence)
+            self.steady_until = self._agreement.next_due(operation.sequence)
         return actions
 
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
@@ -260,7 +262,7 @@ class Session:
     def _begin(self, operation: Operation, now: float) -> list[LinkShard]:
         """Hand an all-reduce to the flight; return the parts that it was cut into."""
         nbytes, dtype = operation.view.nbytes, operation.dtype
-        shards, chunk_bytes = self._plan.cut(nbytes, operation.sequence, dtype)
+        shards, chunk_bytes = self.plan.cut(nbytes, operation.sequence, dtype)
         self.flight.submit(operation, shards, chunk_bytes, self._map.epoch)
         if nbytes >= MEASURED_BYTES:
             self._flow.begin(now)
@@ -318,7 +320,7 @@ class Session:
         """Cut buffers from now on as the agreement, if it still holds, and the shard map say."""
         if afresh:
             self._agreement.reset()
-        self._plan.use(self.links, self._map.base)
+        self.plan.use(self.links, self._map.base)
         self._flow.chunk_bytes = self._agreement.chunk_bytes
 
     def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:
@@ -356,7 +358,7 @@ class Session:
             else:
                 actions.append(Finish(operation, None))
         # In a steady state there is nothing to move on from, and this is called with every result.
-        return actions if self._steady_until else self._move_on(actions)
+        return actions if self.steady_until else self._move_on(actions)
 
     def fail(self, error: ReductionError) -> list[Action]:
         """End badly what is in progress, and tell the reducers."""
@@ -416,7 +418,7 @@ class Session:
 
     def _move_on(self, actions: list[Action]) -> list[Action]:
         """Let others have what was left with connections that these actions close, or all calls."""
-        self._steady_until = 0  # something has happened
+        self.steady_until = 0  # something has happened
         if self.failover.closed:
             actions += self.failover.rehome_all()
         return actions + self._hand_over() if self.failover.final else actions
@@ -432,7 +434,7 @@ class Session:
         self.calls.freeze()
         for operation in self.calls.active.all():
             self.calls.leave(operation)
-        self.flight.confirm(self.calls.end)  # what was kept is copied
+        self.flight.confirm(self.calls.numbering.end)  # what was kept is copied
         return [HandOver(unfinished)]
 
     # -- messages -----------------------------------------------------------------------------

@@ -198,6 +198,10 @@ class Plan:
         chunk_bytes: the forced size of chunks, 0 for the rule.
         chunk_bytes_of: that rule: takes the size of a buffer and its number of shards. What it
             says changes with the `use` of other reducers alone.
+
+    Attributes:
+        turns: after so many all-reduces the first shard is at the same place again.
+        known: what `cut` has returned, by size, turn and type: they return.
     """
 
     def __init__(
@@ -211,8 +215,8 @@ class Plan:
         self._chunk_bytes_of = chunk_bytes_of
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
-        # By size, turn and type: they return.
-        self._known: dict[tuple[int, int, DType], tuple[list[LinkShard], int]] = {}
+        self.turns = 0
+        self.known: dict[tuple[int, int, DType], tuple[list[LinkShard], int]] = {}
 
     def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
         """Share buffers out over the links of these reducers, whose lanes divide their parts."""
@@ -225,8 +229,9 @@ class Plan:
         lanes = Counter(link.reducer for link in owners)
         whole = math.lcm(*lanes.values())
         self._owners = [link.index for link in owners]
+        self.turns = len(owners)
         self._weights = [weights[link.reducer] * whole // lanes[link.reducer] for link in owners]
-        self._known.clear()
+        self.known.clear()
 
     def share(self, link: Link) -> float:
         """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
@@ -234,13 +239,13 @@ class Plan:
 
     def cut(self, nbytes: int, sequence: int, dtype: DType) -> tuple[list[LinkShard], int]:
         """Cut the buffer of an all-reduce; return its shards and the size of their chunks."""
-        key = nbytes, turn_of(sequence) % len(self._owners), dtype
-        known = self._known.get(key)
+        key = nbytes, turn_of(sequence) % self.turns, dtype
+        known = self.known.get(key)
         if known is None:
             cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, dtype.itemsize)
             parts = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
             known = parts, self._chunk_bytes_of(nbytes, len(parts))
-            if len(self._known) == _KEPT_PLANS:
-                self._known.clear()
-            self._known[key] = known
+            if len(self.known) == _KEPT_PLANS:
+                self.known.clear()
+            self.known[key] = known
         return known

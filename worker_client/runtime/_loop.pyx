@@ -3,90 +3,14 @@
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
-from libc.stdint cimport uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from reducer.failpoints._failpoints cimport arm_table, pass_place
-from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES, block, flight as flight_t
+from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES
 
 from enum import IntEnum
 from typing import NamedTuple
-
-
-cdef extern from "reducer/zmtp/connection.h" nogil:
-    struct sodium:
-        pass
-
-    void curve_use(const sodium *functions) noexcept
-
-    enum zmtp_fault:
-        ZMTP_DIFFERS
-        ZMTP_REFUSED
-        ZMTP_WRONG_KEY
-
-    struct curve_keys:
-        uint8_t public_key[32]
-        uint8_t secret_key[32]
-        uint8_t server_key[32]
-
-    ctypedef struct zmtp_t "struct zmtp":
-        bint ready
-        int fault
-        char *peer_mechanism
-        char *reason
-
-    struct message:
-        unsigned frames
-        bint foreign
-        unsigned char *header
-        block *payload
-
-    struct pair:
-        pass
-
-    struct connection:
-        int error
-        bint connected
-        bint ended
-        bint in_frame
-        zmtp_t zmtp
-        message message
-        uint64_t bytes_read
-
-
-cdef extern from "worker_client/runtime/loop.h" nogil:
-    enum loop_event:
-        LOOP_QUIET
-        LOOP_MESSAGE
-        LOOP_CHANGE
-        LOOP_FAILED
-
-    struct loop_link:
-        connection *connection
-        bint changed
-
-    ctypedef struct loop_t "struct loop":
-        uint32_t links
-        loop_link *link
-        uint32_t from_ "from"
-        bint changes
-        int error
-
-    bint loop_init(loop_t *self, flight_t *within, uint64_t every_ns) noexcept
-    void loop_end(loop_t *self, long linger_ms) noexcept
-    bint loop_add(loop_t *self) noexcept
-    bint loop_open(loop_t *self, uint32_t link, int fd, const curve_keys *keys) noexcept
-    bint loop_join(loop_t *self, uint32_t link, pair *pair) noexcept
-    void loop_close(loop_t *self, uint32_t link) noexcept
-    loop_event loop_run(loop_t *self, long timeout_ms) noexcept
-    void loop_next(loop_t *self) noexcept
-    bint loop_send(loop_t *self, uint32_t link, const void *header, const void *payload,
-                   size_t nbytes) noexcept
-    void loop_refill(loop_t *self) noexcept
-    bint loop_detach(loop_t *self, uint64_t sequence) noexcept
-    void loop_wake(loop_t *self) noexcept
-    void loop_rest(loop_t *self, int first_ms, int longest_ms) noexcept
-    void loop_resume(loop_t *self) noexcept
 
 
 class Fault(IntEnum):
@@ -150,10 +74,6 @@ cdef class Loop:
     Raises:
         OSError: no files or threads are left.
     """
-
-    cdef loop_t its
-    cdef loop_event _event  # what `news` has not told yet
-    cdef CompiledFlight _flight
 
     def __cinit__(self, CompiledFlight flight, double every_s):
         self._flight = flight
@@ -229,11 +149,15 @@ cdef class Loop:
             return 0, False
         return its.bytes_read, its.in_frame
 
-    def run(self, long timeout_ms):
+    cpdef run(self, long timeout_ms):
         """Wait until there is something for the session, or the time is up."""
         if self._event == LOOP_QUIET and self._flight.its.completed == NULL:
             with nogil:
                 self._event = loop_run(&self.its, timeout_ms)
+
+    cdef bint is_healthy(self):
+        """Whether there is nothing for the session but all-reduces that were completed."""
+        return self._event == LOOP_QUIET and not self.its.changes
 
     def news(self):
         """Return what there is for the session, once.
@@ -280,7 +204,7 @@ cdef class Loop:
         loop_send(&self.its, self._flight.check(link), PyBytes_AsString(header),
                   &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
-    def refill(self):
+    cpdef refill(self):
         """Send what the windows have room for."""
         loop_refill(&self.its)
 

@@ -104,8 +104,6 @@ class CompiledTransport(Transport):
         ConfigError: there are keys, and no libsodium.
     """
 
-    any_thread = True
-
     def __init__(
         self,
         flight: _flight.CompiledFlight,
@@ -120,7 +118,7 @@ class CompiledTransport(Transport):
         if keys is not None and (keys.pool or any(keys.hosts.values())):
             _loop.use_sodium(sodium.addresses())
         self._patience_s = heartbeats.patience_s
-        self._loop = _loop.Loop(flight, heartbeats.every_s)
+        self.loop = self._loop = _loop.Loop(flight, heartbeats.every_s)
         self._ways: list[_Way] = []
         self._tries = False  # an attempt to connect is in progress
         self._next_try = 0.0  # when the next one begins

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Action
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
+    from worker_client.runtime import _caller_lead
     from worker_client.runtime.trace import Trace
     from worker_client.runtime.transport import Message, Transport
 
@@ -88,6 +89,11 @@ class Driver:
         self._settling = True
         self._listened = 0.0  # when it was looked at last who was heard
         self._waited_at = 0.0
+        self._caller_lead: _caller_lead.CallerLead | None = None
+        if transport.loop is not None:
+            from worker_client.runtime import _caller_lead as compiled  # noqa: PLC0415 (as the loop)
+
+            self._caller_lead = compiled.CallerLead(self, transport.loop)
         self._forks = service_thread.forks
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
@@ -112,6 +118,8 @@ class Driver:
         """
         if self._trace.timeline is not None:
             self._trace.follow(operation, self.session.spec)
+        if self._caller_lead is not None and self._caller_lead.submit(operation):
+            return
         try:
             with self._order:
                 if self.closing:
@@ -122,7 +130,7 @@ class Driver:
         except BaseException:  # an interrupt, perhaps: nobody waits for it
             self.open.pop(operation, None)
             raise
-        if not self._lead_with(self._start) and first:
+        if first:
             self._wake()  # otherwise the leader was woken already
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
@@ -140,24 +148,9 @@ class Driver:
                 "signal handler that interrupted a wait for one"
             )
 
-        def lead() -> None:
-            while (
-                self.open
-                and not (done() or self.closing or self._failure)
-                and (now := time.monotonic()) < until
-            ):
-                # An interrupt may end this wait, which loses nothing, ...
-                self._transport.wait(min(IDLE_S, self._active.earliest - now, until - now))
-                try:
-                    self._advance()
-                except BaseException as error:  # ... but one in here may leave things half done
-                    self._failure = error
-                    self._resume()
-                    raise  # as it is: it may come out of a signal handler, for whoever is above
-
-        if self._lead_with(lead, until) and self.open:
-            self._resume()
-        self._waited_at = time.monotonic()
+        if self._caller_lead is not None:
+            self._caller_lead.wait(done, until)
+            self._waited_at = time.monotonic()
 
     def fail(self, error: ReductionError) -> None:
         """End badly what is in progress, and tell the reducers."""
@@ -183,38 +176,6 @@ class Driver:
 
     # -- who leads ----------------------------------------------------------------------------
 
-    def _lead_with(self, work: Callable[[], None], until: float = 0.0) -> bool:
-        """Do some work as the leader, if this thread is to lead; return whether it was.
-
-        Whatever interrupts it, Ctrl-C at any instant, leaves the lead free for others.
-
-        Args:
-            work: what to do.
-            until: until when to ask the driver's own thread for the lead, if that is to be.
-        """
-        me = threading.get_ident()
-        if self._leader == me or self._failure or not self._transport.any_thread:
-            return False  # a callback in the middle of a step; things half done; not made for it
-        leads = False
-        try:
-            leads = self._lead.acquire(blocking=False) or self._ask_for_lead(until)
-            if leads:
-                self._leader = me
-                if not (self.closing or self._failure):  # it may just have ended
-                    work()
-        except BaseException:
-            leads = True  # perhaps
-            raise
-        finally:
-            if leads:  # from here to the release nothing is called, so nothing interrupts
-                if self._leader == me:
-                    self._leader = 0
-                try:  # noqa: SIM105 (suppress() would be a call)
-                    self._lead.release()
-                except RuntimeError:
-                    pass  # it was interrupted before it led
-        return leads
-
     def _ask_for_lead(self, until: float) -> bool:
         """Have the driver's own thread step aside, if that is likely to pay."""
         now = time.monotonic()
@@ -238,6 +199,11 @@ class Driver:
         with self._order:
             if not self.closing:
                 self._transport.resume()
+
+    def _end_half_done(self, failure: BaseException) -> None:
+        """Have everything end, as this has left things half done."""
+        self._failure = failure
+        self._resume()
 
     def _is_wanted(self, now: float) -> bool:
         return now < self._wanted_until and self.session.active <= 1
@@ -276,9 +242,8 @@ class Driver:
                 if actions := self.session.submit(self._queue.popleft(), time.monotonic()):
                     self._do(actions)
             self._transport.refill()
-        except BaseException as error:  # as in `wait`
-            self._failure = error
-            self._resume()
+        except BaseException as error:  # an interrupt may leave things half done
+            self._end_half_done(error)
             raise
 
     def _advance(self) -> None:

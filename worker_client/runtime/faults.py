@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.failpoints import Place, message_type
 from reducer.wire.constants import MessageType
-from worker_client.runtime.transport import Completed, Message
+from worker_client.runtime.transport import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,13 +74,6 @@ class _FaultyTransport(_AnyTransport):
         super().send(link, header, payload)
         if contribution:
             self._hit(Place.WORKER_AFTER_SEND)
-
-    def events(self) -> Iterator[Event]:
-        for event in super().events():
-            if isinstance(event, Completed):
-                for _ in event:
-                    self._hit(Place.WORKER_COMPLETED)
-            yield event
 
     def _messages(self, link: int, limit: int = sys.maxsize) -> Iterator[Event]:
         for event in super()._messages(link, limit):

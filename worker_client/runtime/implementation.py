@@ -77,7 +77,7 @@ def select(name: str | None) -> Implementation:
 def _compiled() -> Implementation:
     try:
         from worker_client.protocol import _flight  # noqa: PLC0415 (may not be there)
-        from worker_client.runtime import _loop  # noqa: PLC0415
+        from worker_client.runtime import _caller_lead, _loop  # noqa: F401, PLC0415
         from worker_client.runtime.compiled_transport import CompiledTransport  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(

@@ -354,8 +354,10 @@ static bool take(struct loop *loop, uint32_t link, uint64_t now)
         return false;
     failpoint(WORKER_COPIED);
     connection_next(connection);
-    if (loop->flight->completed != completed)
+    if (loop->flight->completed != completed) {
+        failpoint(WORKER_COMPLETED);
         give_back(loop, loop->flight->completed->header.sequence);
+    }
     struct contribution next;
     while (flight_next(loop->flight, link, now, &next))
         queue_contribution(loop, &next);

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
     from worker_client.protocol.operation import Operation
+    from worker_client.runtime import _loop
 
 LOOK_S = 0.2  # how often to look when reducers were heard last
 # A quarter of losses.ADOPT_S at most: whoever waits for any reducer tries each one several times.
@@ -64,11 +65,12 @@ class Transport(ABC):
 
     One thread at a time uses it, but for `wake`. An event's `link` counts the connections in order.
 
+
     Attributes:
-        any_thread: whether any thread may use it in turn, even one that Ctrl-C interrupts.
+        loop: what moves its messages, if any thread may use it in turn; None if one alone may.
     """
 
-    any_thread = False
+    loop: _loop.Loop | None = None
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
@@ -127,7 +129,7 @@ class Transport(ABC):
     def rest(self, first_s: float, longest_s: float) -> None:  # noqa: B027 (the plain one has none)
         """Return when no thread has called `wait` for a while, and at once after `resume`.
 
-        For transports of `any_thread`, as `resume`.
+        For transports with a `loop`, as `resume`.
 
         Args:
             first_s: when to look for the first time, in seconds; then after twice as long each,

@@ -1,0 +1,223 @@
+"""A caller's thread that leads: it sends what it asks for itself, and takes the results.
+
+With more processes than cores every small all-reduce finds cold caches, and then the interpreter
+takes longer than the network. So nothing of one is interpreted in here, from its call to its end,
+unless something is unusual: that is left to the driver and its session, whose part this has.
+"""
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.math cimport ceil, fmax, fmin
+from libc.stdint cimport uint32_t, uint64_t
+
+from worker_client.protocol._flight cimport CompiledFlight
+from worker_client.runtime._loop cimport Loop
+
+from threading import get_ident
+from time import monotonic
+from types import MethodType
+
+from reducer.wire.constants import PLACES
+from worker_client.protocol.flow_control import MEASURED_BYTES
+from worker_client.protocol.lifecycle import FACTOR, FIRST_PLACE
+from worker_client.protocol.operation import LAST_S, STRAGGLER_S
+from worker_client.runtime.driver import IDLE_S, LISTEN_S
+from worker_client.work import Work
+
+cdef object _DONE = Work.done
+cdef uint64_t _FACTOR = FACTOR, _PLACES = PLACES, _FIRST_PLACE = FIRST_PLACE
+cdef Py_ssize_t _MEASURED_BYTES = MEASURED_BYTES
+cdef double _LAST_S = LAST_S, _STRAGGLER_S = STRAGGLER_S, _IDLE_S = IDLE_S, _LISTEN_S = LISTEN_S
+
+
+cdef class CallerLead:
+    """What a thread does that has a driver's lead for as long as a call, or a wait for one, takes.
+
+    Args:
+        driver: whose lead it takes, and whose messages the loop moves.
+        loop: that.
+    """
+
+    cdef object _driver, _session, _map, _plan, _calls, _numbering, _pending
+    cdef dict _open, _active
+    cdef Loop _loop
+    cdef CompiledFlight _flight
+
+    def __init__(self, driver, Loop loop):
+        self._driver, self._session, self._open = driver, driver.session, driver.open
+        self._loop, self._flight = loop, loop._flight
+        self._map, self._plan = self._session.failover.map, self._session.plan
+        self._calls = self._session.calls
+        self._numbering, self._pending = self._calls.numbering, self._calls.active
+        self._active = self._pending.operations
+
+    def submit(self, operation):
+        """Start an all-reduce and send it; false, and nothing is done, if others have the lead."""
+        driver, me = self._driver, get_ident()
+        if driver._leader == me:
+            return False  # a callback in the middle of a step
+        lead = driver._lead
+        if not lead.acquire(blocking=False):
+            return False
+        driver._leader = me
+        try:
+            if driver.closing or driver._failure is not None:
+                return False
+            self._open[operation] = None
+            if driver._queue or not self._begin(operation):
+                driver._queue.append(operation)
+                driver._start()
+            else:
+                self._loop.refill()
+        except BaseException as error:
+            driver._end_half_done(error)
+            raise
+        finally:
+            driver._leader = 0
+            lead.release()
+        return True
+
+    def wait(self, done, double until):
+        """Move all-reduces on until `done`, or the clock says `until`, unless others have the lead.
+
+        Not for a thread that has it already.
+        """
+        driver = self._driver
+        if driver._failure is not None:
+            return
+        lead = driver._lead
+        if not lead.acquire(blocking=False) and not driver._ask_for_lead(until):
+            return
+        driver._leader = get_ident()
+        try:
+            self._move_on(done, until)
+        finally:
+            driver._leader = 0
+            lead.release()
+        if self._open:
+            driver._resume()
+
+    cdef bint _begin(self, operation) except -1:
+        """Begin an all-reduce as `Session.submit` does; false, and nothing is done, if that has to.
+
+        Large ones are left to it: it measures their rate, and is a small part of their time.
+        """
+        cdef uint64_t number = self._numbering.number + 1, history = self._numbering.history
+        cdef uint64_t sequence = number * _PLACES + _FIRST_PLACE, since = self._numbering.since
+        cdef uint64_t nbytes = operation.view.nbytes, asked
+        cdef double now = monotonic(), timeout_s = operation.timeout_s
+        cdef double deadline = now + timeout_s
+        call, dtype = operation.call, operation.dtype
+        if (
+            sequence >= self._session.steady_until
+            or nbytes >= <uint64_t>_MEASURED_BYTES
+            or operation.name
+            or operation.refusal is not None
+            or (call is not None and call is self._numbering.call)
+        ):
+            return False
+        cut = self._plan.known.get((nbytes, number % <uint64_t>self._plan.turns, dtype))
+        if cut is None:
+            cut = self._plan.cut(nbytes, sequence, dtype)
+        shards, chunk_bytes = cut
+        # As `Numbering.give`.
+        self._numbering.call, self._numbering.failure = call, None
+        self._numbering.number, self._numbering.place = number, _FIRST_PLACE
+        operation.sequence = sequence
+        operation.since, operation.history = <uint32_t>since, history
+        if number >= since:
+            asked = nbytes << 8 | <uint64_t>dtype << 4 | <uint64_t>operation.op
+            self._numbering.history = history * _FACTOR + asked
+        self._flight.submit(operation, shards, chunk_bytes, self._map.epoch)
+        # As `Pending.begin`.
+        operation.begun, operation.ask_at, operation.deadline = now, now + _STRAGGLER_S, deadline
+        operation.ask_last_at = deadline - fmin(_LAST_S, timeout_s / 2)
+        self._active[sequence] = operation
+        if deadline < self._pending.earliest:
+            self._pending.earliest = deadline
+        return True
+
+    cdef _move_on(self, done, double until):
+        """Lead until `done`, or `until`, or until nothing is in progress."""
+        driver = self._driver
+        cdef double now, idle_s
+        while (
+            self._open
+            and not driver.closing
+            and driver._failure is None
+            and not _is_true(done)
+            and (now := monotonic()) < until
+        ):
+            idle_s = fmin(fmin(_IDLE_S, self._pending.earliest - now), until - now)
+            # An interrupt may end this wait, which loses nothing, ...
+            if self._session.steady_until:
+                self._loop.run(<long>ceil(fmax(0, idle_s) * 1000))
+                PyErr_CheckSignals()
+            else:
+                driver._transport.wait(idle_s)
+            try:
+                self._advance()
+            except BaseException as error:  # ... but one in here may leave things half done
+                driver._end_half_done(error)
+                raise  # as it is: it may come out of a signal handler, for whoever is above
+
+    cdef _advance(self):
+        """Do everything that is due, as `Driver._advance` does."""
+        driver, session = self._driver, self._session
+        cdef double now
+        if session.steady_until and self._loop.is_healthy() and driver._failing is None:
+            for sequence in self._flight.completed():
+                self._end(sequence)
+            if driver._queue:
+                driver._start()
+            elif self._open:
+                self._loop.refill()
+            now = monotonic()
+            if (
+                now < session.looks_at
+                and now < self._pending.earliest
+                and now - driver._listened < _LISTEN_S
+            ):
+                return
+        driver._advance()
+
+    cdef _end(self, sequence):
+        """End an all-reduce of which all results are here, as `Session.completed` says."""
+        driver = self._driver
+        operation = self._active[sequence]
+        if (
+            not self._session.steady_until
+            or operation is self._calls.question
+            or operation.view.nbytes >= _MEASURED_BYTES
+        ):
+            driver._do(self._session.completed([sequence], monotonic()))
+            return
+        del self._active[sequence]
+        try:
+            self._open.pop(operation, None)
+            _end_well(operation)
+        except BaseException:
+            self._open[operation] = None  # an interrupt: it ends in `_close`
+            raise
+
+
+cdef _end_well(operation):
+    """End an all-reduce whose result is in its buffer, as `Operation.end` does."""
+    if operation.over or operation.write_back is not None:
+        operation.end(None)
+        return
+    ended = operation.ended
+    if ended is not None:
+        ended(None)
+    if operation._future is None and operation._waiters is None:
+        operation._ended = True  # the GIL stands for its lock, as nothing here gives it away
+    else:
+        operation.finish(None)
+    operation.over = True
+    operation.ended = None
+
+
+cdef bint _is_true(done) except -1:
+    """Whether what is waited for has come: mostly an all-reduce, which needs no call to tell."""
+    if type(done) is MethodType and done.__func__ is _DONE:
+        return done.__self__._ended
+    return done()

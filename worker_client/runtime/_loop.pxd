@@ -1,0 +1,92 @@
+"""The structs and functions of `loop.h`, and the class over them."""
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+
+from worker_client.protocol._flight cimport CompiledFlight, block, flight as flight_t
+
+
+cdef extern from "reducer/zmtp/connection.h" nogil:
+    struct sodium:
+        pass
+
+    void curve_use(const sodium *functions) noexcept
+
+    enum zmtp_fault:
+        ZMTP_DIFFERS
+        ZMTP_REFUSED
+        ZMTP_WRONG_KEY
+
+    struct curve_keys:
+        uint8_t public_key[32]
+        uint8_t secret_key[32]
+        uint8_t server_key[32]
+
+    ctypedef struct zmtp_t "struct zmtp":
+        bint ready
+        int fault
+        char *peer_mechanism
+        char *reason
+
+    struct message:
+        unsigned frames
+        bint foreign
+        unsigned char *header
+        block *payload
+
+    struct pair:
+        pass
+
+    struct connection:
+        int error
+        bint connected
+        bint ended
+        bint in_frame
+        zmtp_t zmtp
+        message message
+        uint64_t bytes_read
+
+
+cdef extern from "worker_client/runtime/loop.h" nogil:
+    enum loop_event:
+        LOOP_QUIET
+        LOOP_MESSAGE
+        LOOP_CHANGE
+        LOOP_FAILED
+
+    struct loop_link:
+        connection *connection
+        bint changed
+
+    ctypedef struct loop_t "struct loop":
+        uint32_t links
+        loop_link *link
+        uint32_t from_ "from"
+        bint changes
+        int error
+
+    bint loop_init(loop_t *self, flight_t *within, uint64_t every_ns) noexcept
+    void loop_end(loop_t *self, long linger_ms) noexcept
+    bint loop_add(loop_t *self) noexcept
+    bint loop_open(loop_t *self, uint32_t link, int fd, const curve_keys *keys) noexcept
+    bint loop_join(loop_t *self, uint32_t link, pair *pair) noexcept
+    void loop_close(loop_t *self, uint32_t link) noexcept
+    loop_event loop_run(loop_t *self, long timeout_ms) noexcept
+    void loop_next(loop_t *self) noexcept
+    bint loop_send(loop_t *self, uint32_t link, const void *header, const void *payload,
+                   size_t nbytes) noexcept
+    void loop_refill(loop_t *self) noexcept
+    bint loop_detach(loop_t *self, uint64_t sequence) noexcept
+    void loop_wake(loop_t *self) noexcept
+    void loop_rest(loop_t *self, int first_ms, int longest_ms) noexcept
+    void loop_resume(loop_t *self) noexcept
+
+
+cdef class Loop:
+    cdef loop_t its
+    cdef loop_event _event  # what `news` has not told yet
+    cdef CompiledFlight _flight
+
+    cpdef run(self, long timeout_ms)
+    cdef bint is_healthy(self)
+    cpdef refill(self)
+    cdef message(self)
