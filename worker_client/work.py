@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     Lead: TypeAlias = Callable[[Callable[[], bool], float], None]
+    Ended: TypeAlias = Callable[[Exception | None], object]
 
 STATELESS: tuple[str, ...] = ()  # slots of a class whose subclasses, compiled or not, have them
 

@@ -26,6 +26,7 @@ from tests.conftest import local_pool
 from tests.integration.calls import process_of
 from tests.interrupts import BoomError, boom_at
 from tests.waits import eventually
+from tests.worker_client.waits import leave_the_lead
 from worker_client.client.compose import Composer
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
@@ -338,7 +339,7 @@ def test_an_interrupted_call_is_no_other_ones(
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
     # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
     for communicator in four:
-        monkeypatch.setattr(communicator.flat, "_caller_lead", None)
+        leave_the_lead(monkeypatch, communicator.flat)
     for line in range(1, 200):
         call, interrupted = object(), False
         asked = Asked(np.full(4, 100, np.float32), call=call)

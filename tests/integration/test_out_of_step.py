@@ -17,6 +17,7 @@ from reducer.errors import ConfigError, MismatchError, RankLostError, StaleGener
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of
 from tests.interrupts import BoomError, boom_at
+from tests.worker_client.waits import leave_the_lead
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
 ) -> None:
     """Wherever it comes in `all_reduce`, but for its first line: the others hear of it."""
     # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
-    monkeypatch.setattr(three[1]._ordered.flat, "_caller_lead", None)
+    leave_the_lead(monkeypatch, three[1]._ordered.flat)
     for line in range(1, 400):
         work, interrupted = None, False
         sys.settrace(boom_at(line, after="_check_usable", never_in="_give_up"))

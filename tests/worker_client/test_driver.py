@@ -155,7 +155,7 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     child = os.fork()
     if child == 0:
         try:
-            client._ordered.flat._caller_lead = SimpleNamespace(wait=lambda *_: os._exit(2))
+            client._ordered.flat._lead = SimpleNamespace(acquire=lambda **_: os._exit(2))
             work.wait(0.5)
         except ReductionTimeout:
             os._exit(0)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import pytest
 
     from worker_client.client.client import Client
+    from worker_client.runtime.driver import Driver
 
     Job = Callable[..., list[Client]]  # the fixture `job`
 
@@ -52,3 +53,24 @@ def half_a_job(make: Callable[..., Client]) -> tuple[Client, Client]:
     second = make(1, 2)
     thread.join()
     return first[0], second
+
+
+class _LeftAlone:
+    """The lead of a driver whose own thread alone ever gets it."""
+
+    def __init__(self, lead: threading.RLock) -> None:
+        self._lead = lead
+
+    def acquire(self, **_how: object) -> bool:
+        return False
+
+    def __enter__(self) -> None:
+        self._lead.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lead.release()
+
+
+def leave_the_lead(patch: pytest.MonkeyPatch, driver: Driver) -> None:
+    """Keep callers' threads from leading: every call is the driver's own thread's business."""
+    patch.setattr(driver, "_lead", _LeftAlone(driver._lead))

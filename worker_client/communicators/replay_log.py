@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reducer.errors import ReductionError
-    from worker_client.protocol.operation import Ended
+    from worker_client.work import Ended
 
 
 _NEVER = (1 << 63) - 1  # a call that none comes after

@@ -2,6 +2,8 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
+from worker_client.protocol._operation cimport OperationState
+
 
 cdef extern from "reducer/zmtp/block.h" nogil:
     struct block:
@@ -109,6 +111,6 @@ cdef class CompiledFlight:
     cdef flight its
     cdef dict _operations  # by sequence number: keeps the memory for as long as it is used
 
-    cpdef submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch)
+    cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch)
     cdef list completed(self)
     cdef uint32_t check(self, link) except? 0

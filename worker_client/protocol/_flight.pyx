@@ -43,7 +43,7 @@ cdef class CompiledFlight:
         if not flight_add_link(&self.its, window, keep, in_place):
             raise MemoryError
 
-    cpdef submit(self, operation, shards, uint64_t chunk_bytes, uint32_t epoch):
+    cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch):
         cdef header_t said = self.its.identity
         said.sequence = operation.sequence
         said.epoch = epoch
@@ -116,12 +116,13 @@ cdef class CompiledFlight:
         """Return the numbers of the all-reduces that have ended well, once each."""
         cdef uint64_t sequence
         cdef operation_t *latest
+        cdef OperationState operation
         sequences = []
         while (latest := self.its.completed) != NULL:
             sent_s, answered_s = latest.sent_ns / 1e9, latest.answered_ns / 1e9
             flight_completed(&self.its, &sequence)
             sequences.append(sequence)
-            operation = self._operations.pop(sequence)
+            operation = <OperationState>self._operations.pop(sequence)
             operation.sent, operation.answered = sent_s, answered_s
         sequences.reverse()
         return sequences

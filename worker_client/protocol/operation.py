@@ -8,22 +8,24 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
-from reducer.wire.header import fingerprint
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from reducer.wire.constants import DType, ReduceOp
-    from worker_client.work import Lead
+    from worker_client.protocol.operation_state import OperationState
+else:
+    try:
+        from worker_client.protocol import _operation as state
+    except ImportError:  # nothing could be compiled
+        from worker_client.protocol import operation_state as state
 
-    Ended = Callable[[Exception | None], object]
+    OperationState = state.OperationState
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
 LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
@@ -31,7 +33,7 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 _KEPT_NAMES = 4096
 
 
-class Operation(Work):
+class Operation(OperationState, Work):
     """What is asked for, and the handle of whoever does; how far it is, the flight knows.
 
     Args:
@@ -70,94 +72,7 @@ class Operation(Work):
         quiet: whether others may take their time, so that no warning says whom it waits for.
     """
 
-    __slots__ = (
-        "_claims",
-        "_ended",
-        "_future",
-        "_lead",
-        "_lock",
-        "_missing",
-        "_release",
-        "_waiters",
-        "answered",
-        "ask_at",
-        "ask_last_at",
-        "begun",
-        "call",
-        "cut",
-        "data",
-        "deadline",
-        "dtype",
-        "ended",
-        "error",
-        "history",
-        "more",
-        "name",
-        "op",
-        "over",
-        "overdue",
-        "pieces",
-        "prepare",
-        "quiet",
-        "refusal",
-        "residual",
-        "rounded",
-        "sent",
-        "sequence",
-        "since",
-        "tag",
-        "timeout_s",
-        "view",
-        "write_back",
-    )
-
-    def __init__(
-        self,
-        view: memoryview,
-        dtype: DType,
-        op: ReduceOp,
-        name: str | None,
-        timeout_s: float,
-        *,
-        call: object = None,
-        refusal: ReductionError | None = None,
-        more: bool = False,
-        rounded: bool = False,
-        residual: memoryview | None = None,
-        data: Any = None,
-        write_back: Callable[[], object] | None = None,
-        lead: Lead | None = None,
-        ended: Ended | None = None,
-    ) -> None:
-        self.view = view
-        self.dtype = dtype
-        self.op = op
-        self.name = name
-        self.tag = fingerprint(name) if name else 0
-        self.timeout_s = timeout_s
-        self.call = call
-        self.refusal = refusal
-        self.more = more
-        self.rounded = rounded
-        self.residual = residual
-        self.data = data
-        self.write_back = write_back
-        self.ended = ended
-        self.over = False
-        self.sequence = -1
-        self.since = self.history = 0
-        self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
-        self.sent = self.answered = 0.0
-        self.overdue = self.quiet = self.cut = False
-        self.pieces: dict[Operation, None] = {}
-        self.prepare: Callable[[], object] | None = None
-        self.error: Exception | None = None
-        self._missing: tuple[int, ...] = ()
-        self._lead = lead
-        self._ended = False
-        self._future = None
-        self._waiters = None
-        self._lock = threading.Lock()
+    __slots__ = ()
 
     @property
     def missing(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from libc.math cimport ceil, fmax, fmin
 from libc.stdint cimport uint32_t, uint64_t
 
 from worker_client.protocol._flight cimport CompiledFlight
+from worker_client.protocol._operation cimport OperationState
 from worker_client.runtime._loop cimport Loop
 
 from threading import get_ident
@@ -20,6 +21,7 @@ from reducer.wire.constants import PLACES
 from worker_client.protocol.flow_control import MEASURED_BYTES
 from worker_client.protocol.lifecycle import FACTOR, FIRST_PLACE
 from worker_client.protocol.operation import LAST_S, STRAGGLER_S
+from worker_client.runtime import service_thread
 from worker_client.runtime.driver import IDLE_S, LISTEN_S
 from worker_client.work import Work
 
@@ -37,7 +39,7 @@ cdef class CallerLead:
         loop: that.
     """
 
-    cdef object _driver, _session, _map, _plan, _calls, _numbering, _pending
+    cdef object _driver, _session, _map, _plan, _numbering, _pending
     cdef dict _open, _active
     cdef Loop _loop
     cdef CompiledFlight _flight
@@ -46,12 +48,24 @@ cdef class CallerLead:
         self._driver, self._session, self._open = driver, driver.session, driver.open
         self._loop, self._flight = loop, loop._flight
         self._map, self._plan = self._session.failover.map, self._session.plan
-        self._calls = self._session.calls
-        self._numbering, self._pending = self._calls.numbering, self._calls.active
-        self._active = self._pending.operations
+        calls = self._session.calls
+        self._numbering, self._pending, self._active = (
+            calls.numbering, calls.active, calls.active.operations
+        )
 
-    def submit(self, operation):
-        """Start an all-reduce and send it; false, and nothing is done, if others have the lead."""
+    def submit(self, OperationState operation):
+        """Start an all-reduce and send it; leave it to others if they have the lead.
+
+        Raises:
+            LocalProtocolError: the driver has stopped.
+        """
+        driver = self._driver
+        if driver._trace.timeline is not None:
+            driver._trace.follow(operation, self._session.spec)
+        if not self._start(operation):
+            driver._enqueue(operation)
+
+    cdef bint _start(self, OperationState operation) except -1:
         driver, me = self._driver, get_ident()
         if driver._leader == me:
             return False  # a callback in the middle of a step
@@ -79,40 +93,49 @@ cdef class CallerLead:
     def wait(self, done, double until):
         """Move all-reduces on until `done`, or the clock says `until`, unless others have the lead.
 
-        Not for a thread that has it already.
+        Raises:
+            LocalProtocolError: as `Driver.wait`.
         """
-        driver = self._driver
+        driver, me = self._driver, get_ident()
+        if service_thread.forks != driver._forks or self._session.handed_over:
+            return
+        if driver._leader == me:
+            driver._refuse_to_wait()
         if driver._failure is not None:
             return
         lead = driver._lead
-        if not lead.acquire(blocking=False) and not driver._ask_for_lead(until):
-            return
-        driver._leader = get_ident()
-        try:
-            self._move_on(done, until)
-        finally:
-            driver._leader = 0
-            lead.release()
-        if self._open:
-            driver._resume()
+        leads = lead.acquire(blocking=False)
+        if not leads and (patience_s := driver._ask_for_lead(until)) > 0:
+            leads = lead.acquire(timeout=patience_s)
+            driver._wanted_until = 0.0
+        if leads:
+            driver._leader = me
+            try:
+                self._move_on(done, until)
+            finally:
+                driver._leader = 0
+                lead.release()
+            if self._open:
+                driver._resume()
+        driver._waited_at = monotonic()
 
-    cdef bint _begin(self, operation) except -1:
+    cdef bint _begin(self, OperationState operation) except -1:
         """Begin an all-reduce as `Session.submit` does; false, and nothing is done, if that has to.
 
         Large ones are left to it: it measures their rate, and is a small part of their time.
         """
-        cdef uint64_t number = self._numbering.number + 1, history = self._numbering.history
-        cdef uint64_t sequence = number * _PLACES + _FIRST_PLACE, since = self._numbering.since
+        numbering = self._numbering
+        cdef uint64_t number = numbering.number + 1, history = numbering.history
+        cdef uint64_t sequence = number * _PLACES + _FIRST_PLACE, since = numbering.since
         cdef uint64_t nbytes = operation.view.nbytes, asked
-        cdef double now = monotonic(), timeout_s = operation.timeout_s
-        cdef double deadline = now + timeout_s
+        cdef double now = monotonic(), deadline = now + operation.timeout_s
         call, dtype = operation.call, operation.dtype
         if (
             sequence >= self._session.steady_until
             or nbytes >= <uint64_t>_MEASURED_BYTES
             or operation.name
             or operation.refusal is not None
-            or (call is not None and call is self._numbering.call)
+            or (call is not None and call is numbering.call)
         ):
             return False
         cut = self._plan.known.get((nbytes, number % <uint64_t>self._plan.turns, dtype))
@@ -120,17 +143,17 @@ cdef class CallerLead:
             cut = self._plan.cut(nbytes, sequence, dtype)
         shards, chunk_bytes = cut
         # As `Numbering.give`.
-        self._numbering.call, self._numbering.failure = call, None
-        self._numbering.number, self._numbering.place = number, _FIRST_PLACE
+        numbering.call, numbering.failure = call, None
+        numbering.number, numbering.place = number, _FIRST_PLACE
         operation.sequence = sequence
         operation.since, operation.history = <uint32_t>since, history
         if number >= since:
             asked = nbytes << 8 | <uint64_t>dtype << 4 | <uint64_t>operation.op
-            self._numbering.history = history * _FACTOR + asked
+            numbering.history = history * _FACTOR + asked
         self._flight.submit(operation, shards, chunk_bytes, self._map.epoch)
-        # As `Pending.begin`.
+        # As `Pending.begin`; the flow counts no small ones.
         operation.begun, operation.ask_at, operation.deadline = now, now + _STRAGGLER_S, deadline
-        operation.ask_last_at = deadline - fmin(_LAST_S, timeout_s / 2)
+        operation.ask_last_at = deadline - fmin(_LAST_S, operation.timeout_s / 2)
         self._active[sequence] = operation
         if deadline < self._pending.earliest:
             self._pending.earliest = deadline
@@ -182,14 +205,9 @@ cdef class CallerLead:
 
     cdef _end(self, sequence):
         """End an all-reduce of which all results are here, as `Session.completed` says."""
-        driver = self._driver
-        operation = self._active[sequence]
-        if (
-            not self._session.steady_until
-            or operation is self._calls.question
-            or operation.view.nbytes >= _MEASURED_BYTES
-        ):
-            driver._do(self._session.completed([sequence], monotonic()))
+        cdef OperationState operation = <OperationState>self._active[sequence]
+        if operation.view.nbytes >= _MEASURED_BYTES:
+            self._driver._do(self._session.completed([sequence], monotonic()))
             return
         del self._active[sequence]
         try:
@@ -200,10 +218,10 @@ cdef class CallerLead:
             raise
 
 
-cdef _end_well(operation):
+cdef _end_well(OperationState operation):
     """End an all-reduce whose result is in its buffer, as `Operation.end` does."""
     if operation.over or operation.write_back is not None:
-        operation.end(None)
+        (<object>operation).end(None)
         return
     ended = operation.ended
     if ended is not None:
@@ -211,7 +229,7 @@ cdef _end_well(operation):
     if operation._future is None and operation._waiters is None:
         operation._ended = True  # the GIL stands for its lock, as nothing here gives it away
     else:
-        operation.finish(None)
+        (<object>operation).finish(None)
     operation.over = True
     operation.ended = None
 
@@ -219,5 +237,8 @@ cdef _end_well(operation):
 cdef bint _is_true(done) except -1:
     """Whether what is waited for has come: mostly an all-reduce, which needs no call to tell."""
     if type(done) is MethodType and done.__func__ is _DONE:
-        return done.__self__._ended
+        done = done.__self__
+        if isinstance(done, OperationState):
+            return (<OperationState>done)._ended
+        return done._ended
     return done()

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Action
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
-    from worker_client.runtime import _caller_lead
     from worker_client.runtime.trace import Trace
     from worker_client.runtime.transport import Message, Transport
 
@@ -89,11 +88,11 @@ class Driver:
         self._settling = True
         self._listened = 0.0  # when it was looked at last who was heard
         self._waited_at = 0.0
-        self._caller_lead: _caller_lead.CallerLead | None = None
         if transport.loop is not None:
-            from worker_client.runtime import _caller_lead as compiled  # noqa: PLC0415 (as the loop)
+            from worker_client.runtime import _caller_lead  # noqa: PLC0415 (there if the loop is)
 
-            self._caller_lead = compiled.CallerLead(self, transport.loop)
+            lead = _caller_lead.CallerLead(self, transport.loop)
+            self.submit, self.wait = lead.submit, lead.wait  # type: ignore[method-assign]
         self._forks = service_thread.forks
         self._thread = threading.Thread(target=self._run, name="worker-client", daemon=True)
         self._thread.start()
@@ -118,8 +117,10 @@ class Driver:
         """
         if self._trace.timeline is not None:
             self._trace.follow(operation, self.session.spec)
-        if self._caller_lead is not None and self._caller_lead.submit(operation):
-            return
+        self._enqueue(operation)
+
+    def _enqueue(self, operation: Operation) -> None:
+        """Leave an all-reduce to whoever leads."""
         try:
             with self._order:
                 if self.closing:
@@ -140,17 +141,16 @@ class Driver:
             LocalProtocolError: this thread leads already, in whose callback or signal handler this
                 is: nobody else could bring the end.
         """
-        if service_thread.forks != self._forks or self.session.handed_over:
-            return
+        del done, until  # the driver's own thread leads always
+        if service_thread.forks == self._forks and not self.session.handed_over:
+            self._refuse_to_wait()
+
+    def _refuse_to_wait(self) -> None:
         if self._leader == threading.get_ident():
             raise LocalProtocolError(
                 "waiting here would last for ever: this is a callback of an all-reduce, or a "
                 "signal handler that interrupted a wait for one"
             )
-
-        if self._caller_lead is not None:
-            self._caller_lead.wait(done, until)
-            self._waited_at = time.monotonic()
 
     def fail(self, error: ReductionError) -> None:
         """End badly what is in progress, and tell the reducers."""
@@ -176,18 +176,20 @@ class Driver:
 
     # -- who leads ----------------------------------------------------------------------------
 
-    def _ask_for_lead(self, until: float) -> bool:
-        """Have the driver's own thread step aside, if that is likely to pay."""
+    def _ask_for_lead(self, until: float) -> float:
+        """Have the driver's own thread step aside, if that is likely to pay.
+
+        Returns:
+            Seconds to wait for the lead; 0 if it does not.
+        """
         now = time.monotonic()
         again = now < until and now - self._waited_at < OFTEN_S
         if not again or self._leader != self._thread.ident or self.session.active > 1:
-            return False
-        patience = max(0.0, min(ASKING_S, until - now))
-        self._wanted_until = now + patience
+            return 0.0
+        patience_s = min(ASKING_S, until - now)
+        self._wanted_until = now + patience_s
         self._wake()
-        leads = self._lead.acquire(timeout=patience)
-        self._wanted_until = 0.0
-        return leads
+        return patience_s
 
     def _wake(self) -> None:
         with self._order:

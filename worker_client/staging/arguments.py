@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from reducer.errors import ConfigError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client import config
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 _REDUCTIONS = {op.name.lower(): op for op in ReduceOp}
-_DEFINED = {
+DEFINED: Mapping[tuple[DType, object], ReduceOp] = {
     (dtype, name): op for dtype in DType for name, op in _REDUCTIONS.items() if dtype.defines(op)
 }
 
@@ -31,7 +36,7 @@ def parse(
     Raises:
         ConfigError: one of them is not supported, or does not go with the data.
     """
-    reduction = _DEFINED.get((dtype, op)) if isinstance(op, str) else None
+    reduction = DEFINED.get((dtype, op)) if isinstance(op, str) else None
     if reduction is None:  # seldom
         reduction = parse_op(op)
         if not dtype.defines(reduction):

@@ -1,0 +1,138 @@
+"""Callers' threads that lead: numbers, deadlines and results as if the driver's own thread did."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from subprocess import run
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from reducer.wire.constants import PLACES, DType, ReduceOp
+from tests.worker_client.waits import at_all, half_a_job, leave_the_lead
+from worker_client.protocol.operation import Operation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker_client.client.client import Client
+
+SIZES = (1, 0, 1000, 3, 5, 1 << 18, 7, 65536, 1 << 16)  # elements: some are cut, some are large
+OPS = ("sum", "max", "min", "mean", "product")
+
+# Has every compiled module of the worker's missing, reduces, and says what it reduced.
+PLAIN = """
+import sys
+for name in (
+    "protocol._operation", "protocol._flight", "runtime._loop", "runtime._caller_lead",
+    "fusion._tensor_queue", "staging._cast",
+):
+    sys.modules[f"worker_client.{name}"] = None
+import numpy as np, worker_client
+from reducer import local_pool
+with local_pool(1) as servers, worker_client.init(servers=servers, rank=0, world_size=1) as client:
+    works = [client.all_reduce(np.full(4, one), "sum") for one in range(3)]
+    print(sum(work.wait(10).sum() for work in works), type(works[0]).__mro__[1].__module__)
+"""
+
+
+def calls(client: Client, count: int) -> list[np.ndarray]:
+    """Make calls of many sizes, ops and types, some of them several at a time; the results."""
+    made = []
+    for call in range(count):
+        data = np.full(SIZES[call % len(SIZES)], 2 + client.rank, np.float32)
+        if call % 7 == 0:
+            data = data.astype(np.float64)
+        op = OPS[call % len(OPS)]
+        weight = {"weight": 1.0 + client.rank} if op == "mean" and call % 3 == 0 else {}
+        name = {"name": f"call {call}"} if call % 11 == 5 and not weight else {}
+        made.append(client.all_reduce(data, op, **weight, **name))
+        if call % 4:
+            made[-1].wait(20)
+    return [work.wait(20) for work in made]
+
+
+def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reducers compare the numbers of ranks, and the checksums of what they asked for before."""
+    ours, theirs = half_a_job(make)
+    leave_the_lead(monkeypatch, theirs._ordered.flat)
+    ours_, theirs_ = at_all([ours, theirs], lambda client: calls(client, 400))
+    for call, (mine, other) in enumerate(zip(ours_, theirs_, strict=True)):
+        assert mine.tobytes() == other.tobytes()
+        op = OPS[call % len(OPS)]
+        mean = (2 * 1 + 3 * 2) / 3 if call % 3 == 0 else 2.5
+        expected = {"sum": 5, "max": 3, "min": 2, "product": 6, "mean": mean}[op]
+        assert np.allclose(mine, expected)
+
+
+def test_all_reduces_of_one_call_follow_each_other(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = half_a_job(make)
+    leave_the_lead(monkeypatch, theirs._ordered.flat)
+
+    def call(client: Client) -> list[Operation]:
+        for _ in range(100):  # from now on ranks agree seldom
+            client.all_reduce(np.ones(2), "sum").wait(10)
+        whole, driver = object(), client._ordered.flat
+        made = [
+            Operation(memoryview(bytearray(4)), DType.INT32, ReduceOp.SUM, None, 10.0, call=whole)
+            for _ in range(3)
+        ]
+        for operation in made:
+            driver.submit(operation)
+        for operation in made:
+            operation.wait(10)
+        return made
+
+    numbers = [
+        [operation.sequence % PLACES for operation in made] for made in at_all([ours, theirs], call)
+    ]
+    assert numbers == [[1, 2, 3], [1, 2, 3]]
+
+
+@pytest.mark.usefixtures("eager")
+def test_deadlines_are_those_that_the_session_sets(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = half_a_job(make)
+    leave_the_lead(monkeypatch, theirs._ordered.flat)
+    for timeout_s in (0.5, 7.0):
+        works: list[Operation] = at_all(
+            [ours, theirs],
+            lambda client, timeout_s=timeout_s: client.all_reduce(
+                np.ones(4), "sum", timeout=timeout_s
+            ),
+        )
+        for work in works:
+            work.wait(10)
+        led, queued = (
+            [round(at - work.begun, 9) for at in (work.deadline, work.ask_at, work.ask_last_at)]
+            for work in works
+        )
+        assert led == queued
+        assert led[0] == timeout_s
+        assert works[0].sequence == works[1].sequence
+        assert works[0].history == works[1].history
+
+
+def test_without_compiled_modules_calls_are_the_same() -> None:
+    done = run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["12", "worker_client.protocol.operation_state"]
+
+
+def test_both_states_of_an_all_reduce_begin_alike() -> None:
+    from worker_client.protocol import _operation, operation_state  # noqa: PLC0415 (may not be there)
+
+    def state(kind: type) -> dict[str, object]:
+        made = kind(memoryview(b"12"), 1, 2, "name", 3.0, call=4, more=True, lead=5, ended=6)
+        names = operation_state.OperationState.__slots__
+        values = {name: getattr(made, name, None) for name in names}
+        assert isinstance(values.pop("_lock"), type(threading.Lock()))
+        return values
+
+    assert state(_operation.OperationState) == state(operation_state.OperationState)

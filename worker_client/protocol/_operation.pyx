@@ -1,0 +1,22 @@
+"""The state of an all-reduce; `operation_state.py` is its twin."""
+
+from threading import Lock
+
+from reducer.wire.header import fingerprint
+
+
+cdef class OperationState:
+    """The attributes of an all-reduce; see `worker_client.protocol.operation.Operation`."""
+
+    def __init__(
+        self, view, dtype, op, name, double timeout_s, *, call=None, refusal=None, bint more=False,
+        bint rounded=False, residual=None, data=None, write_back=None, lead=None, ended=None,
+    ):
+        self.view, self.dtype, self.op, self.name, self.timeout_s = view, dtype, op, name, timeout_s
+        self.tag = fingerprint(name) if name else 0
+        self.call, self.refusal, self.more = call, refusal, more
+        self.rounded, self.residual = rounded, residual
+        self.data, self.write_back, self.ended = data, write_back, ended
+        self.sequence = -1
+        self.pieces, self._missing = {}, ()
+        self._lead, self._lock = lead, Lock()

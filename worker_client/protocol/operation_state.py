@@ -1,0 +1,110 @@
+"""The state of an all-reduce, where nothing could be compiled; `_operation.pyx` is its twin."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from reducer.wire.header import fingerprint
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    import queue
+    from collections.abc import Callable
+
+    from reducer.errors import ReductionError
+    from reducer.wire.constants import DType, ReduceOp
+    from worker_client.work import Ended, Lead
+
+
+class OperationState:
+    """The attributes of an all-reduce; see `worker_client.protocol.operation.Operation`."""
+
+    __slots__ = (
+        "_claims",
+        "_ended",
+        "_future",
+        "_lead",
+        "_lock",
+        "_missing",
+        "_release",
+        "_waiters",
+        "answered",
+        "ask_at",
+        "ask_last_at",
+        "begun",
+        "call",
+        "cut",
+        "data",
+        "deadline",
+        "dtype",
+        "ended",
+        "error",
+        "history",
+        "more",
+        "name",
+        "op",
+        "over",
+        "overdue",
+        "pieces",
+        "prepare",
+        "quiet",
+        "refusal",
+        "residual",
+        "rounded",
+        "sent",
+        "sequence",
+        "since",
+        "tag",
+        "timeout_s",
+        "view",
+        "write_back",
+    )
+
+    def __init__(
+        self,
+        view: memoryview,
+        dtype: DType,
+        op: ReduceOp,
+        name: str | None,
+        timeout_s: float,
+        *,
+        call: object = None,
+        refusal: ReductionError | None = None,
+        more: bool = False,
+        rounded: bool = False,
+        residual: memoryview | None = None,
+        data: Any = None,
+        write_back: Callable[[], object] | None = None,
+        lead: Lead | None = None,
+        ended: Ended | None = None,
+    ) -> None:
+        self.view = view
+        self.dtype = dtype
+        self.op = op
+        self.name = name
+        self.tag = fingerprint(name) if name else 0
+        self.timeout_s = timeout_s
+        self.call = call
+        self.refusal = refusal
+        self.more = more
+        self.rounded = rounded
+        self.residual = residual
+        self.data = data
+        self.write_back = write_back
+        self.ended = ended
+        self.over = False
+        self.sequence = -1
+        self.since = self.history = 0
+        self.deadline = self.begun = self.ask_at = self.ask_last_at = 0.0
+        self.sent = self.answered = 0.0
+        self.overdue = self.quiet = self.cut = False
+        self.pieces: dict[Any, None] = {}
+        self.prepare: Callable[[], object] | None = None
+        self.error: Exception | None = None
+        self._missing: tuple[int, ...] = ()
+        self._lead = lead
+        self._ended = False
+        self._future: concurrent.futures.Future[Any] | None = None
+        self._waiters: tuple[queue.SimpleQueue[None], ...] | None = None
+        self._lock = threading.Lock()
