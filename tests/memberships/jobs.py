@@ -89,6 +89,7 @@ class Job:
         self.members: dict[int, Member] = {}
         self.lost: set[int] = set()
         self.asked: dict[int, dict[int, Operation]] = defaultdict(dict)  # by number and rank
+        self.given: dict[int, dict[int, bytes]] = defaultdict(dict)  # what they held then
         self.ended: dict[int, set[int]] = defaultdict(set)  # by rank, numbers
 
     def watermark(self, rank: int) -> int:
@@ -200,15 +201,14 @@ class Member(Communicator):
     # -- what happens -----------------------------------------------------------------------------
 
     def _contribute(self, number: int, operation: Operation) -> None:
-        asked = self._job.asked[number]
-        asked[self._spec.rank] = operation
-        asked[self._spec.rank].history = bytes(operation.view)  # type: ignore[assignment]
+        asked, given = self._job.asked[number], self._job.given[number]
+        asked[self._spec.rank], given[self._spec.rank] = operation, bytes(operation.view)
         size = self._spec.world_size
         for mine in asked.values():
             mine.missing = tuple(rank for rank in range(size) if rank not in asked)
         if len(asked) < size:
             return
-        rows = [np.frombuffer(asked[rank].history, DTYPES[operation.dtype]) for rank in range(size)]
+        rows = [np.frombuffer(given[rank], DTYPES[operation.dtype]) for rank in range(size)]
         kinds = {(one.dtype, one.op, one.view.nbytes) for one in asked.values()}
         assert len(kinds) == 1, f"ranks make different calls: {kinds}"
         result = rows[0]

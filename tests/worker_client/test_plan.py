@@ -103,7 +103,7 @@ def test_few_plans_are_kept(monkeypatch) -> None:
     plan = made((1,), links((0, 0)))
     for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
         assert cut(plan, nbytes, sequence) == [(0, 0, nbytes)]
-        assert len(plan._known) <= 3
+        assert len(plan.known) <= 3
 
 
 def test_what_a_reducer_owns_beside_the_largest_owner() -> None:
