@@ -57,7 +57,7 @@ SOURCES = {
         *ENGINE,
         "reducer/failpoints/failpoints.c",
     ],
-    "worker_client.protocol._operation": [],
+    "worker_client.protocol._state": [],
     "worker_client.runtime._caller_lead": [],
     "worker_client.fusion._tensor_queue": [],
     "worker_client.staging._cast": [

@@ -26,7 +26,7 @@ OPS = ("sum", "max", "min", "mean", "product")
 PLAIN = """
 import sys
 for name in (
-    "protocol._operation", "protocol._flight", "runtime._loop", "runtime._caller_lead",
+    "protocol._state", "protocol._flight", "runtime._loop", "runtime._caller_lead",
     "fusion._tensor_queue", "staging._cast",
 ):
     sys.modules[f"worker_client.{name}"] = None
@@ -122,17 +122,17 @@ def test_deadlines_are_those_that_the_session_sets(
 
 def test_without_compiled_modules_calls_are_the_same() -> None:
     done = run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["12", "worker_client.protocol.operation_state"]
+    assert done.stdout.split() == ["12", "worker_client.protocol.plain_state"]
 
 
 def test_both_states_of_an_all_reduce_begin_alike() -> None:
-    from worker_client.protocol import _operation, operation_state  # noqa: PLC0415 (may not be there)
+    from worker_client.protocol import _state, plain_state  # noqa: PLC0415 (may not be there)
 
     def state(kind: type) -> dict[str, object]:
         made = kind(memoryview(b"12"), 1, 2, "name", 3.0, call=4, more=True, lead=5, ended=6)
-        names = operation_state.OperationState.__slots__
+        names = plain_state.OperationState.__slots__
         values = {name: getattr(made, name, None) for name in names}
         assert isinstance(values.pop("_lock"), type(threading.Lock()))
         return values
 
-    assert state(_operation.OperationState) == state(operation_state.OperationState)
+    assert state(_state.OperationState) == state(plain_state.OperationState)

@@ -2,7 +2,7 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from worker_client.protocol._operation cimport OperationState
+from worker_client.protocol._state cimport OperationState
 
 
 cdef extern from "reducer/zmtp/block.h" nogil:

@@ -13,6 +13,7 @@ from worker_client.protocol.flight import Send
 from worker_client.protocol.flow_control import MEASURED_BYTES
 from worker_client.protocol.link import Failed
 from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
+from worker_client.protocol.state import NumberingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -35,7 +36,7 @@ _MOST_FAILED = 256  # entries of what has failed here; then the oldest become on
 log = logging.getLogger(__name__)
 
 
-class Numbering:
+class Numbering(NumberingState):
     """Gives all-reduces their numbers, which are the same at every rank.
 
     Attributes:
@@ -45,8 +46,6 @@ class Numbering:
         failure: and how another one of them has ended.
         since, history: as of an operation.
     """
-
-    __slots__ = ("call", "failure", "history", "number", "place", "since")
 
     def __init__(self) -> None:
         self.call: object = None

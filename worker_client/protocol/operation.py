@@ -13,19 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
+from worker_client.protocol.state import OperationState, PendingState
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-
-    from worker_client.protocol.operation_state import OperationState
-else:
-    try:
-        from worker_client.protocol import _operation as state
-    except ImportError:  # nothing could be compiled
-        from worker_client.protocol import operation_state as state
-
-    OperationState = state.OperationState
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
 LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
@@ -172,7 +164,7 @@ class Unfinished:
         return self.number, self.done, self.failed, self.chunks
 
 
-class Pending:
+class Pending(PendingState):
     """The all-reduces in progress, in the order of their sequence numbers.
 
     Attributes:

@@ -33,6 +33,7 @@ from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.lifecycle import FIRST_PLACE, Aborts, Calls, RollCall
 from worker_client.protocol.operation import Unfinished
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
+from worker_client.protocol.state import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +49,7 @@ LOOK_S = 0.05  # how often to look for what is seldom due
 log = logging.getLogger(__name__)
 
 
-class Session:
+class Session(SessionState):
     """One worker's part in one job.
 
     Args:

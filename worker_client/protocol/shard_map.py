@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.wire.layout import shards, turn_of
 from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
 from worker_client.protocol.flight import LinkShard
+from worker_client.protocol.state import PlanState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -190,7 +191,7 @@ class ShardMap:
         self.intact = self._is_intact()
 
 
-class Plan:
+class Plan(PlanState):
     """Cuts the buffers of a job.
 
     Args:

@@ -10,7 +10,9 @@ from libc.math cimport ceil, fmax, fmin
 from libc.stdint cimport uint32_t, uint64_t
 
 from worker_client.protocol._flight cimport CompiledFlight
-from worker_client.protocol._operation cimport OperationState
+from worker_client.protocol._state cimport (
+    DriverState, NumberingState, OperationState, PendingState, PlanState, SessionState,
+)
 from worker_client.runtime._loop cimport Loop
 
 from threading import get_ident
@@ -27,7 +29,7 @@ from worker_client.work import Work
 
 cdef object _DONE = Work.done
 cdef uint64_t _FACTOR = FACTOR, _PLACES = PLACES, _FIRST_PLACE = FIRST_PLACE
-cdef Py_ssize_t _MEASURED_BYTES = MEASURED_BYTES
+cdef uint64_t _MEASURED_BYTES = MEASURED_BYTES
 cdef double _LAST_S = LAST_S, _STRAGGLER_S = STRAGGLER_S, _IDLE_S = IDLE_S, _LISTEN_S = LISTEN_S
 
 
@@ -39,19 +41,22 @@ cdef class CallerLead:
         loop: that.
     """
 
-    cdef object _driver, _session, _map, _plan, _numbering, _pending
-    cdef dict _open, _active
+    cdef DriverState _driver
+    cdef SessionState _session
+    cdef NumberingState _numbering
+    cdef PendingState _pending
+    cdef PlanState _plan
+    cdef object _map
+    cdef dict _open
     cdef Loop _loop
     cdef CompiledFlight _flight
 
     def __init__(self, driver, Loop loop):
-        self._driver, self._session, self._open = driver, driver.session, driver.open
+        session = driver.session
+        self._driver, self._session, self._open = driver, session, driver.open
         self._loop, self._flight = loop, loop._flight
-        self._map, self._plan = self._session.failover.map, self._session.plan
-        calls = self._session.calls
-        self._numbering, self._pending, self._active = (
-            calls.numbering, calls.active, calls.active.operations
-        )
+        self._map, self._plan = session.failover.map, session.plan
+        self._numbering, self._pending = session.calls.numbering, session.calls.active
 
     def submit(self, OperationState operation):
         """Start an all-reduce and send it; leave it to others if they have the lead.
@@ -59,14 +64,15 @@ cdef class CallerLead:
         Raises:
             LocalProtocolError: the driver has stopped.
         """
-        driver = self._driver
+        cdef DriverState driver = self._driver
         if driver._trace.timeline is not None:
             driver._trace.follow(operation, self._session.spec)
         if not self._start(operation):
             driver._enqueue(operation)
 
     cdef bint _start(self, OperationState operation) except -1:
-        driver, me = self._driver, get_ident()
+        cdef DriverState driver = self._driver
+        cdef uint64_t me = get_ident()
         if driver._leader == me:
             return False  # a callback in the middle of a step
         lead = driver._lead
@@ -96,7 +102,8 @@ cdef class CallerLead:
         Raises:
             LocalProtocolError: as `Driver.wait`.
         """
-        driver, me = self._driver, get_ident()
+        cdef DriverState driver = self._driver
+        cdef uint64_t me = get_ident()
         if service_thread.forks != driver._forks or self._session.handed_over:
             return
         if driver._leader == me:
@@ -124,7 +131,7 @@ cdef class CallerLead:
 
         Large ones are left to it: it measures their rate, and is a small part of their time.
         """
-        numbering = self._numbering
+        cdef NumberingState numbering = self._numbering
         cdef uint64_t number = numbering.number + 1, history = numbering.history
         cdef uint64_t sequence = number * _PLACES + _FIRST_PLACE, since = numbering.since
         cdef uint64_t nbytes = operation.view.nbytes, asked
@@ -132,7 +139,7 @@ cdef class CallerLead:
         call, dtype = operation.call, operation.dtype
         if (
             sequence >= self._session.steady_until
-            or nbytes >= <uint64_t>_MEASURED_BYTES
+            or nbytes >= _MEASURED_BYTES
             or operation.name
             or operation.refusal is not None
             or (call is not None and call is numbering.call)
@@ -154,14 +161,14 @@ cdef class CallerLead:
         # As `Pending.begin`; the flow counts no small ones.
         operation.begun, operation.ask_at, operation.deadline = now, now + _STRAGGLER_S, deadline
         operation.ask_last_at = deadline - fmin(_LAST_S, operation.timeout_s / 2)
-        self._active[sequence] = operation
+        self._pending.operations[sequence] = operation
         if deadline < self._pending.earliest:
             self._pending.earliest = deadline
         return True
 
     cdef _move_on(self, done, double until):
         """Lead until `done`, or `until`, or until nothing is in progress."""
-        driver = self._driver
+        cdef DriverState driver = self._driver
         cdef double now, idle_s
         while (
             self._open
@@ -185,9 +192,9 @@ cdef class CallerLead:
 
     cdef _advance(self):
         """Do everything that is due, as `Driver._advance` does."""
-        driver, session = self._driver, self._session
+        cdef DriverState driver = self._driver
         cdef double now
-        if session.steady_until and self._loop.is_healthy() and driver._failing is None:
+        if self._session.steady_until and self._loop.is_healthy() and driver._failing is None:
             for sequence in self._flight.completed():
                 self._end(sequence)
             if driver._queue:
@@ -196,7 +203,7 @@ cdef class CallerLead:
                 self._loop.refill()
             now = monotonic()
             if (
-                now < session.looks_at
+                now < self._session.looks_at
                 and now < self._pending.earliest
                 and now - driver._listened < _LISTEN_S
             ):
@@ -205,11 +212,11 @@ cdef class CallerLead:
 
     cdef _end(self, sequence):
         """End an all-reduce of which all results are here, as `Session.completed` says."""
-        cdef OperationState operation = <OperationState>self._active[sequence]
-        if operation.view.nbytes >= _MEASURED_BYTES:
+        cdef OperationState operation = <OperationState>self._pending.operations[sequence]
+        if <uint64_t>operation.view.nbytes >= _MEASURED_BYTES:
             self._driver._do(self._session.completed([sequence], monotonic()))
             return
-        del self._active[sequence]
+        del self._pending.operations[sequence]
         try:
             self._open.pop(operation, None)
             _end_well(operation)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.protocol.flight import Connect, Finish, Reset, Send
+from worker_client.protocol.state import DriverState
 from worker_client.runtime import service_thread
 from worker_client.runtime.service_thread import STOP_S
 from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused
@@ -42,7 +43,7 @@ SHUT_DOWN = "this client was shut down: call worker_client.init() again"
 log = logging.getLogger(__name__)
 
 
-class Driver:
+class Driver(DriverState):
     """Moves all all-reduces of a client on.
 
     Args:
@@ -59,8 +60,6 @@ class Driver:
         open: what was submitted and has not ended, besides what is in a callback just now.
     """
 
-    closing = False
-
     def __init__(
         self,
         session: Session,
@@ -69,6 +68,7 @@ class Driver:
         left: Callable[[], None],
         hand_over: Callable[[list[Unfinished]], None],
     ) -> None:
+        self.closing = False
         self.settled = threading.Event()
         self.open: dict[Operation, None] = {}
         self.session = session

@@ -1,4 +1,4 @@
-"""The state of an all-reduce, where nothing could be compiled; `_operation.pyx` is its twin."""
+"""What `_state.pyx` is the compiled twin of: attributes as Python has them."""
 
 from __future__ import annotations
 
@@ -108,3 +108,25 @@ class OperationState:
         self._future: concurrent.futures.Future[Any] | None = None
         self._waiters: tuple[queue.SimpleQueue[None], ...] | None = None
         self._lock = threading.Lock()
+
+
+class NumberingState:
+    """See `worker_client.protocol.lifecycle.Numbering`."""
+
+
+class PendingState:
+    """See `worker_client.protocol.operation.Pending`."""
+
+
+class PlanState:
+    """See `worker_client.protocol.shard_map.Plan`."""
+
+
+class SessionState:
+    """See `worker_client.protocol.session.Session`."""
+
+
+class DriverState:
+    """See `worker_client.runtime.driver.Driver`."""
+
+    closing = False

@@ -1,4 +1,7 @@
-"""The state of an all-reduce; `operation_state.py` is its twin."""
+"""What callers' threads read and write in every all-reduce, in C's types; see `state.py`.
+
+An attribute of a Python object costs them several cold cache lines, one in here hardly one.
+"""
 
 from threading import Lock
 
@@ -20,3 +23,23 @@ cdef class OperationState:
         self.sequence = -1
         self.pieces, self._missing = {}, ()
         self._lead, self._lock = lead, Lock()
+
+
+cdef class NumberingState:
+    """See `worker_client.protocol.lifecycle.Numbering`."""
+
+
+cdef class PendingState:
+    """See `worker_client.protocol.operation.Pending`."""
+
+
+cdef class PlanState:
+    """See `worker_client.protocol.shard_map.Plan`."""
+
+
+cdef class SessionState:
+    """See `worker_client.protocol.session.Session`."""
+
+
+cdef class DriverState:
+    """See `worker_client.runtime.driver.Driver`."""
