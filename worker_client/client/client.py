@@ -274,7 +274,7 @@ class Client:
             residual: contiguous float32 array or tensor like `data`, zeros at first: what the cast
                 to the wire's type takes away is kept there and added to the next call that is given
                 it (error feedback). In host memory, whatever `data` is in. Owned by the call until
-                it has ended, or has returned if it has no name and `data` is in host memory.
+                it has ended.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
             shape: with a name: any text that is to be the same at every rank, such as the shape of

@@ -8,7 +8,7 @@ first ones travel while others are cast; a tensor of a device comes in pieces al
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from reducer.errors import ReductionError
 from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.protocol.operation import Operation
+from worker_client.runtime.driver import AHEAD
 from worker_client.staging import casts
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.split_call import submit_pieces
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES = 4
 LARGE_BYTES = 8 << 20  # to be cut: casting it takes as long as a small all-reduce
-PIECES = 8  # the network waits for the cast of the first, and the caller for that of the last
+# Sizes of the pieces, relative to each other. The network waits for the cast of the first, and
+# while one travels there is time to cast another one that is twice as large.
+PIECES = (1, 2, 4, 8, 8, 8, 8, 8, 8, 8)
 _KEPT = 4  # memory of calls that have ended, for those to come ...
 _KEPT_CALLS = 64  # ... unless that many have had no use for it
 
@@ -111,7 +114,7 @@ class CastingCommunicator(Communicator):
     # -- casts --------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
-        """Start an all-reduce; what is rounded is cast by this thread, piece by piece."""
+        """Start an all-reduce; of what is rounded this thread casts what is to travel first."""
         if not operation.rounded:
             self._memory.skip()
             self._inner.submit(operation)
@@ -122,7 +125,9 @@ class CastingCommunicator(Communicator):
             self._memory.give_back(wire)
 
         try:
-            submit_pieces(operation, self._pieces(operation, wire), self._inner.submit, release)
+            pieces = self._pieces(operation, wire)
+            filled = AHEAD if self._inner.fills else None
+            submit_pieces(operation, pieces, self._inner.submit, release, filled=filled)
         except ReductionError:
             release(None)
             raise
@@ -132,8 +137,9 @@ class CastingCommunicator(Communicator):
         float_bytes = FLOAT_BYTES * self._wire_dtype.values  # of those of an element
         size = len(wire) // itemsize
         large = operation.view.nbytes >= LARGE_BYTES
-        count = PIECES if large and not (self._whole or operation.cut) else 1
-        bounds = [size * at // count for at in range(count + 1)]
+        pieces_of = PIECES if large and not (self._whole or operation.cut) else (1,)
+        count, whole = len(pieces_of), sum(pieces_of)
+        bounds = [size * upto // whole for upto in accumulate(pieces_of, initial=0)]
         pieces = []
         for at, (start, end) in enumerate(pairwise(bounds), 1):
             floats = slice(float_bytes * start, float_bytes * end)  # the last ones may be fewer

@@ -107,6 +107,11 @@ class Communicator(ABC):
         return True
 
     @property
+    def fills(self) -> bool:
+        """Whether `submit` takes pieces of a call that are yet to be filled."""
+        return False
+
+    @property
     @abstractmethod
     def counters(self) -> Counters:
         """What it has gone through so far."""
@@ -222,6 +227,10 @@ class FlatCommunicator(Driver, Communicator):
     @property
     def spec(self) -> JobSpec:
         return self.session.spec
+
+    @property
+    def fills(self) -> bool:
+        return True
 
     @property
     def counters(self) -> Counters:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 # Of a buffer, at a time: while one piece is on the network, the node works on the next one.
 PIECE_BYTES = 16 << 20
-MOST_PIECES = 15  # of one all-reduce, each of which may travel as several; then larger ones
+MOST_PIECES = 12  # of one all-reduce, each of which may travel as several; then larger ones
 PIECE_ALIGNMENT = 64  # bytes; a multiple of every element's size
 GRACE_S = 10.0  # for a rank of the node to say that the deadline has passed between its nodes
 LINGER_S = 2.5  # longer than reducers take to see that a rank is lost

@@ -60,7 +60,7 @@ class Operation(OperationState, Work):
         overdue: whether its deadline has passed and the reducers were asked who is missing.
         pieces: all-reduces that it is made of, if it is, and that have not ended.
         cut: whether it is one of as many pieces as a call may have, so that none is cut again.
-        prepare: fills `view`, or waits until it is filled; called before a piece is submitted.
+        prepare: fills `view`, or waits until it is filled; called before a piece begins.
         quiet: whether others may take their time, so that no warning says whom it waits for.
     """
 

@@ -141,6 +141,7 @@ cdef class CallerLead:
             sequence >= self._session.steady_until
             or nbytes >= _MEASURED_BYTES
             or operation.name
+            or operation.prepare is not None
             or operation.refusal is not None
             or (call is not None and call is numbering.call)
         ):

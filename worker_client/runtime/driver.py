@@ -37,6 +37,7 @@ REST_S = 0.001  # the driver's own thread leads again if nobody else waits for a
 LONGEST_REST_S = 0.003  # it rests twice as long each time that others have waited, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
+AHEAD = 3  # pieces of a call that are filled, and have not ended, before another one is filled
 
 SHUT_DOWN = "this client was shut down: call worker_client.init() again"
 
@@ -240,13 +241,28 @@ class Driver(DriverState):
     def _start(self) -> None:
         """Start what has been submitted, and send it."""
         try:
-            while self._queue:
-                if actions := self.session.submit(self._queue.popleft(), time.monotonic()):
+            while self._queue and not self._is_early(self._queue[0]):
+                operation = self._queue.popleft()
+                if operation.prepare is not None:
+                    operation.prepare()
+                    operation.prepare = None
+                if actions := self.session.submit(operation, operation.begun or time.monotonic()):
                     self._do(actions)
             self._transport.refill()
         except BaseException as error:  # an interrupt may leave things half done
             self._end_half_done(error)
             raise
+
+    def _is_early(self, operation: Operation) -> bool:
+        """Whether an all-reduce is yet to be filled, and enough of its call is on the way.
+
+        Filling all of a call at once would take the processor from those whose pieces travel. What
+        was submitted later waits as well: it would travel later, too.
+        """
+        if operation.prepare is None:
+            return False
+        call = operation.call
+        return sum(one.call is call and one.prepare is None for one in self.open) >= AHEAD
 
     def _advance(self) -> None:
         """Do everything that is due."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ def submit_pieces(
     pieces: Sequence[Operation],
     submit: Callable[[Operation], object],
     release: Callable[[Exception | None], object] | None = None,
+    *,
+    filled: int | None = None,
 ) -> None:
     """Submit the pieces of a call, in the order that is the same at all ranks, each when filled.
 
@@ -44,6 +47,8 @@ def submit_pieces(
         pieces: at least one.
         submit: submits one of them.
         release: as of `Operation.split`.
+        filled: so many are filled by this thread, and the others by whoever begins them; None for
+            all of them.
 
     Raises:
         ReductionError: the first could not be submitted. After that one, the call ends with it.
@@ -53,7 +58,9 @@ def submit_pieces(
     for number, piece in enumerate(pieces, 1):
         piece.more = piece.more or number < len(pieces)
         piece.ended = partial(whole.piece_ended, piece)
-        if piece.prepare is not None:
+        if filled is not None and number > filled:
+            piece.begun = time.monotonic()  # from now on its deadline counts
+        elif piece.prepare is not None:
             piece.prepare()
             piece.prepare = None  # once, whatever else it waits for
         if stopped is None:
