@@ -566,7 +566,8 @@ static size_t ahead(const struct connection *connection)
 
 void connection_note(struct connection *connection, uint32_t events)
 {
-    if (events & EPOLLOUT) {
+    /* The end of an attempt to connect, which has failed if there is an error, too. */
+    if (events & EPOLLOUT && (connection->connected || !(events & EPOLLERR))) {
         connection->connected = connection->writable = true;
         connection_flush(connection);
     }

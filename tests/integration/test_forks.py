@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import threading
 
 import numpy as np
 import psutil
 import pytest
 
+from reducer.errors import LocalProtocolError
 from tests.conftest import joined, local_pool
 
 pytestmark = [
@@ -24,6 +27,31 @@ def connections(ports: set[int]) -> int:
         bool(one.raddr) and one.raddr.port in ports
         for one in psutil.Process().net_connections("tcp")
     )
+
+
+def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call() -> None:
+    with local_pool(1) as servers, joined(1, servers=servers) as (client,):
+        held, over = threading.Event(), threading.Event()
+
+        def call() -> None:
+            with client._order:
+                held.set()
+                over.wait(20)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        held.wait(20)
+        child = os.fork()
+        if not child:
+            signal.alarm(5)  # ends it if it hangs
+            try:
+                client.all_reduce(np.ones(4), "sum")
+            except LocalProtocolError:
+                os._exit(0)
+            os._exit(1)
+        over.set()
+        thread.join(20)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_forked_child_closes_its_copies_and_no_other_socket() -> None:

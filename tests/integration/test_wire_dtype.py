@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -369,6 +370,35 @@ def test_pieces_are_cast_when_those_before_have_ended(job: Job, wire: str) -> No
     assert all(piece.sequence < 0 for piece in open_at(clients[0])[AHEAD:])
     works += [clients[1].all_reduce(given[1], "sum") for given in (large, small)]
     assert [work.wait(20).tobytes() for work in works] == 2 * expected
+
+
+def test_callers_of_other_calls_do_not_disturb_pieces_that_wait(job: Job) -> None:
+    """Threads take turns as often as they can while one looks at what is open."""
+    (client,) = job(1, wire_dtype="fp16")
+    busy, small = threading.Event(), np.ones(4, np.float32)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def others() -> int:
+        calls = 0
+        while not busy.is_set():
+            works = [client.all_reduce(small.copy(), "sum") for _ in range(50)]
+            calls += sum(int(work.wait(20).sum()) == 4 for work in works)
+        return calls
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            counts = [pool.submit(others) for _ in range(2)]
+            try:
+                for _ in range(20):
+                    works = [client.all_reduce(values(0, LARGE), "sum") for _ in range(2)]
+                    for work in works:
+                        work.wait(20)
+            finally:
+                busy.set()
+            assert all(count.result(20) for count in counts)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job: Job) -> None:

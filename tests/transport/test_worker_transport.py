@@ -349,3 +349,20 @@ def test_nothing_is_looked_for_while_a_name_is_being_resolved(
         one.wait(0.2)  # nobody wakes it
         assert time.monotonic() - start > 0.1
         answered.set()
+
+
+def test_where_nobody_listens_it_tries_again_later_and_later() -> None:
+    """A refused attempt is no connection that was lost, after which one is made at once."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{nobody.getsockname()[1]}"
+        chosen: Any = implementation.select("compiled")
+        flight = opened("compiled", links=1, window=CHUNK)
+        with contextlib.closing(chosen.transport(flight, 1)) as transport:
+            transport.connect(place)
+            waits, until = 0, time.monotonic() + 1.0
+            while time.monotonic() < until:
+                transport.wait(0.1)
+                waits += 1
+                assert not list(transport.events())
+            assert waits < 50  # some for each attempt

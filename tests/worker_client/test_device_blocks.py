@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from tests.worker_client.waits import Job
 
 
+def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job: Job, devices: Devices) -> None:
+    del devices
+    clients = job(2)
+    tensors = [torch.ones(PIECE * 10) for _ in clients]
+    works = [clients[0].all_reduce(tensors[0], "sum")]
+    driver = clients[0]._ordered.flat
+    eventually(lambda: driver.session.active >= 10)
+    assert all(piece.prepare is None for piece in driver.open)
+    works.append(clients[1].all_reduce(tensors[1], "sum"))
+    for work in works:
+        work.wait(20)
+    assert all((tensor == 2).all() for tensor in tensors)
+
+
 def test_blocks_are_used_again_when_the_result_is_back(job: Job, devices: Devices) -> None:
     (client,) = job(1)
     for _ in range(5):

@@ -302,10 +302,12 @@ class Client:
                 residual=residual,
                 check=check,
             )
+        if service_thread.forks != self._forks:  # now: who held the lock is not in this process
+            self._check_usable()
         call = object()
         with self._order:
             try:
-                if self._casts or service_thread.forks != self._forks:
+                if self._casts:
                     self._check_usable()  # before a residual is used up; others see it later
                 self._calls += 1
                 self._since = time.monotonic()

@@ -196,11 +196,15 @@ class Pending(PendingState):
         return list(self.operations.values())
 
     def begin(self, operation: Operation, now: float) -> None:
-        """Take note that an all-reduce has begun, in seconds of the caller's clock."""
+        """Take note that an all-reduce begins now, in seconds of the caller's clock.
+
+        It may have been submitted before, and its deadline counts from then on.
+        """
         self.operations[operation.sequence] = operation
         timeout_s = operation.timeout_s
-        operation.begun, operation.ask_at = now, now + STRAGGLER_S
-        operation.deadline = deadline = now + timeout_s
+        operation.begun = begun = operation.begun or now
+        operation.ask_at = begun + STRAGGLER_S
+        operation.deadline = deadline = begun + timeout_s
         operation.ask_last_at = deadline - (LAST_S if timeout_s > 2 * LAST_S else timeout_s / 2)
         if deadline < self.earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
             self.earliest = deadline

@@ -88,8 +88,9 @@ cdef class CallerLead:
                 driver._start()
             else:
                 self._loop.refill()
-        except BaseException as error:
-            driver._end_half_done(error)
+        except BaseException as error:  # an interrupt may leave things half done
+            driver._failure = error
+            driver._resume()
             raise
         finally:
             driver._leader = 0
@@ -188,7 +189,8 @@ cdef class CallerLead:
             try:
                 self._advance()
             except BaseException as error:  # ... but one in here may leave things half done
-                driver._end_half_done(error)
+                driver._failure = error
+                driver._resume()
                 raise  # as it is: it may come out of a signal handler, for whoever is above
 
     cdef _advance(self):

@@ -126,9 +126,9 @@ class Driver(DriverState):
             with self._order:
                 if self.closing:
                     raise LocalProtocolError(SHUT_DOWN)
-                first = not self._queue
                 self.open[operation] = None
                 self._queue.append(operation)
+                first = len(self._queue) == 1  # now: the leader takes from it at any instant
         except BaseException:  # an interrupt, perhaps: nobody waits for it
             self.open.pop(operation, None)
             raise
@@ -203,11 +203,6 @@ class Driver(DriverState):
             if not self.closing:
                 self._transport.resume()
 
-    def _end_half_done(self, failure: BaseException) -> None:
-        """Have everything end, as this has left things half done."""
-        self._failure = failure
-        self._resume()
-
     def _is_wanted(self, now: float) -> bool:
         return now < self._wanted_until and self.session.active <= 1
 
@@ -246,11 +241,12 @@ class Driver(DriverState):
                 if operation.prepare is not None:
                     operation.prepare()
                     operation.prepare = None
-                if actions := self.session.submit(operation, operation.begun or time.monotonic()):
+                if actions := self.session.submit(operation, time.monotonic()):
                     self._do(actions)
             self._transport.refill()
         except BaseException as error:  # an interrupt may leave things half done
-            self._end_half_done(error)
+            self._failure = error
+            self._resume()
             raise
 
     def _is_early(self, operation: Operation) -> bool:
@@ -262,7 +258,8 @@ class Driver(DriverState):
         if operation.prepare is None:
             return False
         call = operation.call
-        return sum(one.call is call and one.prepare is None for one in self.open) >= AHEAD
+        begun = [one for one in list(self.open) if one.call is call and one.prepare is None]
+        return len(begun) >= AHEAD  # (a copy: other threads add to what is open)
 
     def _advance(self) -> None:
         """Do everything that is due."""
@@ -274,17 +271,17 @@ class Driver(DriverState):
             else:
                 self._do(self._take(event))
                 news = True
-        if self._queue:
-            self._start()
-        elif news or self.open:  # else nothing is left to send
-            self._transport.refill()
         if self._failing is not None:
             error, self._failing = self._failing, None
             self._do(session.fail(error))
-            self._transport.refill()
+            news = True
         now = time.monotonic()
         if now >= session.looks_at or now >= self._active.earliest:
             self._do(session.tick(now))
+            news = True
+        if self._queue:
+            self._start()
+        elif news or self.open:  # else nothing is left to send
             self._transport.refill()
         if now - self._listened >= LISTEN_S:
             self._listened = now

@@ -65,7 +65,6 @@ class Transport(ABC):
 
     One thread at a time uses it, but for `wake`. An event's `link` counts the connections in order.
 
-
     Attributes:
         loop: what moves its messages, if any thread may use it in turn; None if one alone may.
     """

@@ -295,6 +295,7 @@ class DeviceStaging:
             try:
                 if piece.prepare is not None:
                     piece.prepare()
+                    piece.prepare = None
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
                 self._failure = failure = failure or error
             refusal = failure
