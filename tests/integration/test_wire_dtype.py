@@ -382,7 +382,7 @@ def test_callers_of_other_calls_do_not_disturb_pieces_that_wait(job: Job) -> Non
     def others() -> int:
         calls = 0
         while not busy.is_set():
-            works = [client.all_reduce(small.copy(), "sum") for _ in range(50)]
+            works = [client.all_reduce(small.copy(), "sum") for _ in range(400)]
             calls += sum(int(work.wait(20).sum()) == 4 for work in works)
         return calls
 
