@@ -271,18 +271,18 @@ class Driver(DriverState):
             else:
                 self._do(self._take(event))
                 news = True
-        if self._failing is not None:
-            error, self._failing = self._failing, None
-            self._do(session.fail(error))
-            news = True
-        now = time.monotonic()
-        if now >= session.looks_at or now >= self._active.earliest:
-            self._do(session.tick(now))
-            news = True
         if self._queue:
             self._start()
         elif news or self.open:  # else nothing is left to send
             self._transport.refill()
+        if self._failing is not None:
+            error, self._failing = self._failing, None
+            self._do(session.fail(error))
+            self._start()
+        now = time.monotonic()
+        if now >= session.looks_at or now >= self._active.earliest:
+            self._do(session.tick(now))
+            self._start()
         if now - self._listened >= LISTEN_S:
             self._listened = now
             self._transport.listen()
