@@ -358,7 +358,7 @@ def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_pieces_are_cast_when_those_before_have_ended(job: Job, wire: str) -> None:
-    """So those that travel have the processor; a call that was made later follows all of them."""
+    """Casts leave the processor to the pieces that travel; later calls follow all pieces."""
     clients = job(2, wire_dtype=wire)
     check(clients, SMALL, wire)
     large = [values(rank, LARGE) for rank in range(2)]

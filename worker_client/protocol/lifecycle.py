@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
 FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
-SINCE_MASK = (1 << 32) - 1
+_SINCE_MASK = (1 << 32) - 1
 GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
 _MOST_FAILED = 256  # entries of what has failed here; then the oldest become one
 
@@ -44,7 +44,7 @@ class Numbering(NumberingState):
         number: its number,
         place: that of the latest operation in it,
         failure: and how another one of them has ended.
-        since, history: as of an operation.
+        since, history: what the next operation's `since` and `history` are to be.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Numbering(NumberingState):
             self.place += 1
             operation.refusal = operation.refusal or self.failure
         operation.sequence = self.number * PLACES + self.place
-        operation.since, operation.history = self.since & SINCE_MASK, self.history
+        operation.since, operation.history = self.since & _SINCE_MASK, self.history
         if self.number >= self.since:
             asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
             self.history = ((self.history ^ operation.tag) * FACTOR + asked) & _MASK

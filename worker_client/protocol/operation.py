@@ -196,9 +196,9 @@ class Pending(PendingState):
         return list(self.operations.values())
 
     def begin(self, operation: Operation, now: float) -> None:
-        """Take note that an all-reduce begins now, in seconds of the caller's clock.
+        """Add an all-reduce that begins at `now`, in seconds of the caller's clock.
 
-        It may have been submitted before, and its deadline counts from then on.
+        If it was submitted before, its deadline counts from that time (`begun`).
         """
         self.operations[operation.sequence] = operation
         timeout_s = operation.timeout_s

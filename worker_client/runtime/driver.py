@@ -121,7 +121,7 @@ class Driver(DriverState):
         self._enqueue(operation)
 
     def _enqueue(self, operation: Operation) -> None:
-        """Leave an all-reduce to whoever leads."""
+        """Queue an all-reduce for the thread that leads, and wake that."""
         try:
             with self._order:
                 if self.closing:

@@ -47,8 +47,8 @@ def submit_pieces(
         pieces: at least one.
         submit: submits one of them.
         release: as of `Operation.split`.
-        filled: so many are filled by this thread, and the others by whoever begins them; None for
-            all of them.
+        filled: number of pieces that this thread fills; the driver fills the others when it begins
+            them. None: this thread fills all.
 
     Raises:
         ReductionError: the first could not be submitted. After that one, the call ends with it.
