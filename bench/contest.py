@@ -40,7 +40,7 @@ class Tally:
     """What was measured of one contender at one size.
 
     Attributes:
-        rounds: by round and iteration, the seconds of the slowest rank.
+        rounds: by round, what `durations` says.
         worker_cpu: processor seconds of all ranks in the timed iterations.
         reducer_cpu: the same of all reducers that it uses.
         wrong: elements that were not what they must be.
@@ -206,16 +206,16 @@ class Contest:
         if check:
             tally.wrong += sum(reply["wrong"] for reply in replies)
             tally.checked += count * self._workers
-        estimate = estimate or _slowest(replies)[0]
+        estimate = estimate or durations(replies)[0]
         if estimate < BLOCK_S:
-            estimate = min(_slowest(crew.ask("run", iterations=2)))
+            estimate = min(durations(crew.ask("run", iterations=2)))
         length = iterations or max(1, min(MOST, round(BLOCK_S / estimate)))
         before = self._reducer_cpu(crew)
         patience_s = REPLY_S + 10 * length * estimate
         replies = crew.ask("run", patience_s=patience_s, iterations=length)
         tally.reducer_cpu += self._reducer_cpu(crew) - before
         tally.worker_cpu += sum(reply["cpu_seconds"] for reply in replies)
-        tally.rounds.append(_slowest(replies))
+        tally.rounds.append(durations(replies))
         crew.ask("release")
 
     def _reducer_cpu(self, crew: Crew) -> float:
@@ -256,6 +256,15 @@ class Contest:
         )
 
 
-def _slowest(replies: list[dict[str, Any]]) -> list[float]:
-    """Return, by iteration, the seconds of the slowest rank."""
-    return [max(times) for times in zip(*(reply["seconds"] for reply in replies), strict=True)]
+def durations(replies: list[dict[str, Any]]) -> list[float]:
+    """Return, by iteration, the seconds from one end at the last rank to the next.
+
+    A rank that ends late begins the next one late, and others wait for it there: the longest of the
+    ranks' own times would count that twice, and a series longer than it took.
+
+    Args:
+        replies: of all ranks to ``run``.
+    """
+    last = [max(ends) for ends in zip(*(reply["ends"] for reply in replies), strict=True)]
+    begun = min(reply["begun"] for reply in replies)
+    return [end - before for before, end in zip([begun, *last[:-1]], last, strict=True)]

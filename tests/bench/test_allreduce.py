@@ -16,6 +16,7 @@ import typer
 
 from bench import options, oracle, plan, report, theory, versus
 from bench.contenders import Contender
+from bench.contest import durations
 from bench.crew import unavailable
 from bench.results import Distance, Sample, Settings, read
 from bench.soak import trends
@@ -46,6 +47,12 @@ def measured(folder: Path, module: str, *arguments: str | Path) -> Results:
     file = folder / "found.json"
     bench(module, "--unshaped", "--rounds", "1", *arguments, "--json", file)
     return read(file)
+
+
+def test_a_series_takes_as_long_as_its_all_reduces() -> None:
+    early = {"begun": 10.0, "ends": [12.0, 15.0, 16.0]}
+    late = {"begun": 11.0, "ends": [13.0, 14.0, 16.5]}
+    assert durations([early, late]) == durations([late, early]) == [3.0, 2.0, 1.5]
 
 
 def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ def test_where_there_is_nothing_to_agree_on() -> None:
 def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
     agreement = Agreement(needed=True, fixed=0, reducers=3)
     assert agreement.chunk_bytes == 64 * KIB
-    assert agreement.chunk_bytes_of(1 << 20, 4) == 64 * KIB, "of links that nobody has measured"
+    assert agreement.chunk_bytes_of(1 << 20, 4) == 32 * KIB, "of links that nobody has measured"
+    assert agreement.chunk_bytes_of(256 << 10, 4) == 64 * KIB, "which may be fast"
     question = agreement.question(1.2e9, [True, False, True], before(2))
     assert (question.dtype, question.op) == (DType.INT64, ReduceOp.MIN)
     assert struct.unpack("<4q", question.view) == (1_200_000_000, 1, 0, 1)
@@ -64,7 +65,7 @@ def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
     agreement.answer()
     assert agreement.chunk_bytes > 64 * KIB
     agreement.reset()
-    assert agreement.chunk_bytes == agreement.chunk_bytes_of(1 << 20, 4) == 64 * KIB
+    assert agreement.chunk_bytes == agreement.chunk_bytes_of(64 << 20, 4) == 64 * KIB
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.2e9])

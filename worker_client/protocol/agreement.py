@@ -18,7 +18,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from reducer.wire.layout import LARGEST_CHUNK, chunk_size, chunk_size_of
+from reducer.wire.layout import LARGEST_CHUNK, SMALLEST_CHUNK, chunk_size, chunk_size_of
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
@@ -64,8 +64,11 @@ class Agreement:
 
     def chunk_bytes_of(self, total_bytes: int, shard_count: int) -> int:
         """Return the size of the chunks of a buffer of `total_bytes`, cut into so many shards."""
-        if self._carried == 0:
-            return self.chunk_bytes
+        if self._fixed:
+            return self._fixed
+        # Only large buffers measure links: those of a job that makes small ones may be fast.
+        if not self._measured and total_bytes <= shard_count * SMALLEST_CHUNK:
+            return SMALLEST_CHUNK
         return chunk_size_of(total_bytes, shard_count, self._carried)
 
     def called(self, now: float) -> None:
@@ -126,6 +129,6 @@ class Agreement:
 
     def _measure(self, rate: int) -> None:
         """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""
-        carried = chunk_size(rate)
-        self._carried = 0 if self._fixed or not rate else carried
-        self.chunk_bytes = self._fixed or min(LARGEST_CHUNK, carried)
+        self._measured = rate > 0
+        self._carried = chunk_size(rate)
+        self.chunk_bytes = self._fixed or min(LARGEST_CHUNK, self._carried)
