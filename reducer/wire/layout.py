@@ -16,6 +16,7 @@ LARGEST_CHUNK = 256 << 10  # more of it leaves the caches before it is summed
 # What a chunk should take on the link, at most. So links of 1, 2.5, 5 and 10 Gbit/s are far from
 # the rates at which chunks double: what is measured may be a seventh more than a link carries.
 CHUNK_S = 0.0007
+MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
 MANY_CHUNKS = 8  # of a shard: its first and its last ones, when a link rests, cost it little
 
 

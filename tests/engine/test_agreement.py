@@ -94,7 +94,8 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
 
 def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh: Network) -> None:
     session = fresh.workers[0].session
-    session._agreement.chunk_bytes = 128 * KIB
+    session._agreement._measure(200_000_000)
+    assert session._agreement.chunk_bytes == 128 * KIB
     session._map.agree([True, True])
     call(fresh)
     fresh.deliver_all()

@@ -15,11 +15,11 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, ReduceOp
 from reducer.wire.header import Header
+from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import Stragglers, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
 from worker_client.protocol.flight import Reset
-from worker_client.protocol.flow_control import MEASURED_BYTES
 from worker_client.protocol.joining import RETRY_S
 from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import LAST_S

@@ -93,6 +93,7 @@ def test_only_the_named_sender_says_a_message() -> None:
         (8, "at most 256 KiB", layout.LARGEST_CHUNK == 256 << 10),
         (8, "shorter than eight such chunks", layout.MANY_CHUNKS == 8),
         (8, "in 0.7 milliseconds", layout.CHUNK_S == 0.0007),
+        (8, "not known and the buffer shorter than 1 MiB", layout.MEASURED_BYTES == 1 << 20),
         (8, "at most 4 MiB", constants.MAX_CHUNK_BYTES == 4 << 20),
     ],
 )

@@ -43,7 +43,7 @@ def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
     agreement = Agreement(needed=True, fixed=0, reducers=3)
     assert agreement.chunk_bytes == 64 * KIB
     assert agreement.chunk_bytes_of(1 << 20, 4) == 32 * KIB, "of links that nobody has measured"
-    assert agreement.chunk_bytes_of(256 << 10, 4) == 64 * KIB, "which may be fast"
+    assert agreement.chunk_bytes_of((1 << 20) - 4, 4) == 64 * KIB, "which this would not measure"
     question = agreement.question(1.2e9, [True, False, True], before(2))
     assert (question.dtype, question.op) == (DType.INT64, ReduceOp.MIN)
     assert struct.unpack("<4q", question.view) == (1_200_000_000, 1, 0, 1)
@@ -57,6 +57,7 @@ def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
     nobody.view[:] = struct.pack("<4q", 0, 1, 1, 1)  # no rank knows a rate
     assert agreement.answer() == [True] * 3
     assert agreement.chunk_bytes == 64 * KIB
+    assert agreement.chunk_bytes_of(512 << 10, 4) == 64 * KIB, "as at first"
 
 
 def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
@@ -75,5 +76,6 @@ def test_a_fixed_size_stays(rate: float) -> None:
     agreement.question(rate, [True], before(2))
     agreement.answer()
     assert agreement.chunk_bytes == 640
+    assert agreement.chunk_bytes_of(1 << 20, 4) == 640
     agreement.reset()
     assert agreement.chunk_bytes == 640

@@ -18,7 +18,13 @@ import struct
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from reducer.wire.layout import LARGEST_CHUNK, SMALLEST_CHUNK, chunk_size, chunk_size_of
+from reducer.wire.layout import (
+    LARGEST_CHUNK,
+    MEASURED_BYTES,
+    SMALLEST_CHUNK,
+    chunk_size,
+    chunk_size_of,
+)
 from worker_client.protocol.operation import Operation
 
 if TYPE_CHECKING:
@@ -66,8 +72,8 @@ class Agreement:
         """Return the size of the chunks of a buffer of `total_bytes`, cut into so many shards."""
         if self._fixed:
             return self._fixed
-        # Only large buffers measure links: those of a job that makes small ones may be fast.
-        if not self._measured and total_bytes <= shard_count * SMALLEST_CHUNK:
+        # What is smaller measures no links, and would have short chunks for ever on fast ones.
+        if not self._measured and total_bytes < MEASURED_BYTES:
             return SMALLEST_CHUNK
         return chunk_size_of(total_bytes, shard_count, self._carried)
 
@@ -130,5 +136,5 @@ class Agreement:
     def _measure(self, rate: int) -> None:
         """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""
         self._measured = rate > 0
-        self._carried = chunk_size(rate)
+        self._carried = chunk_size(rate)  # the smallest size while nobody knows
         self.chunk_bytes = self._fixed or min(LARGEST_CHUNK, self._carried)

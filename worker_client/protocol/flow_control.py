@@ -20,7 +20,6 @@ ASK_S = 1.0  # between two requests for a larger window; twice as long after one
 MOST_ASK_S = 64.0
 BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
 BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
-MEASURED_BYTES = 1 << 20  # a shorter all-reduce says nothing about what a link can carry
 LOOK_S = 0.2  # while a large one is in progress
 SAMPLES = 16  # the best rate of so many measurements counts
 FAR_S = 0.01  # the round trip from which on a network is a far one

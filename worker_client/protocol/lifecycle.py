@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
+from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import encode_error
 from worker_client.protocol.flight import Send
-from worker_client.protocol.flow_control import MEASURED_BYTES
 from worker_client.protocol.link import Failed
 from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
 from worker_client.protocol.state import NumberingState

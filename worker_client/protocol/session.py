@@ -21,13 +21,13 @@ from reducer.errors import (
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, PLACES, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import LARGEST_CHUNK
+from reducer.wire.layout import LARGEST_CHUNK, MEASURED_BYTES
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error, worst
 from reducer.wire.states import LinkState, Role, after
 from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
-from worker_client.protocol.flow_control import MEASURED_BYTES, FlowControl
+from worker_client.protocol.flow_control import FlowControl
 from worker_client.protocol.handover import HandingOver
 from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.lifecycle import FIRST_PLACE, Aborts, Calls, RollCall

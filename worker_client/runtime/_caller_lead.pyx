@@ -20,7 +20,7 @@ from time import monotonic
 from types import MethodType
 
 from reducer.wire.constants import PLACES
-from worker_client.protocol.flow_control import MEASURED_BYTES
+from reducer.wire.layout import MEASURED_BYTES
 from worker_client.protocol.lifecycle import FACTOR, FIRST_PLACE
 from worker_client.protocol.operation import LAST_S, STRAGGLER_S
 from worker_client.runtime import service_thread

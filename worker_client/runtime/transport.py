@@ -149,4 +149,4 @@ def silence(silent_s: float) -> str:
 
 
 HUNG_UP = "closed the connection, died or cannot be reached"
-NO_REDUCER = "is not a reducer"
+NO_REDUCER = "is not a reducer, or is shutting down"
