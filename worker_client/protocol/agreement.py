@@ -73,9 +73,9 @@ class Agreement:
         if self._fixed:
             return self._fixed
         # What is smaller measures no links, and would have short chunks for ever on fast ones.
-        if not self._measured and total_bytes < MEASURED_BYTES:
+        if self._rate == 0 and total_bytes < MEASURED_BYTES:
             return SMALLEST_CHUNK
-        return chunk_size_of(total_bytes, shard_count, self._carried)
+        return chunk_size_of(total_bytes, shard_count, chunk_size(self._rate))
 
     def called(self, now: float) -> None:
         """Take note of the time of a call, in seconds of the caller's clock."""
@@ -135,6 +135,5 @@ class Agreement:
 
     def _measure(self, rate: int) -> None:
         """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""
-        self._measured = rate > 0
-        self._carried = chunk_size(rate)  # the smallest size while nobody knows
-        self.chunk_bytes = self._fixed or min(LARGEST_CHUNK, self._carried)
+        self._rate = rate
+        self.chunk_bytes = self._fixed or min(LARGEST_CHUNK, chunk_size(rate))
