@@ -20,6 +20,7 @@ from bench import options, pool
 from bench.crew import CrewError
 from bench.ranks import Ranks
 from lab import Lab, LabUnavailable
+from worker_client.protocol.joining import auto_streams
 
 if TYPE_CHECKING:
     from lab import Host
@@ -32,7 +33,9 @@ PATIENCE_S = 900.0
 def main(  # noqa: PLR0917 (options have names on the command line)
     workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 2,
     reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of each reducer.")] = 1,
+    streams: Annotated[
+        int, typer.Option(min=0, help="Connections to each reducer; 0: as ranks choose.")
+    ] = 0,
     mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
     round_trip_ms: Annotated[float, typer.Option(help="Between two hosts.")] = 200.0,
     loss_percent: Annotated[float, typer.Option(help="Packets that are lost on the way.")] = 1.0,
@@ -45,7 +48,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """All-reduce over a long distance; print the rate, and who was called lost."""
     (nbytes,) = options.sizes(size)
     arguments = {"nbytes": nbytes, "in_flight": in_flight, "count": count}
-    os.environ["REDUCTION_THREADS"] = str(threads)  # of the reducers, which inherit it
+    os.environ["REDUCTION_STREAMS"] = str(streams)  # of the ranks, which inherit it
+    streams = streams or auto_streams(round_trip_ms / 1000)
     lab = Lab(
         workers + reducers,
         mbit,
@@ -55,7 +59,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     )
     try:
         with lab:
-            rates = iperf(lab.hosts[:workers], lab.hosts[workers:], threads, iperf_s)
+            rates = iperf(lab.hosts[:workers], lab.hosts[workers:], streams, iperf_s)
             running = pool.start(lab.hosts[workers:])
             servers = [reducer.address for reducer in running]
             with Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks:
@@ -76,8 +80,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     reached = sum(rates) / len(rates) / 1e6
     print(
         f"# links of {mbit:g} Mbit/s, {round_trip_ms:g} ms, {loss_percent:g} % lost, TCP "
-        f"{congestion}; {workers} ranks, {reducers} reducers of {threads} threads, {count} "
-        f"all-reduces of {nbytes} bytes, {in_flight} at once"
+        f"{congestion}; {workers} ranks, {reducers} reducers, {streams} streams to each, "
+        f"{count} all-reduces of {nbytes} bytes, {in_flight} at once"
     )
     print(f"{'iperf3 MB/s':>12} {'second half':>12} {'all':>8} {'s':>7} {'wrong':>6} {'losses':>7}")
     print(f"{reached:>12.2f} {steady:>12.2f} {whole:>8.2f} {ends[-1]:>7.1f} {wrong:>6} {losses:>7}")

@@ -36,7 +36,7 @@ _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 WORKER_SETTINGS = (
     *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
     *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "fallback"),
-    *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience"),
+    *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience", "streams"),
     *("wait_for_reducers", "dump", "interface"),
 )
 KernelName = Literal["avx512", "avx2", "neon", "generic", "numpy"]
@@ -94,8 +94,8 @@ class ReducerConfig(BaseSettings):
 
     max_connections_per_key: int | None = Field(default=None, ge=1)
     """Connections that the members with one key may have on a pool with keys; by default half of
-    REDUCTION_MAX_CONNECTIONS. Each rank has one to each thread, and one more there if its calls
-    have names."""
+    REDUCTION_MAX_CONNECTIONS. Each rank has REDUCTION_STREAMS to each thread, and as many again if
+    its calls have names."""
 
     handshake_timeout: Seconds = 5.0
     """Time for a new connection's handshake. A connection that belongs to no job after twice this

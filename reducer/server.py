@@ -139,6 +139,7 @@ class Server:
                     limits=config.limits(),
                     allowed=None if keyring is None else keyring.allowed,
                     secret=secret,
+                    features=chosen.features,
                 ),
                 transport,
                 config.patience(),

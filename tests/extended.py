@@ -391,6 +391,11 @@ ROWS = (
         "tests/kernels/test_golden.py::test_another_cpu",
         ("tests/kernels/test_golden.py::test_a_variant_of_this_cpu",),
     ),
+    Row(
+        "tests/faults/test_network.py",
+        ("tests/faults/test_network.py", "tests/faults/test_streams.py"),
+        {"streams": 3},
+    ),
     Row("tests/reducer/test_http.py", ("tests/reducer/test_http.py",), {"server": "plain"}),
     Row("tests/reducer/test_many_ranks.py", ("tests/reducer/test_http.py::test_what_a_job_does",)),
     Row("tests/integration/test_pauses.py", ("tests/integration/test_failures.py", "tests/sim/")),

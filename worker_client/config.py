@@ -28,6 +28,7 @@ from reducer.wire.constants import (
     LONGEST_PATIENCE_MS,
     MAX_CHUNK_BYTES,
     MAX_JOB_NAME_BYTES,
+    MAX_STREAMS,
     PATIENCE_MS,
     SHARD_ALIGNMENT,
     SHORTEST_PATIENCE_MS,
@@ -129,6 +130,11 @@ class WorkerConfig(BaseSettings):
     reducer if it is less. ``auto`` follows the measured rate and round trip, up to 16 MiB: enough
     for a 10 Gbit/s link with a round trip of 10 ms. To reducers whose round trip is longer it grows
     up to 256 MiB, as far as they have memory (docs/performance.md#long-distances)."""
+
+    streams: Annotated[int, BeforeValidator(_auto)] = Field(default=0, ge=0, le=MAX_STREAMS)
+    """TCP connections to each thread of each reducer, 16 at most, which share its chunks: far away,
+    losses keep each one of them slow. ``auto`` takes another one for each 25 ms of the round trip,
+    up to 8. Each rank decides for itself (docs/performance.md#long-distances)."""
 
     timeout: Seconds = 300.0
     """Time after which an all-reduce fails and names the ranks that are missing. Long by default,

@@ -26,7 +26,7 @@ from reducer.errors import (
     VersionError,
 )
 from reducer.wire import authentication
-from reducer.wire.constants import FEATURES, NONCE_DIGITS, MessageType
+from reducer.wire.constants import FEATURES, NONCE_DIGITS, Feature, MessageType
 from reducer.wire.header import Buffer, Header
 from reducer.wire.messages import (
     ALL_REDUCERS,
@@ -35,6 +35,7 @@ from reducer.wire.messages import (
     Hello,
     Loss,
     Stragglers,
+    Stream,
     Welcome,
     decode,
     encode,
@@ -93,6 +94,7 @@ class Engine:
         limits: what one job may take, and how many there may be.
         allowed: whom to admit; None for everybody.
         secret: what workers must prove that they know; empty for nothing.
+        features: what this reducer speaks.
 
     Attributes:
         dropped: peers that broke the protocol and were told so: nothing more that they say counts,
@@ -112,9 +114,11 @@ class Engine:
         limits: Limits = NO_LIMITS,
         allowed: AllowList | None = None,
         secret: bytes = b"",
+        features: int = FEATURES,
     ) -> None:
         self._allowed = allowed
         self._secret = secret
+        self._features = features
         self._nonces: dict[bytes, str] = {}  # that peers have been asked with, until they answer
         self._members = Membership(memory_limit, slots, limits)
         self._reductions = Reductions(kernels, self._members.grow, self._members.grant)
@@ -185,16 +189,20 @@ class Engine:
             peer: the transport's name for the connection.
             frame: frame 0.
             payload: frame 1, empty if there was none.
-            key: public key that the peer of a HELLO has shown; `allow_list.LOCAL` of a peer here.
+            key: public key that the peer of a HELLO or STREAM has shown; `allow_list.LOCAL` of a
+                peer here.
             at: when it has come, seconds of a monotonic clock.
         """
         if peer in self.dropped:
             self.counters.ignored += 1
             return []
+        stream, peer = peer, self._members.main(peer)
         try:
             header = Header.unpack(frame)
             if header.type is MessageType.HELLO:
                 return self._hello(peer, header, payload, key)
+            if header.type is MessageType.STREAM:
+                return self._tie(stream, payload, key)
             found = self._members.find(peer)
             if found is None:
                 raise MembershipError(
@@ -218,10 +226,11 @@ class Engine:
     def drop(self, peer: bytes, error: ReductionError) -> list[Send]:
         """Tell a peer why nothing more that it says counts, and end its part in its job."""
         sends = [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
-        if len(self.dropped) >= MAX_DROPPED:
-            del self.dropped[next(iter(self.dropped))]
-        self.dropped[peer] = None
-        self.closing.append(peer)
+        for each in (peer, *self._members.streams(peer)):
+            if len(self.dropped) >= MAX_DROPPED:
+                del self.dropped[next(iter(self.dropped))]
+            self.dropped[each] = None
+        self.closing.append(peer)  # and those of its streams that end with it
         self.counters.dropped += 1
         self._contests = [contest for contest in self._contests if contest.peer != peer]
         found = self._members.find(peer)
@@ -238,6 +247,15 @@ class Engine:
     def take_times(self) -> list[EndedRound]:
         """Return the rounds that have ended since the last call."""
         return self._members.take_times()
+
+    def streams(self, peer: bytes) -> tuple[bytes, ...]:
+        """Return the peers of a member's further streams, over which it is sent results as well."""
+        return self._members.streams(peer)
+
+    def newly_tied(self) -> list[tuple[bytes, bytes]]:
+        """Return peers that have become further streams since this was asked last, and of whom."""
+        tied, self._members.tied = self._members.tied, []
+        return tied
 
     def newly_dropped(self) -> list[bytes]:
         """Return the peers that were dropped since this was asked last."""
@@ -276,7 +294,11 @@ class Engine:
             log.info(text, *arguments, extra=facts)
 
     def unreachable(self, peer: bytes) -> list[Send]:
-        """Learn from the transport that a peer is gone: it died, or the network is cut."""
+        """Learn from the transport that a peer is gone: it died, or the network is cut.
+
+        Who loses one stream has lost the link: the transport ends the others.
+        """
+        peer = self._members.main(peer)
         self._contests = [contest for contest in self._contests if contest.peer != peer]
         found = self._members.find(peer)
         if found is None or peer in self._unreachable:
@@ -457,12 +479,14 @@ class Engine:
             rank=member.rank,
             window=member.window,
         )
+        features = hello.features & self._features
         body = Welcome(
             incarnation=self._incarnation,
             max_chunk_bytes=job.max_chunk_bytes,
             lanes=self._lanes if hello.lane == 0 else (),
             auth=self._prove(Role.REDUCER, header, hello, challenge) if self._secret else "",
-            features=hello.features & FEATURES,
+            ticket=self._members.allow_streams(peer) if features & Feature.STREAMS else "",
+            features=features,
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
         if earlier is not None:
@@ -479,6 +503,14 @@ class Engine:
         if earlier is not None:
             sends += self._supersede(earlier, header)
         return sends
+
+    def _tie(self, peer: bytes, payload: Buffer, key: str) -> list[Send]:
+        """Make a peer a further stream of a member."""
+        joins = any(peer == contest.peer for contest in self._contests)
+        if joins or self._members.find(self._members.main(peer)) is not None:
+            raise RemoteProtocolError("STREAM is the first message of a connection")
+        self._members.tie(peer, decode(Stream, payload).ticket, key)
+        return [Send(peer, Header(MessageType.STREAM).pack(), None)]
 
     def _bar(self, job: Job, rank: int, error: MismatchError) -> list[Send]:
         """End what a job has in flight, if it lacks a rank of other settings, and tell all why."""

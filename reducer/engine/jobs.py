@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.engine.allow_list import LOCAL
 from reducer.engine.lateness import Watch
 from reducer.errors import (
+    AuthError,
     CapacityError,
     DuplicateRankError,
+    MembershipError,
     MismatchError,
     RankLostError,
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, SPARE_CHUNKS
+from reducer.wire.authentication import nonce
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, MAX_STREAMS, NO_SEQUENCE, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, charge
 from reducer.wire.states import LinkState
@@ -204,6 +207,13 @@ class Job:
         return reached
 
 
+class Streams(NamedTuple):
+    """The further streams of a member, and the ticket that they have shown."""
+
+    ticket: str
+    peers: list[bytes]
+
+
 class Membership:
     """All jobs of one reducer, and which peer speaks for which rank.
 
@@ -213,7 +223,8 @@ class Membership:
         limits: what one job may take, and how many there may be.
 
     Attributes:
-        changes: how often somebody has joined, left or been lost.
+        changes: how often somebody has joined, left or been lost, or has got another stream.
+        tied: peers of further streams, and whose they are, that `newly_tied` has yet to tell.
     """
 
     def __init__(self, memory_limit: int, slots: SlotsModule, limits: Limits) -> None:
@@ -225,13 +236,60 @@ class Membership:
         self._times: list[EndedRound] = []  # of jobs that have ended
         self.jobs: dict[int, Job] = {}
         self._by_peer: dict[bytes, tuple[Job, Member]] = {}
-        self._of_key: Counter[str] = Counter()  # members that have come with each
+        self._tickets: dict[str, bytes] = {}  # of members that may have further streams
+        self._mains: dict[bytes, bytes] = {}  # the member's peer, by that of a further stream
+        self._streams: dict[bytes, Streams] = {}  # the other way round
+        self.tied: list[tuple[bytes, bytes]] = []
+        self._of_key: Counter[str] = Counter()  # connections of members that have come with each
         # Of ranks that were given up, by job and process, in jobs that others have left for good.
         self._abandoned: dict[tuple[int, str], Farewell] = {}
 
     def find(self, peer: bytes) -> tuple[Job, Member] | None:
         """Return the job and member that a peer speaks for, if any."""
         return self._by_peer.get(peer)
+
+    def main(self, peer: bytes) -> bytes:
+        """Return the peer that a further stream belongs to; of any other peer, itself."""
+        return self._mains.get(peer, peer)
+
+    def streams(self, peer: bytes) -> tuple[bytes, ...]:
+        """Return the peers of a member's further streams."""
+        known = self._streams.get(peer)
+        return () if known is None else tuple(known.peers)
+
+    def allow_streams(self, peer: bytes) -> str:
+        """Let a member have further streams; return the ticket that these have to show."""
+        ticket = nonce()
+        self._tickets[ticket] = peer
+        self._streams[peer] = Streams(ticket, [])
+        return ticket
+
+    def tie(self, peer: bytes, ticket: str, key: str) -> None:
+        """Make a peer a further stream of the member that was given a ticket.
+
+        Raises:
+            MembershipError: nobody who is here has that ticket.
+            AuthError: its connection has shown another key.
+            CapacityError: the member has as many streams as it may, or its key as many connections.
+        """
+        main = self._tickets.get(ticket)
+        if main is None:
+            raise MembershipError("this reducer has no link with that ticket: it was lost, or left")
+        job, member = self._by_peer[main]
+        if job.keys[member.rank] != key:
+            raise AuthError("a further stream of a link has to show the same key")
+        streams = self._streams[main].peers
+        if len(streams) + 1 >= MAX_STREAMS:
+            raise CapacityError(
+                f"a link has {MAX_STREAMS} streams at most: lower REDUCTION_STREAMS",
+                limit="max_streams",
+            )
+        self._check_key("" if key == LOCAL else key, None)
+        self._of_key[key] += 1
+        streams.append(peer)
+        self._mains[peer] = main
+        self.tied.append((peer, main))
+        self.changes += 1
 
     def members(self) -> list[Member]:
         """Every live member of every job."""
@@ -309,7 +367,7 @@ class Membership:
             self.changes += 1
             job, member = found
             del job.members[member.rank]
-            self._uncount(job, member)
+            self._forget(job, member)
             job.lost[member.rank] = (member.watermark, reason)
             if member.state is LinkState.LEFT:
                 job.farewells.add(member.rank)
@@ -351,7 +409,7 @@ class Membership:
 
     def _drop(self, job: Job) -> None:
         for member in job.members.values():
-            self._uncount(job, member)
+            self._forget(job, member)
             del self._by_peer[member.peer]
         self._end(job)
 
@@ -362,8 +420,14 @@ class Membership:
                 job.rounds.discard_oldest()
             self._times += _ended_rounds(job)
 
-    def _uncount(self, job: Job, member: Member) -> None:
+    def _forget(self, job: Job, member: Member) -> None:
+        """Forget the connections of a member, all but that it speaks for its rank."""
         key = job.keys[member.rank]
+        if (streams := self._streams.pop(member.peer, None)) is not None:
+            del self._tickets[streams.ticket]
+            self._of_key[key] -= len(streams.peers)
+            for peer in streams.peers:
+                del self._mains[peer]
         self._of_key[key] -= 1
         if not self._of_key[key]:
             del self._of_key[key]
@@ -445,17 +509,19 @@ class Membership:
             )
 
     def _check_key(self, key: str, earlier: Job | None) -> None:
-        """Refuse one more member of a key that has as many as it may, but for those that go."""
+        """Refuse one more connection of a key that has its most, but for those that go."""
         most = self._limits.max_connections_per_key
         if not key or most is None:
             return
-        going = () if earlier is None else earlier.members
-        leaving = sum(earlier is not None and earlier.keys[rank] == key for rank in going)
+        leaving = 0
+        if earlier is not None:
+            going = (m for rank, m in earlier.members.items() if earlier.keys[rank] == key)
+            leaving = sum(1 + len(self.streams(member.peer)) for member in going)
         if self._of_key[key] - leaving >= most:
             raise CapacityError(
-                f"this reducer has {most} connections of this key already (a rank has one to each "
-                "thread, and one more if its calls have names): end other jobs of the key, or "
-                "raise the reducer's --max-connections-per-key "
+                f"this reducer has {most} connections of this key already (a rank has "
+                "REDUCTION_STREAMS to each thread, and as many again if its calls have names): "
+                "end other jobs of the key, or raise the reducer's --max-connections-per-key "
                 "(REDUCTION_MAX_CONNECTIONS_PER_KEY)",
                 limit="max_connections_per_key",
             )

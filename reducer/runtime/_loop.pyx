@@ -126,6 +126,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_next(loop_t *self) noexcept
     void loop_admit(loop_t *self, bint admitted) noexcept
     void loop_trust(loop_t *self, uint64_t peer) noexcept
+    void loop_tie(loop_t *self, uint64_t peer, uint64_t stream) noexcept
     void loop_forget(loop_t *self) noexcept
     void loop_release_memory(loop_t *self) noexcept
     bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
@@ -138,6 +139,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     ) noexcept
 
 
+_OF_STRANGERS = {MessageType.HELLO, MessageType.STREAM}  # of whose senders the engine asks the key
 ID_BYTES = 7  # of a peer: the number of its connection, little-endian
 SPARE_BYTES = 32 << 20  # of memory that payloads have had, kept for the next ones
 
@@ -155,6 +157,10 @@ cdef void leave(object met) noexcept:
     """Have the worker's end of a pair go that nobody has joined."""
     if PyCapsule_IsValid(met, b"pair"):
         pair_leave(<pair *>PyCapsule_GetPointer(met, b"pair"), 1)
+
+
+cdef uint64_t key_of(bytes peer):
+    return peer_key(PyBytes_AsString(peer), len(peer))
 
 
 cdef class Sockets:
@@ -223,7 +229,7 @@ cdef class Sockets:
     def send(self, bytes peer, bytes header, payload):
         """Send a message; False if that peer has no connection any more."""
         cdef const unsigned char[::1] body
-        cdef uint64_t key = peer_key(PyBytes_AsString(peer), len(peer))
+        cdef uint64_t key = key_of(peer)
         if header[TYPE_AT] == MessageType.WELCOME:
             loop_trust(&self.its, key)
         if payload is None:
@@ -295,6 +301,9 @@ cdef class Core:
         """Find out whom to serve; to be called whenever the engine has done something."""
         cdef Rounds within
         cdef Member member
+        cdef uint64_t key
+        for stream, peer in self._engine.newly_tied():
+            loop_tie(self.its, key_of(peer), key_of(stream))
         for within, _, _ in self._served:
             within.rest()
         if self._arranged == self._engine.changes:
@@ -313,11 +322,13 @@ cdef class Core:
             within.rest()
             within.admit(members, job, &self.its.pool)
             for member in members:
-                if member.its.peer and not (
-                    map_put(&self.its.members, member.its.peer, &member.its)
-                    and map_put(&self.its.rounds, member.its.peer, &within.its)
-                ):
-                    raise MemoryError
+                for peer in (member.peer, *self._engine.streams(member.peer)):
+                    key = key_of(peer)
+                    if key and not (
+                        map_put(&self.its.members, key, &member.its)
+                        and map_put(&self.its.rounds, key, &within.its)
+                    ):
+                        raise MemoryError
         if before - {job for _, _, job in self._served}:
             loop_release_memory(self.its)
         self._arranged = self._engine.changes
@@ -337,7 +348,7 @@ cdef class Core:
             raise MemoryError
         memcpy(message.data, PyBytes_AsString(payload), len(payload))
         cdef verdict found = loop_offer(
-            self.its, peer_key(PyBytes_AsString(peer), len(peer)), PyBytes_AsString(frame),
+            self.its, key_of(peer), PyBytes_AsString(frame),
             len(frame), message, <uint64_t>(at * 1e6), &header, &result, &within,
         )
         self.count()
@@ -369,8 +380,8 @@ cdef class Core:
         if not found.foreign and found.payload != NULL:
             payload = (<char *>found.payload.data)[:found.payload.nbytes]
         loop_next(self.its)
-        hello = len(header) > TYPE_AT and header[TYPE_AT] == MessageType.HELLO
-        return name, header, payload, self.key(sender) if hello else ""
+        keyed = len(header) > TYPE_AT and header[TYPE_AT] in _OF_STRANGERS
+        return name, header, payload, self.key(sender) if keyed else ""
 
     cdef str key(self, peer *sender):
         """Return the public key that a peer has shown; nothing if none is demanded."""

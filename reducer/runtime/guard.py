@@ -17,7 +17,7 @@ from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.errors import CapacityError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from reducer.engine.engine import Engine
     from reducer.engine.jobs import Job
@@ -165,11 +165,7 @@ class Guard:
         silent: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
         patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
-        for member in job.members.values():
-            number = self._transport.connection(member.peer)
-            connection = self._connections.get(number)
-            if connection is None:
-                continue
+        for number, connection, member in self._connected(job):
             members[number] = member
             connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
             turn = (self._looks + number) % every == 0
@@ -182,7 +178,7 @@ class Guard:
                     and not connection.ended
                 ):
                     silent.append((member, connection, load.silent_s))
-            held[member.peer] = member.held + connection.held
+            held[member.peer] = held.get(member.peer, member.held) + connection.held
             beside = max(beside, connection.held)
             allowed += SLACK_BYTES
         sends: list[Send] = []
@@ -194,13 +190,23 @@ class Guard:
             sends += self._engine.silent(member.peer, silent_s)
         if not (stuck or silent) and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
-            connection = self._connections[self._transport.connection(worst.peer)]
+            its = [one for _, one, member in self._connected(job) if member is worst]
             # Once more: a figure is of several instants, and this thread may have rested meanwhile.
-            self._weigh(connection, worst, now)
-            held[worst.peer] = worst.held + connection.held
+            for connection in its:
+                self._weigh(connection, worst, now)
+            held[worst.peer] = worst.held + sum(connection.held for connection in its)
             if sum(held.values()) > allowed:
                 sends += self._drop(worst, _hoards(job, worst, held[worst.peer]))
         return sends, beside
+
+    def _connected(self, job: Job) -> Iterator[tuple[int, Connection, Member]]:
+        """Return the connections of a job's members, those of further streams as well."""
+        for member in job.members.values():
+            for peer in (member.peer, *self._engine.streams(member.peer)):
+                number = self._transport.connection(peer)
+                connection = self._connections.get(number)
+                if connection is not None:
+                    yield number, connection, member
 
     @staticmethod
     def _weigh(connection: Connection, member: Member, now: float) -> Load | None:

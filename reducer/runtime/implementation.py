@@ -12,6 +12,7 @@ from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
 from reducer.runtime import loop
 from reducer.runtime.plain_transport import PlainTransport
+from reducer.wire.constants import FEATURES, Feature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ class Implementation(NamedTuple):
         loop: what serves.
         transport: what that receives from, and sends to.
         arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
+        features: what reducers that have them speak.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Implementation(NamedTuple):
     loop: MakeLoop
     transport: type[Transport]
     arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
+    features: int = FEATURES
 
 
 PLAIN = Implementation("plain", slots, loop.Loop, PlainTransport, failpoints.arm)
@@ -87,4 +90,11 @@ def _compiled(kernels: Kernels) -> Implementation:
         raise ConfigError(
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
-    return Implementation("compiled", rounds, serves.Loop, transport.CompiledTransport, serves.arm)
+    return Implementation(
+        "compiled",
+        rounds,
+        serves.Loop,
+        transport.CompiledTransport,
+        serves.arm,
+        FEATURES | Feature.STREAMS,
+    )

@@ -106,9 +106,27 @@ static void note_lost(struct loop *loop, struct member *member)
     loop->lost[loop->lost_count++] = member;
 }
 
+/* Of the streams of a link, that with the least on its way. */
+static struct peer *pick(struct peer *peer)
+{
+    struct peer *picked = peer;
+    uint64_t least = connection_backlog(&peer->connection);
+    for (struct peer *other = peer->beside; other != peer; other = other->beside) {
+        uint64_t backlog = connection_backlog(&other->connection);
+        if (backlog < least) {
+            least = backlog;
+            picked = other;
+        }
+    }
+    return picked;
+}
+
 static bool send_block(struct loop *loop, uint64_t key, const void *header, struct block *payload)
 {
     struct peer *peer = map_get(&loop->peers, key);
+    uint8_t type = ((const uint8_t *)header)[offsetof(struct header, type)];
+    if (peer != NULL && peer->beside != peer && type == TYPE_RESULT)
+        peer = pick(peer);
     if (peer == NULL || peer->ended ||
         !connection_send(&peer->connection, header, payload == NULL ? NULL : payload->data,
                          payload == NULL ? 0 : payload->nbytes, payload, NO_SEQUENCE))
@@ -204,6 +222,7 @@ static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
         return false;
     }
     peer->connection.most_bytes = STRANGER_BYTES;
+    peer->beside = peer;
     peer->number = ++loop->accepted;
     peer->key = peer_key(&peer->number, 7); /* the wire is little-endian, and so is this CPU */
     peer->since_ns = now;
@@ -278,6 +297,10 @@ static void accept_some(struct loop *loop)
 static void leave(struct loop *loop, struct peer *peer)
 {
     map_remove(&loop->peers, peer->key);
+    struct peer *last = peer;
+    while (last->beside != peer)
+        last = last->beside;
+    last->beside = peer->beside;
     if (peer->before == NULL)
         loop->oldest = peer->after;
     else
@@ -465,6 +488,27 @@ void loop_trust(struct loop *loop, uint64_t key)
     pulse_release(&loop->pulse);
 }
 
+void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
+{
+    pulse_hold(&loop->pulse);
+    struct peer *peer = map_get(&loop->peers, key), *other = map_get(&loop->peers, stream);
+    if (peer != NULL && other != NULL && other->beside == other && !peer->ended && !other->ended) {
+        other->beside = peer->beside;
+        peer->beside = other;
+        other->connection.most_bytes = loop->max_frame_bytes;
+    }
+    pulse_release(&loop->pulse);
+}
+
+/* Has what is tied to a connection that has ended do so as well. */
+static void end_beside(struct loop *loop, struct peer *peer)
+{
+    for (struct peer *other = peer->beside; other != peer; other = other->beside) {
+        other->connection.refused = true;
+        enqueue(loop, other);
+    }
+}
+
 /* Takes the message at hand, if it is a healthy contribution. */
 static enum verdict take(struct loop *loop, struct peer *peer)
 {
@@ -509,6 +553,7 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         loop->peer = peer;
         if (event == CONNECTION_ENDED) {
             peer->ended = true;
+            end_beside(loop, peer);
             return LOOP_ENDED;
         }
         if (event == CONNECTION_READY)

@@ -22,6 +22,7 @@ MAX_JOB_NAME_BYTES = 128
 NONCE_DIGITS, PROOF_DIGITS = 32, 64  # hexadecimal, of HELLO, CHALLENGE and WELCOME
 MAX_WORLD_SIZE = 1 << 16
 MAX_LANES = 64  # threads of one reducer
+MAX_STREAMS = 16  # connections of one link
 PLACES = 128  # all-reduces of one call: its numbers are this many times its own, and those after
 MAX_ROUNDS_AHEAD = PLACES << 14  # a worker's sequence numbers stay this close to its watermark
 MIN_CHARGE = 1024  # bytes that even the smallest contribution takes of a window
@@ -48,6 +49,7 @@ class MessageType(IntEnum):
     RETAINED = 11
     CREDIT = 12
     CHALLENGE = 13
+    STREAM = 14
 
 
 class DType(IntEnum):
@@ -140,6 +142,7 @@ class Feature(IntFlag):
     """Optional features of the protocol: two peers use those that both have announced."""
 
     CREDIT = 1  # windows may grow while a worker is a member
+    STREAMS = 2  # a link may have several connections
 
 
-FEATURES = Feature.CREDIT  # what both implementations speak
+FEATURES = Feature.CREDIT  # what both implementations speak; the compiled ones STREAMS as well

@@ -42,7 +42,9 @@ MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 
 MOST_WAITED_S = 1e6  # nobody waits as long
 
-_Body = TypeVar("_Body", "Hello", "Challenge", "Welcome", "Loss", "Stragglers", "Straggler")
+_Body = TypeVar(
+    "_Body", "Hello", "Challenge", "Welcome", "Stream", "Loss", "Stragglers", "Straggler"
+)
 
 
 def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
@@ -143,6 +145,7 @@ class Welcome:
         max_chunk_bytes: the largest chunk that it accepts.
         lanes: ports of its other threads, on the same host; lane i is at ``lanes[i - 1]``.
         auth: its proof that it knows the job's secret; "" without one.
+        ticket: what further connections of the link show; "" if it has none.
         version: what it speaks.
         features: those that both sides announced.
     """
@@ -151,6 +154,7 @@ class Welcome:
     max_chunk_bytes: int = MAX_CHUNK_BYTES
     lanes: tuple[int, ...] = ()
     auth: str = ""
+    ticket: str = ""
     version: str = VERSION
     features: int = 0
 
@@ -163,8 +167,23 @@ class Welcome:
             _check(port, int, 1, 65535, "a lane's port")
         object.__setattr__(self, "lanes", tuple(self.lanes))  # JSON has lists
         _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
+        _check_digits(self.ticket, (0, NONCE_DIGITS), "ticket")
         _check_version(self.version)
         _check(self.features, int, 0, (1 << 63) - 1, "features")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A worker's request that this connection be a further stream of a link.
+
+    Attributes:
+        ticket: what the WELCOME of that link has told.
+    """
+
+    ticket: str
+
+    def __post_init__(self) -> None:
+        _check_digits(self.ticket, (NONCE_DIGITS,), "ticket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +304,13 @@ def _check_version(version: object) -> None:
         )
 
 
-def encode(body: Hello | Challenge | Welcome | Loss | Stragglers) -> bytes:
+def encode(body: Hello | Challenge | Welcome | Stream | Loss | Stragglers) -> bytes:
     """Return the JSON of a body."""
     return _dump(asdict(body))
 
 
 def decode(kind: type[_Body], data: Buffer) -> _Body:
-    """Read the body of a HELLO, CHALLENGE, WELCOME, SHARD_MAP or STRAGGLERS.
+    """Read the body of a HELLO, CHALLENGE, WELCOME, STREAM, SHARD_MAP or STRAGGLERS.
 
     Raises:
         RemoteProtocolError: it is no JSON object, or a value is missing, of a wrong type or out of

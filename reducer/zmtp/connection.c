@@ -1,6 +1,7 @@
 #include "connection.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -648,6 +649,14 @@ static uint64_t unread(const struct connection *connection)
     if (connection->pair != NULL || ioctl(connection->fd, FIONREAD, &nbytes) < 0)
         return 0;
     return (uint64_t)nbytes;
+}
+
+uint64_t connection_backlog(const struct connection *connection)
+{
+    int sent = 0; /* and not acknowledged */
+    if (ioctl(connection->fd, SIOCOUTQ, &sent) < 0)
+        sent = 0;
+    return connection->bytes_queued - connection->sent + (uint64_t)sent;
 }
 
 uint64_t connection_came(const struct connection *connection)

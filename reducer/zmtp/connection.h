@@ -139,6 +139,8 @@ bool connection_detach(struct connection *connection, uint64_t sequence);
 /* Has the poll tell of input when so many bytes have come, or LOW_WATER_BYTES: fewer wake-ups. 0: when
  * any have. They must be on their way, or the owner must look by itself. */
 void connection_await(struct connection *connection, size_t nbytes);
+/* Bytes that were queued, and that the peer's kernel has not acknowledged. Not of a pair. */
+uint64_t connection_backlog(const struct connection *connection);
 /* Bytes that have come, read or not. */
 uint64_t connection_came(const struct connection *connection);
 /* Whether there may be more to read, as much as is waited for, which has not been. */

@@ -82,6 +82,14 @@ class Proxy:
 
         return self._relay.call(count())
 
+    def shares(self, direction: Way) -> list[int]:
+        """Return how many bytes each connection has passed on, in the order in which they came."""
+
+        async def count() -> list[int]:
+            return [pipe.passed for pipe in self._relay.lines[direction].pipes]
+
+        return self._relay.call(count())
+
     # -- faults that last -----------------------------------------------------------------------
 
     def delay(self, direction: Direction, delay_s: float, jitter_s: float = 0.0) -> None:
@@ -148,6 +156,10 @@ class Proxy:
         self._relay.call(self._relay.restore())
 
     # -- faults that happen once ------------------------------------------------------------------
+
+    def cut_latest(self) -> None:
+        """Reset the connection that came last of those that are here."""
+        self._relay.call(self._relay.cut(1))
 
     def cut(
         self, direction: Way = "up", *, mid_frame: int | None = None, after: bytes = b""

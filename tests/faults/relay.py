@@ -40,7 +40,7 @@ class Relay:
         self.accepted = self.cuts = 0
         self._target = target
         self._acceptor: asyncio.Task[None] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy {self.port}")
@@ -83,9 +83,9 @@ class Relay:
             listener.listen(BACKLOG)
             self._acceptor = asyncio.create_task(self._accept(listener))
 
-    async def cut(self) -> None:
-        """Reset all connections."""
-        connections = list(self._connections)
+    async def cut(self, latest: int | None = None) -> None:
+        """Reset all connections, or as many of the latest."""
+        connections = list(self._connections)[-latest if latest else 0 :]
         self.cuts += len(connections)
         for connection in connections:
             connection.cancel()
@@ -103,7 +103,7 @@ class Relay:
                 self.accepted += 1
                 reducer = socket.socket()
                 connection = asyncio.create_task(self._serve(worker, reducer))
-                self._connections.add(connection)
+                self._connections[connection] = None
                 connection.add_done_callback(partial(self._ended, worker, reducer))
 
     async def _serve(self, worker: socket.socket, reducer: socket.socket) -> None:
@@ -126,7 +126,7 @@ class Relay:
     def _ended(
         self, worker: socket.socket, reducer: socket.socket, connection: asyncio.Task[None]
     ) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         error = None if connection.cancelled() else connection.exception()
         if connection.cancelled() or error is not None:
             _reset(worker, reducer)

@@ -72,6 +72,7 @@ class Line:
         self.open = asyncio.Event()  # not set: a partition
         self.shots: list[Shot] = []
         self.passed = self.flips = self.duplicated = self.cuts = 0
+        self.pipes: list[Pipe] = []  # of all connections that came
         self.restore()
 
     def restore(self) -> None:
@@ -112,9 +113,14 @@ class Pipe:
     Args:
         line: what it shares with the other connections of this direction.
         source, sink: non-blocking sockets.
+
+    Attributes:
+        passed: bytes that it has passed on.
     """
 
     def __init__(self, line: Line, source: socket.socket, sink: socket.socket) -> None:
+        self.passed = 0
+        line.pipes.append(self)
         self._line = line
         self._source = source
         self._sink = sink
@@ -224,6 +230,7 @@ class Pipe:
                 await ready(self._sink, loop.add_writer, loop.remove_writer)
                 continue
             self._line.passed += sent
+            self.passed += sent
             view = view[sent:]
 
     async def _drain(self) -> None:

@@ -34,7 +34,7 @@ class Worker:
         self._reducer = reducer
         self._flight = opened("compiled", links=1, window=IN_FLIGHT * (CHUNK + 8 * HEADER_BYTES))
         self._loop = _loop.Loop(self._flight, 3600.0)
-        self._loop.add()
+        self._loop.add(0)
         self._socket = socket.create_connection(reducer.listener.getsockname())
         self._socket.setblocking(False)
         self._loop.open(0, self._socket.fileno(), None)

@@ -129,6 +129,7 @@ def _join(settings: WorkerConfig) -> Client:
         reducers=settings.servers,
         window_bytes=int(settings.window_bytes),
         chunk_bytes=int(settings.chunk_bytes),
+        streams=composer.streams(settings.streams),
         agreed=_agreed(settings),
         process=secrets.token_hex(8),
         heartbeats=Heartbeats(settings.heartbeat, settings.patience),
@@ -351,6 +352,7 @@ def enlist(
         hosts = {len(addresses) + at: at for at in range(world_size)}
         addresses, weights = addresses + found.addresses, mixed_weights(world_size, len(addresses))
     try:
+        composer = _composer(settings, keys, hosted, place, meet)
         spec = JobSpec(
             job=job_name(settings, group, keys, alone=world_size == 1),
             generation=settings.generation if application is None else application.offer.generation,
@@ -359,6 +361,7 @@ def enlist(
             reducers=addresses,
             window_bytes=int(settings.window_bytes),
             chunk_bytes=int(settings.chunk_bytes),
+            streams=composer.streams(settings.streams),
             fallback=settings.fallback != "error",
             elastic=settings.on_rank_lost == "continue",
             begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
@@ -373,7 +376,7 @@ def enlist(
             host_name=host_name(),
             secret=secret,
         )
-        client = _composer(settings, keys, hosted, place, meet).client(
+        client = composer.client(
             spec,
             groups,
             stop_host=hosted.stop if hosted else None,

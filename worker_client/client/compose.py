@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from reducer.errors import ConfigError
 from worker_client.client.admission import Admission
 from worker_client.client.client import Client, Departure
 from worker_client.client.recording import RecordingClient
@@ -67,6 +68,21 @@ class Composer:
     meet: Callable[[str], NodeSockets] | None = None
     dump: Path | None = None
     trace: Trace = field(default_factory=Trace, init=False)
+
+    def streams(self, asked: int) -> int:
+        """Return how many connections a link is to have; 0 for what its round trip asks for.
+
+        Raises:
+            ConfigError: more than one was asked for, of the plain implementation.
+        """
+        if self.implementation.name == "plain":
+            if asked > 1:
+                raise ConfigError(
+                    f"REDUCTION_STREAMS={asked} needs the compiled implementation: leave it out, "
+                    "or install a C compiler, reinstall, and leave out REDUCTION_IMPL=plain"
+                )
+            return 1
+        return asked
 
     def flat(
         self,

@@ -194,8 +194,23 @@ class Connect(NamedTuple):
     endpoint: str
 
 
+class AddStreams(NamedTuple):
+    """Give a link further streams: connections that begin with this message, and carry chunks.
+
+    Attributes:
+        link: which.
+        streams: how many, besides its first connection.
+        header, payload: of the message.
+    """
+
+    link: int
+    streams: int
+    header: bytes
+    payload: bytes
+
+
 class Reset(NamedTuple):
-    """Close a link's connection with all that it has yet to send, and connect anew.
+    """Close a link's connections with all that they have yet to send, and connect anew.
 
     Nothing reads the callers' memory for it from then on.
     """
@@ -209,4 +224,4 @@ class HandOver(NamedTuple):
     calls: list[Unfinished]
 
 
-Action = Send | Finish | Connect | Reset | HandOver
+Action = Send | Finish | Connect | AddStreams | Reset | HandOver

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import AuthError, StaleGenerationError
 from reducer.wire import authentication
-from reducer.wire.constants import FEATURES, Feature
-from reducer.wire.messages import Challenge, Hello, Welcome, decode, encode
+from reducer.wire.constants import FEATURES, Feature, MessageType
+from reducer.wire.messages import Challenge, Hello, Stream, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
-from worker_client.protocol.flight import Connect, Send
+from worker_client.protocol.flight import AddStreams, Connect, Send
 from worker_client.protocol.link import Link
 
 if TYPE_CHECKING:
@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from worker_client.protocol.shard_map import Plan, ShardMap
     from worker_client.protocol.spec import JobSpec
 
+# TCP's window grows a little each round trip, and a loss cuts it: so what one connection carries
+# where there are losses goes down with the round trip. Each 25 ms bring another one, up to 8.
+STREAM_S, MOST_STREAMS = 0.025, 8
 RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
+
+
+def auto_streams(round_trip_s: float) -> int:
+    """Return how many connections a link of this round trip, in seconds, is to have."""
+    return min(1 + int(round_trip_s / STREAM_S), MOST_STREAMS)
 
 
 def may_pass(error: ReductionError) -> bool:
@@ -114,7 +122,7 @@ class Joining:
             patience_ms=round(1000 * s.heartbeats.patience_s),
             host_name=s.host_name,
             auth=authentication.nonce() if self._has_secret(link) else "",
-            features=FEATURES,
+            features=FEATURES | (Feature(0) if s.streams == 1 else Feature.STREAMS),
         )
         header = header._replace(window=s.window_per_reducer())
         link.hello, link.proof = (header, body), ""
@@ -140,8 +148,11 @@ class Joining:
     def _has_secret(self, link: Link) -> bool:
         return bool(self._spec.secret) and link.reducer in self._spec.hosts
 
-    def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect]:
+    def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect | AddStreams]:
         """Handle a WELCOME: this worker is a member; the first one names the reducer's other lanes.
+
+        Returns:
+            The connections to make: of these lanes, and of the link's further streams.
 
         Raises:
             AuthError: it does not know the job's secret.
@@ -157,7 +168,12 @@ class Joining:
         grows = bool(welcome.features & Feature.CREDIT)
         self._flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
         self._flight.open(link.index)
-        connects = []
+        connects: list[Connect | AddStreams] = []
+        streams = self._spec.streams or auto_streams(link.round_trip_s)
+        if welcome.ticket and streams > 1:
+            said = header._replace(type=MessageType.STREAM, window=0).pack()
+            opening = encode(Stream(welcome.ticket))
+            connects.append(AddStreams(link.index, streams - 1, said, opening))
         if not self.complete:
             host = link.address.rpartition(":")[0]
             known = sum(other.reducer == link.reducer for other in self._links)

@@ -47,6 +47,7 @@ class JobSpec:
         fallback: hand all-reduces over when no reducer is left, instead of failing them.
         elastic: the ranks that are left will go on elsewhere when one is lost, so what is in
             progress then ends at once.
+        streams: connections of each link; 0 for what its round trip asks for.
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
         patience_s: how long to wait for all reducers at the start, before going on without those
             that have not answered.
@@ -71,6 +72,7 @@ class JobSpec:
     chunk_bytes: int = 0
     fallback: bool = False
     elastic: bool = False
+    streams: int = 1
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     patience_s: float = math.inf
     begin_without_s: float = math.inf

@@ -53,26 +53,28 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
         LOOP_CHANGE
         LOOP_FAILED
 
-    struct loop_link:
+    struct loop_line:
+        uint32_t link
         connection *connection
         bint changed
 
     ctypedef struct loop_t "struct loop":
-        uint32_t links
-        loop_link *link
+        uint32_t lines, links
+        loop_line *line
         uint32_t from_ "from"
         bint changes
         int error
 
     bint loop_init(loop_t *self, flight_t *within, uint64_t every_ns) noexcept
     void loop_end(loop_t *self, long linger_ms) noexcept
-    bint loop_add(loop_t *self) noexcept
-    bint loop_open(loop_t *self, uint32_t link, int fd, const curve_keys *keys) noexcept
-    bint loop_join(loop_t *self, uint32_t link, pair *pair) noexcept
-    void loop_close(loop_t *self, uint32_t link) noexcept
+    bint loop_add(loop_t *self, uint32_t link) noexcept
+    bint loop_open(loop_t *self, uint32_t line, int fd, const curve_keys *keys) noexcept
+    bint loop_join(loop_t *self, uint32_t line, pair *pair) noexcept
+    void loop_carry(loop_t *self, uint32_t line) noexcept
+    void loop_close(loop_t *self, uint32_t line) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept
-    bint loop_send(loop_t *self, uint32_t link, const void *header, const void *payload,
+    bint loop_send(loop_t *self, uint32_t line, const void *header, const void *payload,
                    size_t nbytes) noexcept
     void loop_refill(loop_t *self) noexcept
     bint loop_detach(loop_t *self, uint64_t sequence) noexcept
@@ -88,5 +90,6 @@ cdef class Loop:
 
     cpdef run(self, long timeout_ms)
     cdef bint is_healthy(self)
+    cdef uint32_t check(self, line) except? 0xFFFFFFFF
     cpdef refill(self)
     cdef message(self)

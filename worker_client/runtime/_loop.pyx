@@ -25,7 +25,7 @@ class Change(NamedTuple):
     """What has become of a connection.
 
     Attributes:
-        link: of which it is.
+        line: which it is.
         ready: its handshake is done, and it has not ended.
         shook: its handshake had been done when it ended.
         error: errno of the call that has failed, 0 if none has.
@@ -34,7 +34,7 @@ class Change(NamedTuple):
         reason: the peer's, for refusing us.
     """
 
-    link: int
+    line: int
     ready: bool
     shook: bool
     error: int
@@ -67,6 +67,9 @@ def hit(place):
 cdef class Loop:
     """The loop over all connections of a worker; one thread at a time uses it, but for `wake`.
 
+    A line is a connection, or the place of one: the main one of a link of the flight, or one of its
+    further streams, over which contributions and results travel as well.
+
     Args:
         flight: what it sends from and receives into.
         every_s: time between two heartbeats.
@@ -88,16 +91,26 @@ cdef class Loop:
         with nogil:
             loop_end(&self.its, linger_ms)
 
-    def add(self):
-        """Give the next link of the flight its place."""
-        if not loop_add(&self.its):
-            raise MemoryError
+    def add(self, uint32_t link):
+        """Add a line: of the next link of the flight, or a further stream of an earlier link.
 
-    def open(self, link, int descriptor, keys):
+        Returns:
+            Its number, counted from 0.
+        """
+        if not loop_add(&self.its, link):
+            raise MemoryError
+        return self.its.lines - 1
+
+    cdef uint32_t check(self, line) except? 0xFFFFFFFF:
+        if not 0 <= line < self.its.lines:
+            raise IndexError(f"there is no line {line}")
+        return line
+
+    def open(self, line, int descriptor, keys):
         """Begin to speak over a socket, which must not be closed before `close`.
 
         Args:
-            link: whose connection it is.
+            line: whose connection it is.
             descriptor: of a socket that does not block; it need not be connected yet.
             keys: our public and secret key, and the reducer's public one, 32 bytes each; or None.
 
@@ -111,40 +124,44 @@ cdef class Loop:
             if len(packed) != sizeof(curve):
                 raise ValueError("a key has 32 bytes")
             memcpy(&curve, PyBytes_AsString(packed), sizeof(curve))
-        if not loop_open(&self.its, self._flight.check(link), descriptor,
+        if not loop_open(&self.its, self.check(line), descriptor,
                          NULL if keys is None else &curve):
             raise OSError(errno, "the connection cannot be set up")
 
-    def join(self, link, met):
+    def join(self, line, met):
         """Begin to speak with a reducer of this process.
 
         Args:
-            link: whose connection it is.
+            line: whose connection it is.
             met: what the `meet` of that reducer's `Sockets` has returned, which may be used once.
 
         Raises:
             OSError: it cannot be polled, or there is no memory.
         """
-        cdef uint32_t number = self._flight.check(link)
+        cdef uint32_t number = self.check(line)
         cdef pair *its = <pair *>PyCapsule_GetPointer(met, b"pair")
         PyCapsule_SetName(met, b"joined")
         if not loop_join(&self.its, number, its):
             raise OSError(errno, "the connection cannot be set up")
 
-    def close(self, link):
-        """Drop a link's connection, if there is one, with what it has not sent."""
-        loop_close(&self.its, self._flight.check(link))
+    def carry(self, line):
+        """Have a further stream carry contributions, as the reducer agrees to."""
+        loop_carry(&self.its, self.check(line))
 
-    def connected(self, link):
+    def close(self, line):
+        """Drop a line's connection, if there is one, with what it has not sent."""
+        loop_close(&self.its, self.check(line))
+
+    def connected(self, line):
         """Whether TCP's handshake is done."""
-        cdef connection *its = self.its.link[self._flight.check(link)].connection
+        cdef connection *its = self.its.line[self.check(line)].connection
         return its != NULL and its.connected
 
-    def received(self, link):
-        """Return how many bytes have come over a link's connection, and whether a frame's rest has
+    def received(self, line):
+        """Return how many bytes have come over a line's connection, and whether a frame's rest has
         not.
         """
-        cdef connection *its = self.its.link[self._flight.check(link)].connection
+        cdef connection *its = self.its.line[self.check(line)].connection
         if its == NULL:
             return 0, False
         return its.bytes_read, its.in_frame
@@ -164,7 +181,7 @@ cdef class Loop:
 
         Returns:
             The all-reduces that were completed; the message that is not a healthy result, as
-            ``(link, header, payload)``, or None; and whether there is a `change`.
+            ``(line, header, payload)``, or None; and whether there is a `change`.
 
         Raises:
             OSError: the kernel refused to poll.
@@ -181,27 +198,27 @@ cdef class Loop:
         cdef connection *its
         if not self.its.changes:
             return None
-        for link in range(self.its.links):
-            its = self.its.link[link].connection
-            if its == NULL or not self.its.link[link].changed:
+        for line in range(self.its.lines):
+            its = self.its.line[line].connection
+            if its == NULL or not self.its.line[line].changed:
                 continue
-            self.its.link[link].changed = False
+            self.its.line[line].changed = False
             return Change(
-                link, its.zmtp.ready and not its.ended, its.zmtp.ready, its.error, its.zmtp.fault,
+                line, its.zmtp.ready and not its.ended, its.zmtp.ready, its.error, its.zmtp.fault,
                 its.zmtp.peer_mechanism.decode("ascii", "replace"),
                 its.zmtp.reason.decode("ascii", "replace"),
             )
         self.its.changes = False
         return None
 
-    def send(self, link, bytes header, payload):
+    def send(self, line, bytes header, payload):
         """Send a message that is no contribution; it is lost if there is no connection."""
         cdef const unsigned char[::1] body
         if payload is None:
-            loop_send(&self.its, self._flight.check(link), PyBytes_AsString(header), NULL, 0)
+            loop_send(&self.its, self.check(line), PyBytes_AsString(header), NULL, 0)
             return
         body = payload
-        loop_send(&self.its, self._flight.check(link), PyBytes_AsString(header),
+        loop_send(&self.its, self.check(line), PyBytes_AsString(header),
                   &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
     cpdef refill(self):
@@ -230,7 +247,7 @@ cdef class Loop:
         loop_resume(&self.its)
 
     cdef message(self):
-        cdef connection *sender = self.its.link[self.its.from_].connection
+        cdef connection *sender = self.its.line[self.its.from_].connection
         if sender == NULL or sender.message.frames == 0:
             return None  # the connection was closed meanwhile
         cdef message *found = &sender.message

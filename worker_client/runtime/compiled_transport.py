@@ -22,6 +22,9 @@ from zmq.utils import z85
 
 from reducer import tcp_connections
 from reducer.clock import ServingTime, Silence, is_lost
+from reducer.errors import ReductionError
+from reducer.wire.constants import TYPE_AT, MessageType
+from reducer.wire.messages import decode_error
 from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
@@ -63,10 +66,13 @@ _DENIED = "400"  # what a server of ZMTP says to a client whose key it does not 
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """The way to one reducer.
+    """The way to one reducer, over a line of the loop: a link's first one, or a further stream.
 
     Attributes:
+        link: of the flight.
         address: ``host:port``, or an endpoint in this process.
+        opening: header and payload of the message with which a further stream begins.
+        carries: the reducer has agreed to that.
         socket: of the connection, or of the attempt to make one; None in this process.
         places: addresses of that name that are yet to be tried.
         asked: the name is being resolved.
@@ -78,7 +84,10 @@ class _Way:
         silent_s: how long it has lasted, once that was too long.
     """
 
+    link: int
     address: str
+    opening: tuple[bytes, bytes] | None = None
+    carries: bool = False
     socket: socket.socket | None = None
     places: list[tuple[int, Any]] | None = None
     asked: bool = False
@@ -119,7 +128,8 @@ class CompiledTransport(Transport):
             _loop.use_sodium(sodium.addresses())
         self._patience_s = heartbeats.patience_s
         self.loop = self._loop = _loop.Loop(flight, heartbeats.every_s)
-        self._ways: list[_Way] = []
+        self._ways: list[_Way] = []  # of all lines
+        self._lines: list[list[int]] = []  # of each link: the first one, and further streams
         self._tries = False  # an attempt to connect is in progress
         self._next_try = 0.0  # when the next one begins
         self._resolved: list[tuple[_Way, list[tuple[int, Any]]]] = []  # by threads, for this one
@@ -129,13 +139,28 @@ class CompiledTransport(Transport):
         self._random = random.Random()  # noqa: S311 (of no secret)
 
     def connect(self, address: str) -> None:
-        self._loop.add()
-        self._ways.append(_Way(address))
+        link = len(self._lines)
+        self._lines.append([self._loop.add(link)])
+        self._ways.append(_Way(link, address))
+        self._mind(time.monotonic())
+
+    def add_streams(self, link: int, count: int, header: bytes, payload: bytes) -> None:
+        lines = self._lines[link]
+        address = self._ways[lines[0]].address
+        if address in self._inside:
+            return  # no network lies between
+        while len(lines) <= count:
+            lines.append(self._loop.add(link))
+            self._ways.append(_Way(link, address))
+        for line in lines[1 : 1 + count]:
+            self._hang_up(line)
+            way = self._ways[line]
+            way.opening, way.retry_at, way.delay_s = (header, payload), 0.0, RECONNECT_MS / 1000
         self._mind(time.monotonic())
 
     def reset(self, link: int) -> None:
-        way = self._ways[link]
-        self._hang_up(link)
+        way = self._ways[self._lines[link][0]]
+        self._end(link)
         way.places, way.slammed, way.delay_s = None, 0, RECONNECT_MS / 1000
         way.retry_at = 0.0
         self._mind(time.monotonic())
@@ -159,12 +184,17 @@ class CompiledTransport(Transport):
         if completed:
             yield Completed(completed)
         if message is not None:
-            yield Message(*message)
+            line, header, payload = message
+            way = self._ways[line]
+            if way.opening is None or way.carries:
+                yield Message(way.link, header, payload)
+            else:
+                self._answered(line, header, payload)
         while (change := self._loop.change()) is not None:
             yield from self._changed(change)
 
     def send(self, link: int, header: bytes, payload: Buffer | None) -> None:
-        self._loop.send(link, header, payload)
+        self._loop.send(self._lines[link][0], header, payload)
 
     def refill(self) -> None:
         self._loop.refill()
@@ -177,19 +207,19 @@ class CompiledTransport(Transport):
         if now < self._looked + LOOK_S:
             return
         self._looked = now
-        for link, way in enumerate(self._ways):
+        for line, way in enumerate(self._ways):
             if way.silence is None or way.socket is None or way.silent_s:
                 continue
-            read, partial = self._loop.received(link)
+            read, partial = self._loop.received(line)
             silent_s = way.silence.listen(read, now, partial=partial)
-            far_s = self.round_trip_s(link) if silent_s > self._patience_s else 0.0
+            far_s = tcp_connections.round_trip_s(way.socket) if silent_s > self._patience_s else 0.0
             if is_lost(silent_s, self._patience_s, far_s) and not _unread(way.socket):
                 way.silent_s = silent_s
                 with contextlib.suppress(OSError):  # it has just ended by itself
                     way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees that, after what has come
 
     def round_trip_s(self, link: int) -> float:
-        way = self._ways[link]
+        way = self._ways[self._lines[link][0]]
         return 0.0 if way.socket is None else tcp_connections.round_trip_s(way.socket)
 
     def wake(self) -> None:
@@ -212,17 +242,24 @@ class CompiledTransport(Transport):
 
     def _changed(self, change: _loop.Change) -> Iterator[Event]:
         """Say what a change means, and connect anew if that is to be done."""
-        link, way = change.link, self._ways[change.link]
+        line, way = change.line, self._ways[change.line]
+        link = way.link
         self._tries = True  # look whether one still is
         if change.ready:
             way.slammed, way.delay_s = 0, RECONNECT_MS / 1000
             way.places = None
             way.silence, way.silent_s = Silence(self._clock.now()), 0.0
             way.since = math.inf
-            yield Connected(link)
+            if way.opening is None:
+                yield Connected(link)
+            else:
+                self._loop.send(line, *way.opening)
             return
-        tried = self._loop.connected(link)
-        self._hang_up(link)
+        if way.opening is not None:
+            yield from self._stream_ended(line)
+            return
+        tried = self._loop.connected(line)
+        self._end(link)
         if change.shook:
             way.retry_at = 0.0
             yield Disconnected(link, silence(way.silent_s) if way.silent_s else HUNG_UP)
@@ -234,6 +271,31 @@ class CompiledTransport(Transport):
         self._try_later(way)
         if tried:
             yield Disconnected(link, NO_REDUCER)
+
+    def _stream_ended(self, line: int) -> Iterator[Event]:
+        """Go on without a further stream, if nothing was sent over it; else the link is lost."""
+        way = self._ways[line]
+        if not way.carries:
+            self._hang_up(line)
+            self._try_later(way)
+            return
+        main = self._ways[self._lines[way.link][0]]
+        why = silence(way.silent_s) if way.silent_s else HUNG_UP
+        self._end(way.link)
+        main.retry_at = 0.0
+        yield Disconnected(way.link, why)
+
+    def _answered(self, line: int, header: bytes, payload: bytes) -> None:
+        """Take a reducer's answer to what a further stream began with."""
+        way = self._ways[line]
+        if header[TYPE_AT : TYPE_AT + 1] == bytes([MessageType.STREAM]):
+            way.carries = True
+            self._loop.carry(line)
+            return
+        with contextlib.suppress(ReductionError):  # else it is no ERROR, or none that makes sense
+            why = decode_error(payload)
+            log.warning("%s has fewer streams than were asked for: %s", way.address, why)
+        self._hang_up(line)
 
     def _refusal(self, way: _Way, change: _loop.Change) -> AuthError | None:
         """Say what is wrong with our keys, if a failed handshake tells."""
@@ -255,23 +317,23 @@ class CompiledTransport(Transport):
         while self._resolved:
             way, places = self._resolved.pop()
             way.places, way.asked = places, False
-        for link, way in enumerate(self._ways):
+        for line, way in enumerate(self._ways):
             if way.socket is not None:
-                most_s = HANDSHAKE_S if self._loop.connected(link) else CONNECT_S
+                most_s = HANDSHAKE_S if self._loop.connected(line) else CONNECT_S
                 if now - way.since > most_s:
-                    self._hang_up(link)
+                    self._hang_up(line)
                     self._try_later(way)
             elif way.retry_at <= now and not way.asked:
-                self._try(link, way, now)
+                self._try(line, way, now)
         self._tries = any(way.socket is not None and way.silence is None for way in self._ways)
         self._next_try = min(
             (way.retry_at for way in self._ways if not way.asked), default=math.inf
         )
 
-    def _try(self, link: int, way: _Way, now: float) -> None:
+    def _try(self, line: int, way: _Way, now: float) -> None:
         """Begin to connect, or to find out where to."""
         if way.address in self._inside:
-            self._meet(link, way)
+            self._meet(line, way)
             return
         if not way.places:
             way.places = self._resolve(way)
@@ -285,17 +347,17 @@ class CompiledTransport(Transport):
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if (found := made.connect_ex(place)) not in {0, errno.EINPROGRESS}:
                 raise OSError(found, os.strerror(found))
-            self._loop.open(link, made.fileno(), _raw(self._keys.at(way.address)))
+            self._loop.open(line, made.fileno(), _raw(self._keys.at(way.address)))
         except OSError as error:  # nobody listens there, or there are no files left
             log.debug("no connection to %s: %s", way.address, error)
-            self._hang_up(link)
+            self._hang_up(line)
             self._try_later(way)
 
-    def _meet(self, link: int, way: _Way) -> None:
+    def _meet(self, line: int, way: _Way) -> None:
         """Connect to a reducer of this process, which answers at once if it can."""
         way.retry_at = math.inf
         try:
-            self._loop.join(link, self._inside[way.address]())
+            self._loop.join(line, self._inside[way.address]())
         except OSError as error:
             log.debug("no connection to %s: %s", way.address, error)
             self._try_later(way)
@@ -324,15 +386,23 @@ class CompiledTransport(Transport):
         if way.places:
             way.retry_at = 0.0
             return
+        if way.opening is not None:
+            return  # the link has one less, until the reducer welcomes it anew
         way.retry_at = time.monotonic() + way.delay_s * self._random.uniform(0.5, 1.5)
         way.delay_s = min(2 * way.delay_s, RECONNECT_MAX_MS / 1000)
 
-    def _hang_up(self, link: int) -> None:
-        way = self._ways[link]
-        self._loop.close(link)
+    def _end(self, link: int) -> None:
+        """Close all connections of a link; the reducer has to welcome it before it has streams."""
+        for line in self._lines[link]:
+            self._hang_up(line)
+
+    def _hang_up(self, line: int) -> None:
+        way = self._ways[line]
+        self._loop.close(line)
         if way.socket is not None:
             way.socket.close()
         way.socket = way.silence = None
+        way.carries = False
         way.retry_at = math.inf
 
 

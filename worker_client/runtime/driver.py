@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.protocol.flight import Connect, Finish, Reset, Send
+from worker_client.protocol.flight import AddStreams, Connect, Finish, Reset, Send
 from worker_client.protocol.state import DriverState
 from worker_client.runtime import service_thread
 from worker_client.runtime.service_thread import STOP_S
@@ -317,6 +317,8 @@ class Driver(DriverState):
                 self._transport.send(*action)
             elif isinstance(action, Connect):
                 self._transport.connect(action.endpoint)
+            elif isinstance(action, AddStreams):
+                self._transport.add_streams(*action)
             elif isinstance(action, Reset):
                 self._transport.reset(action.link)
             else:

@@ -13,7 +13,7 @@
 enum {
     EVENTS = 64,            /* that one look at the sockets brings */
     FLUSH_BYTES = 32 << 10, /* so much is sent at once; less may gather while results come in */
-    MESSAGES_PER_TURN = 64, /* so that no link starves the others */
+    MESSAGES_PER_TURN = 64, /* so that no line starves the others */
     LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a pair */
     LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
     PATIENT_NS = 50 * 1000 * 1000, /* so long a short message may wait for results, which may be
@@ -22,7 +22,7 @@ enum {
     PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
 
-static const uint32_t WAKER = UINT32_MAX; /* in the place of a link's number */
+static const uint32_t WAKER = UINT32_MAX; /* in the place of a line's number */
 
 static uint64_t now_ns(void)
 {
@@ -36,9 +36,9 @@ static uint64_t now_ns(void)
 static void ping_all(void *argument)
 {
     struct loop *loop = argument;
-    for (uint32_t link = 0; link < loop->links; link++)
-        if (loop->link[link].connection != NULL)
-            connection_beat(loop->link[link].connection);
+    for (uint32_t line = 0; line < loop->lines; line++)
+        if (loop->line[line].connection != NULL)
+            connection_beat(loop->line[line].connection);
 }
 
 /* -- low water marks ------------------------------------------------------------------------- */
@@ -46,9 +46,9 @@ static void ping_all(void *argument)
 /* What is awaited may not come any more, or be longer than what comes instead. */
 static void reset_low_water(struct loop *loop)
 {
-    for (uint32_t link = 0; link < loop->links; link++)
-        if (loop->link[link].connection != NULL)
-            connection_await(loop->link[link].connection, 0);
+    for (uint32_t line = 0; line < loop->lines; line++)
+        if (loop->line[line].connection != NULL)
+            connection_await(loop->line[line].connection, 0);
 }
 
 /* -- set-up ---------------------------------------------------------------------------------- */
@@ -76,14 +76,14 @@ static void linger(struct loop *loop, long timeout_ms)
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     for (bool unsent = true; unsent && now_ns() < until;) {
         unsent = false;
-        for (uint32_t link = 0; link < loop->links; link++)
-            if (loop->link[link].connection != NULL)
-                unsent |= connection_drain(loop->link[link].connection);
+        for (uint32_t line = 0; line < loop->lines; line++)
+            if (loop->line[line].connection != NULL)
+                unsent |= connection_drain(loop->line[line].connection);
         struct epoll_event events[EVENTS];
         int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
-            if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
-                loop->link[events[at].data.u32].connection->writable = true;
+            if (events[at].data.u32 < loop->lines && loop->line[events[at].data.u32].connection)
+                loop->line[events[at].data.u32].connection->writable = true;
     }
 }
 
@@ -91,8 +91,8 @@ void loop_end(struct loop *loop, long linger_ms)
 {
     if (pulse_stop(&loop->pulse)) {
         linger(loop, linger_ms);
-        for (uint32_t link = 0; link < loop->links; link++)
-            loop_close(loop, link);
+        for (uint32_t line = 0; line < loop->lines; line++)
+            loop_close(loop, line);
     }
     if (loop->pulse.runs)
         return; /* this is a child of a fork, and all of it the parent's */
@@ -103,36 +103,55 @@ void loop_end(struct loop *loop, long linger_ms)
     if (loop->resumer >= 0)
         close(loop->resumer);
     loop->epoll = loop->waker = loop->resumer = -1;
-    free(loop->link);
-    loop->link = NULL;
-    loop->links = 0;
+    free(loop->line);
+    free(loop->main);
+    loop->line = NULL;
+    loop->main = NULL;
+    loop->lines = loop->links = 0;
 }
 
-bool loop_add(struct loop *loop)
+static bool add(struct loop *loop, uint32_t link)
+{
+    struct loop_line *lines = realloc(loop->line, (loop->lines + 1) * sizeof *lines);
+    if (lines == NULL)
+        return false;
+    loop->line = lines;
+    uint32_t line = loop->lines, next = line;
+    if (link == loop->links) {
+        uint32_t *mains = realloc(loop->main, (link + 1) * sizeof *mains);
+        if (mains == NULL)
+            return false;
+        loop->main = mains;
+        mains[loop->links++] = line;
+    } else {
+        next = lines[loop->main[link]].next;
+        lines[loop->main[link]].next = line;
+    }
+    lines[loop->lines++] = (struct loop_line){.link = link, .next = next};
+    return true;
+}
+
+bool loop_add(struct loop *loop, uint32_t link)
 {
     pulse_hold(&loop->pulse);
-    struct loop_link *link = realloc(loop->link, (loop->links + 1) * sizeof *link);
-    if (link != NULL) {
-        loop->link = link;
-        link[loop->links++] = (struct loop_link){0};
-    }
+    bool added = add(loop, link);
     pulse_release(&loop->pulse);
-    return link != NULL;
+    return added;
 }
 
-static unsigned char *place(void *owner, uint32_t link, const unsigned char *header, size_t nbytes)
+static unsigned char *place(void *owner, uint32_t line, const unsigned char *header, size_t nbytes)
 {
     const struct loop *loop = owner;
     if (failpoints_armed) /* which may drop it */
         return NULL;
-    return flight_place(loop->flight, link, header, HEADER_BYTES, nbytes);
+    return flight_place(loop->flight, loop->line[line].link, header, HEADER_BYTES, nbytes);
 }
 
 /* Begins to speak; `pair` is NULL if that is over a socket. False, with errno. */
-static bool open_connection(struct loop *loop, uint32_t link, int fd, struct pair *pair,
+static bool open_connection(struct loop *loop, uint32_t line, int fd, struct pair *pair,
                             const struct curve_keys *keys)
 {
-    loop_close(loop, link);
+    loop_close(loop, line);
     struct connection *opened = malloc(sizeof *opened);
     uint64_t most = loop->flight->max_chunk_bytes + HEADER_BYTES;
     if (opened == NULL || !connection_init(opened, fd, false, keys, most, &loop->flight->pool)) {
@@ -142,13 +161,15 @@ static bool open_connection(struct loop *loop, uint32_t link, int fd, struct pai
     }
     opened->place = place;
     opened->owner = loop;
-    opened->number = link;
+    opened->number = line;
     pulse_hold(&loop->pulse);
-    bool watched = watch(loop, fd, link, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+    bool watched = watch(loop, fd, line, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     if (watched && pair != NULL)
         connection_join(opened, pair, 1);
-    if (watched)
-        loop->link[link].connection = opened;
+    if (watched) {
+        loop->line[line].connection = opened;
+        loop->line[line].carries = line == loop->main[loop->line[line].link];
+    }
     pulse_release(&loop->pulse);
     if (!watched) {
         int error = errno;
@@ -159,14 +180,14 @@ static bool open_connection(struct loop *loop, uint32_t link, int fd, struct pai
     return watched;
 }
 
-bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys)
+bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys *keys)
 {
-    return open_connection(loop, link, fd, NULL, keys);
+    return open_connection(loop, line, fd, NULL, keys);
 }
 
-bool loop_join(struct loop *loop, uint32_t link, struct pair *pair)
+bool loop_join(struct loop *loop, uint32_t line, struct pair *pair)
 {
-    if (open_connection(loop, link, pair->fd[1], pair, NULL))
+    if (open_connection(loop, line, pair->fd[1], pair, NULL))
         return true;
     int error = errno;
     pair_leave(pair, 1);
@@ -174,11 +195,17 @@ bool loop_join(struct loop *loop, uint32_t link, struct pair *pair)
     return false;
 }
 
-void loop_close(struct loop *loop, uint32_t link)
+void loop_carry(struct loop *loop, uint32_t line)
+{
+    loop->line[line].carries = loop->line[line].connection != NULL;
+}
+
+void loop_close(struct loop *loop, uint32_t line)
 {
     pulse_hold(&loop->pulse);
-    struct connection *connection = loop->link[link].connection;
-    loop->link[link] = (struct loop_link){0};
+    struct loop_line *its = &loop->line[line];
+    struct connection *connection = its->connection;
+    *its = (struct loop_line){.link = its->link, .next = its->next};
     if (connection != NULL) {
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
         connection_free(connection);
@@ -221,15 +248,38 @@ static bool send_copy(struct loop *loop, struct connection *connection, const vo
     return sent;
 }
 
-/* Queues a contribution. One to a reducer that is not connected is dropped: the session hears of
- * that, or the deadline comes. */
-static void queue_contribution(struct loop *loop, const struct contribution *next)
+/* The connection of a link over which the next contribution goes, by the main line: of several
+ * streams, that with the least on its way. NULL: there is none. */
+static struct connection *pick(const struct loop *loop, uint32_t main)
+{
+    const struct loop_line *its = &loop->line[main];
+    struct connection *connection = its->connection;
+    if (connection == NULL || !connection->zmtp.ready)
+        return NULL;
+    if (its->next == main)
+        return connection;
+    uint64_t least = connection_backlog(connection);
+    for (uint32_t line = its->next; line != main; line = loop->line[line].next) {
+        struct connection *other = loop->line[line].connection;
+        uint64_t backlog = loop->line[line].carries ? connection_backlog(other) : least;
+        if (backlog < least) {
+            least = backlog;
+            connection = other;
+        }
+    }
+    return connection;
+}
+
+/* Queues a contribution, and returns where. One to a reducer that is not connected is dropped: the
+ * session hears of that, or the deadline comes. */
+static struct connection *queue_contribution(struct loop *loop, const struct contribution *next)
 {
     if (failpoint(WORKER_BEFORE_SEND))
-        return;
-    struct connection *connection = loop->link[next->chunk->link].connection;
-    if (connection == NULL || !connection->zmtp.ready)
-        return;
+        return NULL;
+    uint32_t main = loop->main[next->chunk->link];
+    struct connection *connection = pick(loop, main);
+    if (connection == NULL)
+        return NULL;
     const unsigned char *data = next->chunk->of->of->data + next->header.offset;
     if (next->header.sequence % PLACES == 0) { /* the ranks' own question: nobody says when its
                                                   buffer is let go */
@@ -241,22 +291,23 @@ static void queue_contribution(struct loop *loop, const struct contribution *nex
     }
     if (next->header.nbytes < LARGE_BYTES) /* its result may come before large ones */
         connection_await(connection, 0);
-    if (failpoints_armed) {
-        connection_flush(connection); /* that place is behind it */
-        failpoint(WORKER_AFTER_SEND);
-    }
+    /* Of several streams, the caller flushes one; and a place for failures is behind that. */
+    if (failpoints_armed || loop->line[main].next != main)
+        connection_flush(connection);
+    failpoint(WORKER_AFTER_SEND);
+    return connection;
 }
 
 /* Has it told that a connection was made, or has ended. */
-static void note_change(struct loop *loop, uint32_t link)
+static void note_change(struct loop *loop, uint32_t line)
 {
-    loop->link[link].changed = true;
+    loop->line[line].changed = true;
     loop->changes = true;
 }
 
-static void flush(struct loop *loop, uint32_t link)
+static void flush(struct loop *loop, uint32_t line)
 {
-    struct connection *connection = loop->link[link].connection;
+    struct connection *connection = loop->line[line].connection;
     if (connection != NULL)
         connection_flush(connection);
 }
@@ -270,14 +321,13 @@ static void refill_all(struct loop *loop)
     /* Every rank begins with another reducer. What is large enough is sent in this order too, not
      * link by link: the first chunks of all shards are summed while the others are on their way. */
     while (flight_next_in_turn(loop->flight, &turn, now, &next)) {
-        queue_contribution(loop, &next);
-        struct connection *connection = loop->link[next.chunk->link].connection;
+        struct connection *connection = queue_contribution(loop, &next);
         if (connection != NULL && connection->bytes_queued >= FLUSH_BYTES)
             connection_flush(connection);
         any = true;
     }
-    for (uint32_t step = 0; any && step < loop->links; step++)
-        flush(loop, (loop->flight->identity.rank + step) % loop->links);
+    for (uint32_t step = 0; any && step < loop->lines; step++)
+        flush(loop, (loop->flight->identity.rank + step) % loop->lines);
 }
 
 void loop_refill(struct loop *loop)
@@ -287,18 +337,18 @@ void loop_refill(struct loop *loop)
     pulse_release(&loop->pulse);
 }
 
-bool loop_send(struct loop *loop, uint32_t link, const void *header, const void *payload,
+bool loop_send(struct loop *loop, uint32_t line, const void *header, const void *payload,
                size_t nbytes)
 {
     pulse_hold(&loop->pulse);
-    struct connection *connection = loop->link[link].connection;
+    struct connection *connection = loop->line[line].connection;
     bool sent = connection != NULL && connection->zmtp.ready;
     if (payload == NULL)
         sent = sent && connection_send(connection, header, NULL, 0, NULL, NO_SEQUENCE);
     else
         sent = sent && send_copy(loop, connection, header, payload, nbytes);
     if (sent)
-        flush(loop, link);
+        flush(loop, line);
     pulse_release(&loop->pulse);
     return sent;
 }
@@ -307,9 +357,9 @@ bool loop_detach(struct loop *loop, uint64_t sequence)
 {
     bool detached = true;
     pulse_hold(&loop->pulse);
-    for (uint32_t link = 0; link < loop->links; link++)
-        if (loop->link[link].connection != NULL)
-            detached &= connection_detach(loop->link[link].connection, sequence);
+    for (uint32_t line = 0; line < loop->lines; line++)
+        if (loop->line[line].connection != NULL)
+            detached &= connection_detach(loop->line[line].connection, sequence);
     reset_low_water(loop);
     pulse_release(&loop->pulse);
     return detached;
@@ -320,7 +370,7 @@ bool loop_detach(struct loop *loop, uint64_t sequence)
 void loop_next(struct loop *loop)
 {
     pulse_hold(&loop->pulse);
-    struct connection *connection = loop->link[loop->from].connection;
+    struct connection *connection = loop->line[loop->from].connection;
     if (connection != NULL)
         connection_next(connection);
     pulse_release(&loop->pulse);
@@ -330,17 +380,18 @@ void loop_next(struct loop *loop)
  * contributions: the caller has it again. */
 static void give_back(struct loop *loop, uint64_t sequence)
 {
-    for (uint32_t link = 0; link < loop->links; link++) {
-        struct connection *connection = loop->link[link].connection;
+    for (uint32_t line = 0; line < loop->lines; line++) {
+        struct connection *connection = loop->line[line].connection;
         if (connection != NULL && !connection_detach(connection, sequence))
             connection_break(connection, ENOMEM);
     }
 }
 
 /* Takes the message at hand, if it is a healthy result, and refills that link. */
-static bool take(struct loop *loop, uint32_t link, uint64_t now)
+static bool take(struct loop *loop, uint32_t line, uint64_t now)
 {
-    struct connection *connection = loop->link[link].connection;
+    uint32_t link = loop->line[line].link;
+    struct connection *connection = loop->line[line].connection;
     struct message *message = &connection->message;
     if (message->foreign || message->frames != 2)
         return false;
@@ -378,16 +429,17 @@ static size_t together(const struct loop *loop, uint32_t link)
     return half < spared ? half : spared;
 }
 
-/* Has the poll tell of a link when several results have come as a whole: fewer wake-ups. */
-static void await_results(struct loop *loop, uint32_t link)
+/* Has the poll tell of a line when several results have come as a whole: fewer wake-ups. */
+static void await_results(struct loop *loop, uint32_t line)
 {
-    struct loop_link *its = &loop->link[link];
+    struct loop_line *its = &loop->line[line];
     bool any = its->late || its->connection->hung_up || !its->connection->zmtp.ready;
-    uint32_t least = any ? 0 : flight_least(loop->flight, link);
+    uint32_t least = any ? 0 : flight_least(loop->flight, its->link);
+    size_t several = its->next == line ? together(loop, its->link) : 1; /* streams share them */
     size_t bytes = 0;
     if (least >= LARGE_BYTES)
         bytes = connection_wants(its->connection, least) +
-                (together(loop, link) - 1) * (HEADER_BYTES + (size_t)least);
+                (several - 1) * (HEADER_BYTES + (size_t)least);
     connection_await(its->connection, bytes);
     its->awaited_ns = loop->polled_ns;
     if (its->connection->low_water > 0 && loop->patient_ns == 0)
@@ -398,8 +450,8 @@ static void await_results(struct loop *loop, uint32_t link)
 static void lose_patience(struct loop *loop)
 {
     loop->patient_ns = 0;
-    for (uint32_t link = 0; link < loop->links; link++) {
-        struct loop_link *its = &loop->link[link];
+    for (uint32_t line = 0; line < loop->lines; line++) {
+        struct loop_line *its = &loop->line[line];
         if (its->connection == NULL || its->connection->low_water == 0)
             continue;
         uint64_t until = its->awaited_ns + PATIENT_NS;
@@ -412,32 +464,32 @@ static void lose_patience(struct loop *loop)
     }
 }
 
-/* Receives from one link until it has nothing more, or others have waited long enough. */
-static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *completed_ns)
+/* Receives from one line until it has nothing more, or others have waited long enough. */
+static enum loop_event serve(struct loop *loop, uint32_t line, uint64_t *completed_ns)
 {
-    struct connection *connection = loop->link[link].connection;
+    struct connection *connection = loop->line[line].connection;
     for (int messages = 0; messages < MESSAGES_PER_TURN; messages++) {
         enum connection_event event = connection_read(connection);
         if (event == CONNECTION_ENDED || event == CONNECTION_READY)
-            note_change(loop, link);
+            note_change(loop, line);
         if (event == CONNECTION_ENDED)
             return LOOP_CHANGE;
         if (connection->zmtp.reply_bytes > 0 || event == CONNECTION_READY)
-            flush(loop, link);
+            flush(loop, line);
         if (event == CONNECTION_READY)
             return LOOP_CHANGE;
         if (event == CONNECTION_IDLE || event == CONNECTION_BUSY)
             break;
         uint64_t now = now_ns();
-        loop->link[link].late = false;
-        if (!take(loop, link, now)) {
-            flush(loop, link);
+        loop->line[line].late = false;
+        if (!take(loop, line, now)) {
+            flush(loop, line);
             connection_await(connection, 0);
-            loop->from = link;
+            loop->from = line;
             return LOOP_MESSAGE;
         }
         if (connection->bytes_queued >= FLUSH_BYTES)
-            flush(loop, link);
+            flush(loop, line);
         if (loop->flight->completed == NULL)
             continue;
         if (*completed_ns == 0)
@@ -445,17 +497,17 @@ static enum loop_event serve(struct loop *loop, uint32_t link, uint64_t *complet
         if (now - *completed_ns > PATIENCE_NS)
             break;
     }
-    flush(loop, link);
-    if (!connection->readable && loop->link[link].connection == connection)
-        await_results(loop, link);
+    flush(loop, line);
+    if (!connection->readable && loop->line[line].connection == connection)
+        await_results(loop, line);
     return LOOP_QUIET;
 }
 
-/* Whether a link may have something to receive. */
-static bool may_receive(const struct loop *loop, uint32_t link)
+/* Whether a line may have something to receive. */
+static bool may_receive(const struct loop *loop, uint32_t line)
 {
-    const struct connection *connection = loop->link[link].connection;
-    return connection != NULL && !loop->link[link].changed &&
+    const struct connection *connection = loop->line[line].connection;
+    return connection != NULL && !loop->line[line].changed &&
            (connection->readable || connection->broken || connection->at < connection->end);
 }
 
@@ -486,15 +538,15 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
     for (int at = 0; at < found; at++) {
         if (events[at].data.u32 == WAKER)
             atomic_store(&loop->woken, true);
-        else if (events[at].data.u32 < loop->links && loop->link[events[at].data.u32].connection)
-            connection_note(loop->link[events[at].data.u32].connection, events[at].events);
+        else if (events[at].data.u32 < loop->lines && loop->line[events[at].data.u32].connection)
+            connection_note(loop->line[events[at].data.u32].connection, events[at].events);
     }
     return LOOP_QUIET;
 }
 
 static enum loop_event run(struct loop *loop, long timeout_ms)
 {
-    uint32_t links = loop->links;
+    uint32_t lines = loop->lines;
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     uint64_t completed_ns = 0;
     if (loop->changes)
@@ -506,15 +558,15 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
     }
     for (;;) {
         bool more = false;
-        for (uint32_t step = 0; step < links; step++) {
-            uint32_t link = loop->turn;
-            loop->turn = (link + 1) % links;
-            if (!may_receive(loop, link))
+        for (uint32_t step = 0; step < lines; step++) {
+            uint32_t line = loop->turn;
+            loop->turn = (line + 1) % lines;
+            if (!may_receive(loop, line))
                 continue;
-            enum loop_event event = serve(loop, link, &completed_ns);
+            enum loop_event event = serve(loop, line, &completed_ns);
             if (event != LOOP_QUIET)
                 return event;
-            more |= may_receive(loop, link);
+            more |= may_receive(loop, line);
         }
         if (heed(loop) || loop->flight->completed != NULL)
             return LOOP_QUIET;

@@ -13,14 +13,17 @@
 
 enum loop_event {
     LOOP_QUIET,   /* the time is up, it was woken, or operations have completed */
-    LOOP_MESSAGE, /* the link `from` has a message for the session: see loop_next */
-    LOOP_CHANGE,  /* a connection was made or has ended: see `changed` of the links */
+    LOOP_MESSAGE, /* the line `from` has a message for the session: see loop_next */
+    LOOP_CHANGE,  /* a connection was made or has ended: see `changed` of the lines */
     LOOP_FAILED   /* the kernel refused to poll; `error` says why */
 };
 
-/* One connection to a reducer, or none. */
-struct loop_link {
+/* One connection to a reducer, or none: the main one of a link, or one of its further streams. */
+struct loop_line {
+    uint32_t link;                 /* of the flight */
+    uint32_t next;                 /* line of the same link, around */
     struct connection *connection; /* NULL: there is none */
+    bool carries; /* contributions may be sent over it */
     bool changed; /* it became ready, or has ended, and nobody has been told */
     uint64_t awaited_ns; /* since when */
     bool late;     /* they did not come in time: until the next message, any count */
@@ -28,15 +31,16 @@ struct loop_link {
 
 struct loop {
     struct flight *flight;
-    uint32_t links;
-    struct loop_link *link;
+    uint32_t lines, links;
+    struct loop_line *line;
+    uint32_t *main; /* of every link, its first line */
     int epoll, waker, resumer; /* eventfds but for the first */
     atomic_bool woken;
     atomic_bool running; /* a thread is in loop_run */
     atomic_uint turns;   /* how often one has come there or left */
-    uint32_t turn;    /* the link that is next to be received from */
-    uint32_t from;    /* the link of the message at hand */
-    bool changes;     /* some link has changed */
+    uint32_t turn;    /* the line that is next to be received from */
+    uint32_t from;    /* the line of the message at hand */
+    bool changes;     /* some line has changed */
     int error;
     uint64_t polled_ns; /* when the sockets were last looked at */
     uint64_t patient_ns; /* when low water marks are looked at next; 0: there are none */
@@ -48,21 +52,24 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns);
 /* Gives what has yet to be sent so much time, then ends everything. May be called again. */
 void loop_end(struct loop *loop, long linger_ms);
 
-/* Gives the next link of the flight its place. False: out of memory. */
-bool loop_add(struct loop *loop);
+/* Adds a line, without a connection: that of the next link of the flight, or a further stream of an
+ * earlier link. False: out of memory. */
+bool loop_add(struct loop *loop, uint32_t link);
 /* Begins to speak over a socket, which the caller closes after loop_close. False, with errno. */
-bool loop_open(struct loop *loop, uint32_t link, int fd, const struct curve_keys *keys);
+bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys *keys);
 /* Begins to speak over a pair, whose other end is a reducer's of this process. False, with errno: the
  * pair was left. */
-bool loop_join(struct loop *loop, uint32_t link, struct pair *pair);
-/* Drops a link's connection, if it has one, with all that it has not sent. */
-void loop_close(struct loop *loop, uint32_t link);
+bool loop_join(struct loop *loop, uint32_t line, struct pair *pair);
+/* Has a further stream carry contributions, as the reducer agrees to. */
+void loop_carry(struct loop *loop, uint32_t line);
+/* Drops a line's connection, if it has one, with all that it has not sent. */
+void loop_close(struct loop *loop, uint32_t line);
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms);
 /* Lets go of the message that LOOP_MESSAGE has told of. */
 void loop_next(struct loop *loop);
 /* Sends a message; the payload is copied. False: there is no connection, or no memory. */
-bool loop_send(struct loop *loop, uint32_t link, const void *header, const void *payload,
+bool loop_send(struct loop *loop, uint32_t line, const void *header, const void *payload,
                size_t nbytes);
 /* Sends what all windows have room for. */
 void loop_refill(struct loop *loop);

@@ -87,9 +87,19 @@ class Transport(ABC):
             address: ``host:port``, or the endpoint of a reducer in this process.
         """
 
+    def add_streams(self, link: int, count: int, header: bytes, payload: bytes) -> None:  # noqa: B027
+        """Give a link further streams, until its first connection ends; the plain one has none.
+
+        Args:
+            link: whose first connection the reducer has welcomed.
+            count: of the further streams.
+            header: of the message with which each begins.
+            payload: of that.
+        """
+
     @abstractmethod
     def reset(self, link: int) -> None:
-        """Close a link's connection, drop what it has not sent, and connect anew.
+        """Close a link's connections, drop what they have not sent, and connect anew.
 
         Nothing that was sent over it is read from callers' memory after this.
         """

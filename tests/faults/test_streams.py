@@ -1,0 +1,112 @@
+"""Links of several connections: chunks are shared among them, and who loses one loses the link."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from reducer.errors import ConfigError
+from tests.conftest import joined, local_pool
+from tests.faults.proxy import Proxy, Way
+from tests.faults.steps import begin, exact
+from tests.waits import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker_client.client.client import Client
+
+    Net = tuple[list[Client], list[Proxy]]
+
+STREAMS = 4
+
+
+@pytest.fixture
+def make_net(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Net]]:
+    """Make jobs of two ranks, with four streams to each reducer through a proxy."""
+    monkeypatch.setenv("REDUCTION_STREAMS", str(STREAMS))
+    with ExitStack() as stack:
+
+        def make(servers: list[str], came: int = STREAMS) -> Net:
+            proxies = [stack.enter_context(Proxy(server)) for server in servers]
+            addresses, job = [proxy.address for proxy in proxies], request.node.name[:90]
+            clients = stack.enter_context(joined(2, servers=addresses, job=job, timeout="20s"))
+            eventually(lambda: all(proxy.counts.connections == 2 * came for proxy in proxies))
+            exact(begin(clients, 0))
+            return clients, proxies
+
+        yield make
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_chunks_go_over_all_streams(
+    pool: list[str], make_net: Callable[..., Net], way: Way
+) -> None:
+    clients, proxies = make_net(pool)
+    before = [proxy.shares(way) for proxy in proxies]
+    for proxy in proxies:
+        proxy.throttle(way, 16e6)  # then a chunk goes where the least is on its way
+    exact(begin(clients, 1, 4_000_000))
+    for proxy, earlier in zip(proxies, before, strict=True):
+        carried = [now - then for now, then in zip(proxy.shares(way), earlier, strict=True)]
+        assert len(carried) == 2 * STREAMS
+        assert sum(carried) > 16e6, "half of 16 MB of each rank"
+        assert min(carried) > 32e3, carried  # a chunk: kernels on both sides take some at once
+        assert max(carried) < 8e6, carried
+
+
+@pytest.mark.parametrize("count", [200_000, 4_000_000])
+def test_a_stream_that_is_lost_costs_no_step(
+    pool: list[str], make_net: Callable[..., Net], count: int
+) -> None:
+    clients, proxies = make_net(pool)
+    step = begin(clients, 1, count)
+    proxies[0].cut_latest()  # a further stream: first connections came before
+    exact(step)
+    exact(begin(clients, 2, count))
+    assert proxies[0].counts.cuts == 1
+    assert [client.counters.losses for client in clients] == [1, 1]
+    # The link is made anew with all of its streams, at both ranks.
+    eventually(lambda: proxies[0].counts.connections == 4 * STREAMS)
+    assert proxies[1].counts.connections == 2 * STREAMS
+    exact(begin(clients, 3, count))
+
+
+def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(
+    make_net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDUCTION_HANDSHAKE_TIMEOUT", "500ms")
+    with local_pool(1) as servers:
+        clients, (proxy,) = make_net(servers)
+        time.sleep(1)  # strangers are gone by then
+        exact(begin(clients, 1))
+        assert proxy.counts.connections == 2 * STREAMS
+        assert [client.counters.losses for client in clients] == [0, 0]
+
+
+def test_a_reducer_that_has_none_is_used_with_one(
+    make_net: Callable[..., Net],
+) -> None:
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("REDUCTION_IMPL", "plain")
+            servers = stack.enter_context(local_pool(1))
+        clients, (proxy,) = make_net(servers, came=1)
+        for number in range(1, 4):
+            exact(begin(clients, number))
+        assert proxy.counts.connections == 2
+
+
+def test_a_plain_worker_says_that_it_has_none(
+    pool: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDUCTION_IMPL", "plain")
+    monkeypatch.setenv("REDUCTION_STREAMS", "2")
+    why = "REDUCTION_STREAMS=2 needs the compiled implementation"
+    with pytest.raises(ConfigError, match=why), joined(1, servers=pool):
+        pass
