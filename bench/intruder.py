@@ -40,7 +40,7 @@ class Worker:
 
     Args:
         address: of the reducer.
-        job, rank, world_size, window, patience_ms: what its HELLO says.
+        job, rank, world_size, window, patience_ms, features: what its HELLO says.
         keys: directory of its job's keys, where the reducer has some.
 
     Attributes:
@@ -59,6 +59,7 @@ class Worker:
         world_size: int = 2,
         window: int = WINDOW,
         patience_ms: int = PATIENCE_MS,
+        features: int = 0,
         keys: Path | None = None,
     ) -> None:
         self.line: Line = Bare(address) if keys is None else Encrypted(address, keys)
@@ -70,6 +71,7 @@ class Worker:
             reducer_index=0,
             chunk_bytes=LARGEST_CHUNK,
             patience_ms=patience_ms,
+            features=features,
         )
         self.say(self.common._replace(window=window).pack(), encode(body))
 

@@ -21,7 +21,7 @@ from pydantic import ByteSize
 
 from reducer import cli
 from reducer.config import ReducerConfig
-from worker_client.config import InitSettings, WorkerConfig
+from worker_client.config import AUTO, InitSettings, WorkerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -284,10 +284,12 @@ def _table(config: type[BaseSettings], kind: str, given: dict[str, str]) -> str:
 def _default(field: FieldInfo) -> str:
     """Return a default as one would write it, or "not set"."""
     value = field.default
+    if value == 0 and AUTO in field.metadata:
+        return "`auto`"
     if value is None or value in ((), ""):
         return "not set"
-    if isinstance(value, ByteSize):  # 0 stands for auto in the sizes that have it
-        return f"`{value.human_readable().replace('.0', '')}`" if value else "`auto`"
+    if isinstance(value, ByteSize):
+        return f"`{value.human_readable().replace('.0', '')}`"
     if isinstance(value, float):
         return f"`{value:g}s`" if value >= 1 or not value else f"`{value * 1000:g}ms`"
     return f"`{int(value) if isinstance(value, bool) else value}`"

@@ -79,8 +79,8 @@ class ReducerConfig(BaseSettings):
     are."""
 
     max_ranks: int = Field(default=4096, ge=1, le=MAX_WORLD_SIZE)
-    """Ranks that a job may have. Each rank has a connection to each thread, and libzmq takes
-    messages from all connections in turn: a job's share of a reducer grows with its ranks."""
+    """Ranks that a job may have. Each rank has a connection to each thread, and messages are taken
+    from all connections in turn: a job's share of a reducer grows with its ranks."""
 
     max_chunk_bytes: Annotated[ByteSize, Field(ge=LARGEST_CHUNK, le=MAX_CHUNK_BYTES)] = ByteSize(
         MAX_CHUNK_BYTES
@@ -94,8 +94,9 @@ class ReducerConfig(BaseSettings):
 
     max_connections_per_key: int | None = Field(default=None, ge=1)
     """Connections that the members with one key may have on a pool with keys; by default half of
-    REDUCTION_MAX_CONNECTIONS. Each rank has REDUCTION_STREAMS to each thread, and as many again if
-    its calls have names."""
+    REDUCTION_MAX_CONNECTIONS. Each rank has one to each thread, and one more there if its calls
+    have names; far away each of these may be several (REDUCTION_STREAMS), as long as half are
+    free."""
 
     handshake_timeout: Seconds = 5.0
     """Time for a new connection's handshake. A connection that belongs to no job after twice this
@@ -198,6 +199,7 @@ class ReducerConfig(BaseSettings):
             max_connections_per_key=max(
                 1, connections // 2 if of_key is None else of_key // self.threads
             ),
+            max_streams=connections // 2,  # whoever has yet to join finds room
         )
 
     @property

@@ -83,7 +83,8 @@ def _auto(value: object) -> object:
 Seconds = Annotated[
     float, BeforeValidator(units.duration), Field(gt=0, le=1e9, allow_inf_nan=False)
 ]
-AutoBytes = Annotated[ByteSize, BeforeValidator(_auto)]
+AUTO = BeforeValidator(_auto)  # of settings in which 0 stands for that
+AutoBytes = Annotated[ByteSize, AUTO]
 _SECONDS_OF = TypeAdapter[float](Seconds)
 _PATIENCE_OF = TypeAdapter[float](Annotated[float, BeforeValidator(units.duration), Field(ge=0)])
 
@@ -131,7 +132,7 @@ class WorkerConfig(BaseSettings):
     for a 10 Gbit/s link with a round trip of 10 ms. To reducers whose round trip is longer it grows
     up to 256 MiB, as far as they have memory (docs/performance.md#long-distances)."""
 
-    streams: Annotated[int, BeforeValidator(_auto)] = Field(default=0, ge=0, le=MAX_STREAMS)
+    streams: Annotated[int, AUTO] = Field(default=0, ge=0, le=MAX_STREAMS)
     """TCP connections to each thread of each reducer, 16 at most, which share its chunks: far away,
     losses keep each one of them slow. ``auto`` takes another one for each 25 ms of the round trip,
     up to 8. Each rank decides for itself (docs/performance.md#long-distances)."""

@@ -505,11 +505,23 @@ class Engine:
         return sends
 
     def _tie(self, peer: bytes, payload: Buffer, key: str) -> list[Send]:
-        """Make a peer a further stream of a member."""
+        """Make a peer a further stream of a member.
+
+        Raises:
+            ReductionError: it is refused, and the link goes on without it.
+        """
         joins = any(peer == contest.peer for contest in self._contests)
         if joins or self._members.find(self._members.main(peer)) is not None:
             raise RemoteProtocolError("STREAM is the first message of a connection")
-        self._members.tie(peer, decode(Stream, payload).ticket, key)
+        stream = decode(Stream, payload)
+        main = self._members.ticket_holder(stream.ticket)
+        if main in self._unreachable:
+            raise MembershipError("the first connection of that link has ended")
+        if self._secret:
+            expected = authentication.prove_stream(self._secret, stream.ticket, stream.number)
+            if not authentication.proves(stream.auth, expected):
+                raise AuthError("a further stream of a link has to prove that it knows the secret")
+        self._members.tie(peer, main, stream.number, key)
         return [Send(peer, Header(MessageType.STREAM).pack(), None)]
 
     def _bar(self, job: Job, rank: int, error: MismatchError) -> list[Send]:

@@ -18,7 +18,7 @@ from reducer.errors import (
     StaleGenerationError,
 )
 from reducer.wire.authentication import nonce
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, MAX_STREAMS, NO_SEQUENCE, SPARE_CHUNKS
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, charge
 from reducer.wire.states import LinkState
@@ -85,6 +85,7 @@ class Job:
         patience_s: how long a rank may be silent before it is given up.
         barred: why ranks that the job lacks were refused, if their settings are others.
         watch: looks for the rank that the others wait for.
+        streaming: ranks whose links have further streams.
     """
 
     def __init__(self, header: Header, hello: Hello, rounds: Rounds, key: str = "") -> None:
@@ -111,6 +112,7 @@ class Job:
         self.patience_s = hello.patience_ms / 1000
         self.barred: dict[int, MismatchError] = {}
         self.watch = Watch()
+        self.streaming: set[int] = set()
 
     @property
     def spare(self) -> int:
@@ -208,10 +210,10 @@ class Job:
 
 
 class Streams(NamedTuple):
-    """The further streams of a member, and the ticket that they have shown."""
+    """The further streams of a member, by their numbers, and the ticket that they have shown."""
 
     ticket: str
-    peers: list[bytes]
+    peers: dict[int, bytes]
 
 
 class Membership:
@@ -223,7 +225,7 @@ class Membership:
         limits: what one job may take, and how many there may be.
 
     Attributes:
-        changes: how often somebody has joined, left or been lost, or has got another stream.
+        changes: how often somebody has joined, left or been lost.
         tied: peers of further streams, and whose they are, that `newly_tied` has yet to tell.
     """
 
@@ -255,41 +257,65 @@ class Membership:
     def streams(self, peer: bytes) -> tuple[bytes, ...]:
         """Return the peers of a member's further streams."""
         known = self._streams.get(peer)
-        return () if known is None else tuple(known.peers)
+        return () if known is None else tuple(known.peers.values())
 
     def allow_streams(self, peer: bytes) -> str:
         """Let a member have further streams; return the ticket that these have to show."""
         ticket = nonce()
         self._tickets[ticket] = peer
-        self._streams[peer] = Streams(ticket, [])
+        self._streams[peer] = Streams(ticket, {})
         return ticket
 
-    def tie(self, peer: bytes, ticket: str, key: str) -> None:
-        """Make a peer a further stream of the member that was given a ticket.
+    def ticket_holder(self, ticket: str) -> bytes:
+        """Return the peer of the member that was given a ticket.
 
         Raises:
-            MembershipError: nobody who is here has that ticket.
-            AuthError: its connection has shown another key.
-            CapacityError: the member has as many streams as it may, or its key as many connections.
+            MembershipError: nobody who is here has it.
         """
-        main = self._tickets.get(ticket)
-        if main is None:
+        if ticket not in self._tickets:
             raise MembershipError("this reducer has no link with that ticket: it was lost, or left")
+        return self._tickets[ticket]
+
+    def tie(self, peer: bytes, main: bytes, number: int, key: str) -> None:
+        """Make a peer a further stream of a member.
+
+        Args:
+            peer: of the connection.
+            main: the member's, which was allowed to have streams.
+            number: of the stream.
+            key: public key that the connection has shown, if it has.
+
+        Raises:
+            RemoteProtocolError: the member has had a stream of that number.
+            AuthError: the member's connection has shown another key.
+            CapacityError: there are as many streams as may be, of all members or of the key.
+        """
         job, member = self._by_peer[main]
         if job.keys[member.rank] != key:
             raise AuthError("a further stream of a link has to show the same key")
         streams = self._streams[main].peers
-        if len(streams) + 1 >= MAX_STREAMS:
+        if number in streams:
+            raise RemoteProtocolError(f"stream {number} of this link is here already")
+        limits = self._limits
+        most, of_key = limits.max_streams, limits.max_connections_per_key
+        if most is not None and len(self._mains) >= most:
             raise CapacityError(
-                f"a link has {MAX_STREAMS} streams at most: lower REDUCTION_STREAMS",
+                f"this reducer has {most} further streams already: raise its --max-connections "
+                "(REDUCTION_MAX_CONNECTIONS), or set REDUCTION_STREAMS=1",
                 limit="max_streams",
             )
-        self._check_key("" if key == LOCAL else key, None)
+        if key not in {"", LOCAL} and of_key is not None and self._of_key[key] >= of_key // 2:
+            raise CapacityError(
+                f"half of the {of_key} connections that this key may have are taken: raise the "
+                "reducer's --max-connections-per-key (REDUCTION_MAX_CONNECTIONS_PER_KEY), or set "
+                "REDUCTION_STREAMS=1",
+                limit="max_connections_per_key",
+            )
         self._of_key[key] += 1
-        streams.append(peer)
+        streams[number] = peer
         self._mains[peer] = main
         self.tied.append((peer, main))
-        self.changes += 1
+        job.streaming.add(member.rank)
 
     def members(self) -> list[Member]:
         """Every live member of every job."""
@@ -426,8 +452,9 @@ class Membership:
         if (streams := self._streams.pop(member.peer, None)) is not None:
             del self._tickets[streams.ticket]
             self._of_key[key] -= len(streams.peers)
-            for peer in streams.peers:
+            for peer in streams.peers.values():
                 del self._mains[peer]
+            job.streaming.discard(member.rank)
         self._of_key[key] -= 1
         if not self._of_key[key]:
             del self._of_key[key]
@@ -509,7 +536,7 @@ class Membership:
             )
 
     def _check_key(self, key: str, earlier: Job | None) -> None:
-        """Refuse one more connection of a key that has its most, but for those that go."""
+        """Refuse one more member of a key that has as many as it may, but for those that go."""
         most = self._limits.max_connections_per_key
         if not key or most is None:
             return
@@ -519,9 +546,9 @@ class Membership:
             leaving = sum(1 + len(self.streams(member.peer)) for member in going)
         if self._of_key[key] - leaving >= most:
             raise CapacityError(
-                f"this reducer has {most} connections of this key already (a rank has "
-                "REDUCTION_STREAMS to each thread, and as many again if its calls have names): "
-                "end other jobs of the key, or raise the reducer's --max-connections-per-key "
+                f"this reducer has {most} connections of this key already (a rank has one to each "
+                "thread, and one more if its calls have names): end other jobs of the key, or "
+                "raise the reducer's --max-connections-per-key "
                 "(REDUCTION_MAX_CONNECTIONS_PER_KEY)",
                 limit="max_connections_per_key",
             )

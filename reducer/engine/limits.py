@@ -32,7 +32,9 @@ class Limits(NamedTuple):
         job_memory_limit: bytes that one job may reserve, or all jobs of one key; all there are if
             None.
         max_rounds: all-reduces that one job may have here, or all jobs of one key.
-        max_connections_per_key: members that may have come with one key; any number if None.
+        max_connections_per_key: connections of members that may have come with one key; any number
+            if None. Further streams may take half of them.
+        max_streams: further streams that all links together may have; any number if None.
     """
 
     max_jobs: int = 256
@@ -42,6 +44,7 @@ class Limits(NamedTuple):
     job_memory_limit: int | None = None
     max_rounds: int = 1 << 17
     max_connections_per_key: int | None = None
+    max_streams: int | None = None
 
 
 NO_LIMITS = Limits()  # but the protocol's own, and of jobs

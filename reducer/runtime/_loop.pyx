@@ -18,6 +18,7 @@ from reducer.engine._slots cimport (
     header_t,
     map,
     map_free,
+    map_get,
     map_put,
     member_t,
     peer_key,
@@ -163,6 +164,12 @@ cdef uint64_t key_of(bytes peer):
     return peer_key(PyBytes_AsString(peer), len(peer))
 
 
+cdef bint share(map *values, uint64_t key, uint64_t other) noexcept:
+    """Put what a map has of a key under another one as well; False: there is no memory."""
+    cdef void *value = map_get(values, key)
+    return value == NULL or map_put(values, other, value)
+
+
 cdef class Sockets:
     """The connections of one thread, and what is read from them and sent; one thread uses it.
 
@@ -304,6 +311,11 @@ cdef class Core:
         cdef uint64_t key
         for stream, peer in self._engine.newly_tied():
             loop_tie(self.its, key_of(peer), key_of(stream))
+            if not (
+                share(&self.its.members, key_of(peer), key_of(stream))
+                and share(&self.its.rounds, key_of(peer), key_of(stream))
+            ):
+                raise MemoryError
         for within, _, _ in self._served:
             within.rest()
         if self._arranged == self._engine.changes:

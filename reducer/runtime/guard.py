@@ -123,7 +123,7 @@ class Guard:
         sends: list[Send] = []
         held = 0
         jobs = list(self._engine.jobs)
-        every = 1 + sum(len(job.members) for job in jobs) // MEMBERS_PER_LOOK
+        every = 1 + len(self._connections) // MEMBERS_PER_LOOK
         for job in jobs:
             most, found = self._of_job(job, members, every, now)
             held = max(held, found)
@@ -161,7 +161,7 @@ class Guard:
         """
         held: dict[bytes, int] = {}
         beside = 0
-        stuck: list[Member] = []
+        stuck: dict[int, Member] = {}
         silent: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
         patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
@@ -172,7 +172,7 @@ class Guard:
             if turn and (load := self._weigh(connection, member, now)) is not None:
                 much = load.unread > job.max_chunk_bytes + SLACK_BYTES
                 if connection.is_stuck(patience, now, endless=much and not load.progress):
-                    stuck.append(member)
+                    stuck[member.rank] = member
                 elif (
                     is_lost(load.silent_s, job.patience_s, load.round_trip_s)
                     and not connection.ended
@@ -180,9 +180,9 @@ class Guard:
                     silent.append((member, connection, load.silent_s))
             held[member.peer] = held.get(member.peer, member.held) + connection.held
             beside = max(beside, connection.held)
-            allowed += SLACK_BYTES
+        allowed += len(held) * SLACK_BYTES
         sends: list[Send] = []
-        for member in stuck:
+        for member in stuck.values():
             error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
             sends += self._drop(member, error)
         for member, connection, silent_s in silent:

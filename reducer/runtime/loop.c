@@ -106,19 +106,20 @@ static void note_lost(struct loop *loop, struct member *member)
     loop->lost[loop->lost_count++] = member;
 }
 
-/* Of the streams of a link, that with the least on its way. */
+/* Of the streams of a link, that with the least on its way, in turn. */
 static struct peer *pick(struct peer *peer)
 {
-    struct peer *picked = peer;
-    uint64_t least = connection_backlog(&peer->connection);
-    for (struct peer *other = peer->beside; other != peer; other = other->beside) {
+    uint64_t least = UINT64_MAX;
+    struct peer *after = peer->picked, *other = after;
+    do {
+        other = other->beside;
         uint64_t backlog = connection_backlog(&other->connection);
         if (backlog < least) {
             least = backlog;
-            picked = other;
+            peer->picked = other;
         }
-    }
-    return picked;
+    } while (other != after);
+    return peer->picked;
 }
 
 static bool send_block(struct loop *loop, uint64_t key, const void *header, struct block *payload)
@@ -222,7 +223,7 @@ static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
         return false;
     }
     peer->connection.most_bytes = STRANGER_BYTES;
-    peer->beside = peer;
+    peer->beside = peer->picked = peer;
     peer->number = ++loop->accepted;
     peer->key = peer_key(&peer->number, 7); /* the wire is little-endian, and so is this CPU */
     peer->since_ns = now;
@@ -298,8 +299,8 @@ static void leave(struct loop *loop, struct peer *peer)
 {
     map_remove(&loop->peers, peer->key);
     struct peer *last = peer;
-    while (last->beside != peer)
-        last = last->beside;
+    for (; last->beside != peer; last = last->beside)
+        last->beside->picked = last->beside;
     last->beside = peer->beside;
     if (peer->before == NULL)
         loop->oldest = peer->after;
@@ -500,11 +501,12 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
     pulse_release(&loop->pulse);
 }
 
-/* Has what is tied to a connection that has ended do so as well. */
+/* Has what is tied to a connection that has ended do so as well, when all that came is read: a
+ * GOODBYE, perhaps. */
 static void end_beside(struct loop *loop, struct peer *peer)
 {
     for (struct peer *other = peer->beside; other != peer; other = other->beside) {
-        other->connection.refused = true;
+        connection_break(&other->connection, ECONNRESET);
         enqueue(loop, other);
     }
 }

@@ -31,6 +31,7 @@ struct peer {
     uint64_t since_ns;          /* when it was accepted */
     struct peer *before, *after; /* of all, the oldest first */
     struct peer *beside;        /* another stream of the same link, around */
+    struct peer *picked;        /* of these, the latest that a result was sent over */
     struct peer *next;          /* in the list of those to receive from, or to free */
     bool waits;                 /* it is in that list */
     bool ended;                 /* the engine is to hear that it has */

@@ -18,6 +18,7 @@ from reducer.wire.constants import (
     MAX_CHUNK_BYTES,
     MAX_JOB_NAME_BYTES,
     MAX_LANES,
+    MAX_STREAMS,
     MAX_WORLD_SIZE,
     NO_SEQUENCE,
     NONCE_DIGITS,
@@ -178,12 +179,18 @@ class Stream:
 
     Attributes:
         ticket: what the WELCOME of that link has told.
+        number: of the stream, from 1; each is good once.
+        auth: proof that the worker knows the job's secret; "" without one.
     """
 
     ticket: str
+    number: int
+    auth: str = ""
 
     def __post_init__(self) -> None:
         _check_digits(self.ticket, (NONCE_DIGITS,), "ticket")
+        _check(self.number, int, 1, MAX_STREAMS - 1, "number")
+        _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from reducer.engine.engine import AWAY_S
@@ -14,13 +16,17 @@ from reducer.errors import (
     ReductionError,
     RemoteProtocolError,
 )
+from reducer.wire import authentication
 from reducer.wire.constants import MAX_STREAMS, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
 from tests.engine.driven import Driven, joined
-from tests.engine.words import TWO_KEYS, M, Reducer, kinds, lost_rank, told
-from worker_client.protocol.flight import AddStreams
+from tests.engine.words import TWO_KEYS, WINDOW, M, Reducer, kinds, lost_rank, number, told
+from worker_client.protocol.flight import AddStreams, Reset
 from worker_client.protocol.joining import auto_streams
+
+if TYPE_CHECKING:
+    from worker_client.protocol.link import Link
 
 BOTH = Feature.CREDIT | Feature.STREAMS
 
@@ -32,9 +38,12 @@ def join(reducer: Reducer, rank: int, key: str = "", features: int = BOTH, **cha
     return decode(Welcome, welcome.payload).ticket
 
 
-def stream(reducer: Reducer, peer: bytes, ticket: str, key: str = "") -> list:
-    body = encode(Stream(ticket))
-    return reducer.served.receive(peer, Header(M.STREAM).pack(), body, key)
+def stream(reducer: Reducer, peer: bytes, ticket: str, key: str = "", *, at: int = 1) -> list:
+    return say(reducer, peer, Stream(ticket, at), key)
+
+
+def say(reducer: Reducer, peer: bytes, body: Stream, key: str = "") -> list:
+    return reducer.served.receive(peer, Header(M.STREAM).pack(), encode(body), key)
 
 
 def refusal(sends: list, peer: bytes) -> ReductionError:
@@ -61,9 +70,11 @@ def test_contributions_count_over_any_stream(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
     (answer,) = stream(reducer, b"0b", ticket)
     assert (answer.peer, kinds([answer])) == (b"0b", [M.STREAM])
-    assert reducer.engine.newly_tied() in ([(b"0b", b"0")], [])  # the compiled loop has asked
-    assert reducer.engine.streams(b"0") == (b"0b",)
     reducer.served.taken = 0
+    told = reducer.engine.newly_tied()
+    assert told == [(b"0b", b"0")]
+    reducer.engine._members.tied = told  # for the compiled loop, which asks as well
+    assert reducer.engine.streams(b"0") == (b"0b",)
     for sequence, peer in enumerate([b"0b", b"0", b"0b"], 1):
         assert reducer.contribute(0, sequence, 1.0, peer=peer) == []
         results = reducer.contribute(1, sequence, 2.0)
@@ -128,14 +139,61 @@ def test_who_waits_for_a_rank_is_no_stream_of_another(two: tuple[Reducer, str]) 
     assert reducer.engine.newly_dropped() == [b"1b"]
 
 
-def test_a_link_has_so_many_connections_and_no_more(two: tuple[Reducer, str]) -> None:
+def test_each_number_is_good_once(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
-    for number in range(1, MAX_STREAMS):
-        assert kinds(stream(reducer, b"0.%d" % number, ticket)) == [M.STREAM]
-    error = refusal(stream(reducer, b"x", ticket), b"x")
-    assert isinstance(error, CapacityError)
-    assert (error.limit, "REDUCTION_STREAMS" in str(error)) == ("max_streams", True)
+    for at in range(1, MAX_STREAMS):
+        assert kinds(stream(reducer, b"0.%d" % at, ticket, at=at)) == [M.STREAM]
+    again = stream(reducer, b"x", ticket, at=3)
+    assert isinstance(refusal(again, b"x"), RemoteProtocolError)
+    assert reducer.engine.newly_dropped() == [b"x"], "the member itself goes on"
+    with pytest.raises(RemoteProtocolError, match="number must be between 1 and 15"):
+        Stream(ticket, MAX_STREAMS)
     assert len(reducer.engine.streams(b"0")) == MAX_STREAMS - 1
+
+
+def test_the_first_connection_has_to_be_there(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    reducer.engine.unreachable(b"0")
+    assert isinstance(refusal(stream(reducer, b"x", ticket), b"x"), MembershipError)
+    assert reducer.engine.streams(b"0") == ()
+
+
+def test_an_abort_that_makes_room_may_be_overtaken(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    stream(reducer, b"0b", ticket)
+    half = bytes(WINDOW // 2)
+    for sequence in (number(1), number(2)):  # a window full, of which rank 0 gives the first up
+        assert reducer.contribute(0, sequence, payload=half) == []
+    spare = reducer.engine.jobs[0].spare
+    for place in range(3, 5 + 2 * spare // WINDOW):  # in its room, and what any member has besides
+        late = reducer.contribute(0, number(place), payload=half, peer=b"0b")
+        assert late == [], place
+    assert kinds(reducer.contribute(0, number(4000), payload=half, peer=b"0b")) == [M.ERROR]
+    assert reducer.engine.newly_dropped() == [b"0"], "that is beyond any window"
+
+
+def test_without_streams_nothing_overtakes_it(two: tuple[Reducer, str]) -> None:
+    reducer, _ = two
+    half = bytes(WINDOW // 2)
+    spare = reducer.engine.jobs[0].spare
+    for place in range(1, 3 + 2 * spare // WINDOW):
+        assert reducer.contribute(0, number(place), payload=half) == []
+    assert M.ERROR in kinds(reducer.contribute(0, number(4000), payload=half))
+
+
+SECRET = b"s" * 32
+
+
+def test_a_stream_proves_that_it_knows_the_secret(implementation: str) -> None:
+    reducer = Reducer(implementation)
+    ticket = join(reducer, 0)
+    reducer.engine._secret = SECRET
+    proof = authentication.prove_stream(SECRET, ticket, 2)
+    wrong = authentication.prove_stream(b"t" * 32, ticket, 2)
+    for auth, at in (("", 2), (wrong, 2), (proof, 1)):
+        refused = refusal(say(reducer, b"x", Stream(ticket, at, auth)), b"x")
+        assert isinstance(refused, AuthError)
+    assert kinds(say(reducer, b"y", Stream(ticket, 2, proof))) == [M.STREAM]
 
 
 def test_a_stream_shows_the_key_of_its_link(implementation: str) -> None:
@@ -146,31 +204,49 @@ def test_a_stream_shows_the_key_of_its_link(implementation: str) -> None:
     assert kinds(stream(reducer, b"y", ticket, "key-1")) == [M.STREAM]
 
 
-def test_streams_count_as_connections_of_their_key(implementation: str) -> None:
-    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=3))
+def test_streams_leave_half_of_what_a_key_may_have(implementation: str) -> None:
+    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=6))
     reducer.engine.allow(TWO_KEYS)
-    ticket = join(reducer, 0, "key-1")
-    for peer in (b"0b", b"0c"):
-        assert kinds(stream(reducer, peer, ticket, "key-1")) == [M.STREAM]
-    error = refusal(stream(reducer, b"0d", ticket, "key-1"), b"0d")
+    ticket = join(reducer, 0, "key-1", world_size=4)
+    for at in (1, 2):
+        assert kinds(stream(reducer, b"0.%d" % at, ticket, "key-1", at=at)) == [M.STREAM]
+    error = refusal(stream(reducer, b"0.3", ticket, "key-1", at=3), b"0.3")
     assert isinstance(error, CapacityError)
     assert error.limit == "max_connections_per_key"
-    assert kinds(reducer.hello(1, "key-1")) == [M.ERROR]
+    assert "REDUCTION_STREAMS=1" in str(error)
+    for rank in (1, 2, 3):
+        assert kinds(reducer.hello(rank, "key-1", world_size=4)) == [M.WELCOME]
+    assert kinds(reducer.hello(0, "key-1", b"more", job="other")) == [M.ERROR], "that is six"
     reducer.lose(b"0")
-    assert kinds(reducer.hello(1, "key-1", b"again")) == [M.WELCOME]
+    for peer in (b"x", b"y", b"z"):
+        job = {"job": peer.decode(), "world_size": 1}
+        assert kinds(reducer.hello(0, "key-1", peer, **job)) == [M.WELCOME]
+
+
+def test_streams_leave_room_for_other_connections(implementation: str) -> None:
+    reducer = Reducer(implementation, limits=Limits(max_streams=2))
+    tickets = [join(reducer, rank) for rank in range(2)]
+    for rank, ticket in enumerate(tickets):
+        assert kinds(stream(reducer, b"%d.1" % rank, ticket)) == [M.STREAM]
+    error = refusal(stream(reducer, b"1.2", tickets[1], at=2), b"1.2")
+    assert isinstance(error, CapacityError)
+    assert error.limit == "max_streams"
+    reducer.lose(b"0")
+    assert kinds(stream(reducer, b"1.3", tickets[1], at=2)) == [M.STREAM]
 
 
 @pytest.mark.parametrize("later", [1, 2])
 def test_those_of_an_ended_generation_are_no_longer_counted(
     implementation: str, later: int
 ) -> None:
-    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=3))
+    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=6))
     reducer.engine.allow(TWO_KEYS)
     for generation in range(later + 1):
         peer = b"%d" % generation
         ticket = join(reducer, 0, "key-1", peer=peer, generation=generation)
-        for name in (b"b", b"c"):
-            assert kinds(stream(reducer, peer + name, ticket, "key-1")) == [M.STREAM]
+        for at in (1, 2):
+            made = stream(reducer, peer + b".%d" % at, ticket, "key-1", at=at)
+            assert kinds(made) == [M.STREAM]
 
 
 # -- the worker -------------------------------------------------------------------------------
@@ -194,10 +270,9 @@ def test_each_25_ms_of_the_round_trip_bring_another_one(
     assert auto_streams(round_trip_s) == streams
     session = Driven(implementation, 0, 2, ("a:1",), 0, streams=0)
     actions = added(session, round_trip_s, "a" * 32)
-    assert [action.streams for action in actions] == ([streams - 1] if streams > 1 else [])
-    for action in actions:
-        assert Header.unpack(action.header).type is M.STREAM
-        assert decode(Stream, action.payload).ticket == "a" * 32
+    said = [decode(Stream, payload) for action in actions for payload in action.payloads]
+    assert said == [Stream("a" * 32, at) for at in range(1, streams)]
+    assert all(Header.unpack(action.header).type is M.STREAM for action in actions)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +282,20 @@ def test_what_was_asked_for_is_made_where_the_reducer_can(
     implementation: str, asked: int, ticket: str, expected: list[int]
 ) -> None:
     session = Driven(implementation, 0, 2, ("a:1",), 0, streams=asked)
-    assert [action.streams for action in added(session, 0.2, ticket)] == expected
+    assert [len(action.payloads) for action in added(session, 0.2, ticket)] == expected
+
+
+def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Driven(implementation, 0, 2, ("a:1",), 0, streams=3)
+
+    def lose(link: Link) -> list[Reset]:  # as a reducer that has lost something of ours is
+        link.disconnect()
+        return [Reset(link.index)]
+
+    monkeypatch.setattr(session.session.failover, "welcomed", lose)
+    assert added(session, 0.2, "b" * 32) == []
 
 
 def test_a_worker_announces_them_if_it_may_have_some(implementation: str) -> None:

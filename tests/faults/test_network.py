@@ -12,6 +12,7 @@ from reducer.wire.constants import HEADER_BYTES, MAGIC, VERSION_MAJOR, MessageTy
 from tests.conftest import joined
 from tests.faults.proxy import Direction, Proxy, Way
 from tests.faults.steps import (
+    COUNT,
     begin,
     exact,
     exact_or_typed,
@@ -151,7 +152,8 @@ def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(
 @pytest.mark.parametrize("nbytes", [0, 50, HEADER_BYTES, 100_000])
 def test_a_torn_frame_tears_no_sum(net: Net, way: Way, nbytes: int) -> None:
     fired = net.proxies[1].cut(way, mid_frame=nbytes, after=chunk(way))
-    exact_or_typed(begin(net.clients, 1), within_s=3)
+    step = begin(net.clients, 1, 3 * COUNT)  # so that each of three streams carries as much
+    exact_or_typed(step, within_s=3)
     assert fired.wait(20)
     works_again(net.clients)
 

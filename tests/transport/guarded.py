@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.intruder import Worker
+from bench.lines import Bare
 from bench.zmtp import GREETING, HANDSHAKE, dial
 from reducer import kernels
 from reducer.engine.engine import Engine
@@ -16,6 +17,8 @@ from reducer.runtime import implementation
 from reducer.runtime.guard import Guard
 from reducer.runtime.plain_transport import make_context
 from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
+from reducer.wire.header import Header
+from reducer.wire.messages import Stream, Welcome, decode, encode
 from tests.transport.scripted import HOST
 
 if TYPE_CHECKING:
@@ -50,7 +53,12 @@ class Post:
         self.transport = make(f"tcp://{HOST}:0", context)
         stack.callback(self.transport.close)
         self.engine = Engine(
-            table, chosen.slots, memory_limit=256 * MIB, incarnation="1", address="here:1"
+            table,
+            chosen.slots,
+            memory_limit=256 * MIB,
+            incarnation="1",
+            address="here:1",
+            features=chosen.features,
         )
         self.guard = Guard(self.engine, self.transport, patience)
         self._loop = chosen.loop(self.engine, self.transport)
@@ -99,8 +107,17 @@ class Post:
         worker = self.meanwhile(lambda: Worker(self.address, job, **settings))
         self._stack.enter_context(closing(worker))
         self.until(lambda: self.members.get(job, 0) > here)
-        answer(worker, M.WELCOME)
+        worker.ticket = decode(Welcome, answer(worker, M.WELCOME)).ticket
         return worker
+
+    def stream(self, worker: Worker, number: int = 1) -> Bare:
+        """Give a member another stream."""
+        line = self.meanwhile(lambda: Bare(self.address))
+        self._stack.enter_context(closing(line))
+        line.say(Header(M.STREAM).pack(), encode(Stream(worker.ticket, number)))
+        header, _ = self.meanwhile(line.hear)
+        assert Header.unpack(header).type is M.STREAM
+        return line
 
     @property
     def members(self) -> dict[str, int]:

@@ -156,7 +156,7 @@ class Client:
 
     @property
     def lanes(self) -> list[int]:
-        """Number of connections to each reducer, one for each of its threads."""
+        """Number of links to each reducer, one to each of its threads."""
         session = self._ordered.flat.session
         reducers = [link.reducer for link in session.links]
         return [reducers.count(reducer) for reducer in range(len(session.spec.reducers))]

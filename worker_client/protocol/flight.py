@@ -195,18 +195,17 @@ class Connect(NamedTuple):
 
 
 class AddStreams(NamedTuple):
-    """Give a link further streams: connections that begin with this message, and carry chunks.
+    """Give a link further streams: connections that begin with a message, and carry chunks.
 
     Attributes:
         link: which.
-        streams: how many, besides its first connection.
-        header, payload: of the message.
+        header: of all of these messages.
+        payloads: of each.
     """
 
     link: int
-    streams: int
     header: bytes
-    payload: bytes
+    payloads: tuple[bytes, ...]
 
 
 class Reset(NamedTuple):

@@ -148,11 +148,8 @@ class Joining:
     def _has_secret(self, link: Link) -> bool:
         return bool(self._spec.secret) and link.reducer in self._spec.hosts
 
-    def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect | AddStreams]:
+    def welcome(self, link: Link, header: Header, payload: Buffer) -> list[Connect]:
         """Handle a WELCOME: this worker is a member; the first one names the reducer's other lanes.
-
-        Returns:
-            The connections to make: of these lanes, and of the link's further streams.
 
         Raises:
             AuthError: it does not know the job's secret.
@@ -168,12 +165,8 @@ class Joining:
         grows = bool(welcome.features & Feature.CREDIT)
         self._flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
         self._flight.open(link.index)
-        connects: list[Connect | AddStreams] = []
-        streams = self._spec.streams or auto_streams(link.round_trip_s)
-        if welcome.ticket and streams > 1:
-            said = header._replace(type=MessageType.STREAM, window=0).pack()
-            opening = encode(Stream(welcome.ticket))
-            connects.append(AddStreams(link.index, streams - 1, said, opening))
+        link.ticket = welcome.ticket
+        connects = []
         if not self.complete:
             host = link.address.rpartition(":")[0]
             known = sum(other.reducer == link.reducer for other in self._links)
@@ -181,6 +174,21 @@ class Joining:
                 connects.append(self._add(link.reducer, lane, f"{host}:{port}"))
             self.complete = self.done
         return connects
+
+    def streams(self, link: Link) -> list[AddStreams]:
+        """Ask for the further streams of a link that has been welcomed, if it is to have some."""
+        ticket, secret = link.ticket, self._spec.secret if self._has_secret(link) else b""
+        streams = self._spec.streams or auto_streams(link.round_trip_s)
+        if link.hello is None or not (link.member and ticket and streams > 1):
+            return []
+
+        def opening(number: int) -> bytes:
+            proof = authentication.prove_stream(secret, ticket, number) if secret else ""
+            return encode(Stream(ticket, number, proof))
+
+        header = link.hello[0]._replace(type=MessageType.STREAM, window=0, watermark=0)
+        openings = tuple(opening(number) for number in range(1, streams))
+        return [AddStreams(link.index, header.pack(), openings)]
 
     def refuse(self, link: Link, error: ReductionError, now: float) -> None:
         """Take note that a reducer does not admit us; later it may."""

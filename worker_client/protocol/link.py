@@ -39,6 +39,7 @@ class Link:
         refusal: why the reducer refused the HELLO, if it did.
         hello: what was said last in the attempt to join.
         proof: with which the reducer has to answer, if it must prove that it is the job's; "" else.
+        ticket: what the link's further streams have to show; "" if it has none.
         untold: what has failed here, of which the reducer is to be told when it can be.
         straggler: the rank that the others wait for, as the reducer has said last.
     """
@@ -56,6 +57,7 @@ class Link:
         "spent",
         "state",
         "straggler",
+        "ticket",
         "unreachable",
         "untold",
         "up",
@@ -75,6 +77,7 @@ class Link:
         self.refusal: ReductionError | None = None
         self.hello: tuple[Header, Hello] | None = None
         self.proof = ""
+        self.ticket = ""
         self.untold: list[Failed] = []
         self.straggler: Straggler | None = None
 

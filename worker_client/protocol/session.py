@@ -446,7 +446,8 @@ class Session(SessionState):
 
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         connects = self._joining.welcome(link, header, payload)
-        return [*self.failover.welcomed(link), *connects]
+        actions = self.failover.welcomed(link)  # which may lose it again
+        return [*actions, *connects, *self._joining.streams(link)]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         """Say what is wrong with a result that the flight did not take."""

@@ -71,6 +71,7 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     bint loop_open(loop_t *self, uint32_t line, int fd, const curve_keys *keys) noexcept
     bint loop_join(loop_t *self, uint32_t line, pair *pair) noexcept
     void loop_carry(loop_t *self, uint32_t line) noexcept
+    void loop_break(loop_t *self, uint32_t line) noexcept
     void loop_close(loop_t *self, uint32_t line) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept

@@ -148,6 +148,10 @@ cdef class Loop:
         """Have a further stream carry contributions, as the reducer agrees to."""
         loop_carry(&self.its, self.check(line))
 
+    def break_(self, line):
+        """Have a line's connection end, if there is one, when all that came over it is read."""
+        loop_break(&self.its, self.check(line))
+
     def close(self, line):
         """Drop a line's connection, if there is one, with what it has not sent."""
         loop_close(&self.its, self.check(line))

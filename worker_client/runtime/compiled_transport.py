@@ -50,7 +50,7 @@ from worker_client.runtime.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
@@ -144,18 +144,19 @@ class CompiledTransport(Transport):
         self._ways.append(_Way(link, address))
         self._mind(time.monotonic())
 
-    def add_streams(self, link: int, count: int, header: bytes, payload: bytes) -> None:
+    def add_streams(self, link: int, header: bytes, payloads: Sequence[bytes]) -> None:
         lines = self._lines[link]
-        address = self._ways[lines[0]].address
-        if address in self._inside:
+        main = self._ways[lines[0]]
+        if main.socket is None:
             return  # no network lies between
-        while len(lines) <= count:
+        place = main.socket.family, main.socket.getpeername()
+        while len(lines) <= len(payloads):
             lines.append(self._loop.add(link))
-            self._ways.append(_Way(link, address))
-        for line in lines[1 : 1 + count]:
+            self._ways.append(_Way(link, main.address))
+        for line, payload in zip(lines[1:], payloads, strict=False):
             self._hang_up(line)
             way = self._ways[line]
-            way.opening, way.retry_at, way.delay_s = (header, payload), 0.0, RECONNECT_MS / 1000
+            way.opening, way.places, way.retry_at = (header, payload), [place], 0.0
         self._mind(time.monotonic())
 
     def reset(self, link: int) -> None:
@@ -232,7 +233,8 @@ class CompiledTransport(Transport):
         self._loop.resume()
 
     def close(self) -> None:
-        self._loop.end(LINGER_MS)
+        far_s = max((self.round_trip_s(link) for link in range(len(self._lines))), default=0.0)
+        self._loop.end(LINGER_MS + round(4000 * far_s))  # what is lost twice comes all the same
         for way in self._ways:
             if way.socket is not None:
                 way.socket.close()
@@ -256,7 +258,7 @@ class CompiledTransport(Transport):
                 self._loop.send(line, *way.opening)
             return
         if way.opening is not None:
-            yield from self._stream_ended(line)
+            self._stream_ended(line)
             return
         tried = self._loop.connected(line)
         self._end(link)
@@ -272,18 +274,18 @@ class CompiledTransport(Transport):
         if tried:
             yield Disconnected(link, NO_REDUCER)
 
-    def _stream_ended(self, line: int) -> Iterator[Event]:
-        """Go on without a further stream, if nothing was sent over it; else the link is lost."""
+    def _stream_ended(self, line: int) -> None:
+        """Go on without a further stream, if nothing was sent over it; else end the link."""
         way = self._ways[line]
-        if not way.carries:
-            self._hang_up(line)
+        lines, carried = self._lines[way.link], way.carries
+        self._hang_up(line)
+        if not carried:
             self._try_later(way)
             return
-        main = self._ways[self._lines[way.link][0]]
-        why = silence(way.silent_s) if way.silent_s else HUNG_UP
-        self._end(way.link)
-        main.retry_at = 0.0
-        yield Disconnected(way.link, why)
+        main = self._ways[lines[0]]
+        main.silent_s = main.silent_s or way.silent_s
+        for other in lines:
+            self._loop.break_(other)  # first what has come is read, and then the main one's end
 
     def _answered(self, line: int, header: bytes, payload: bytes) -> None:
         """Take a reducer's answer to what a further stream began with."""
@@ -386,14 +388,18 @@ class CompiledTransport(Transport):
         if way.places:
             way.retry_at = 0.0
             return
-        if way.opening is not None:
-            return  # the link has one less, until the reducer welcomes it anew
+        if way.opening is not None:  # no more are tried until the reducer welcomes the link anew
+            log.warning("%s has fewer streams than were asked for: one ended early", way.address)
+            return
         way.retry_at = time.monotonic() + way.delay_s * self._random.uniform(0.5, 1.5)
         way.delay_s = min(2 * way.delay_s, RECONNECT_MAX_MS / 1000)
 
     def _end(self, link: int) -> None:
         """Close all connections of a link; the reducer has to welcome it before it has streams."""
         for line in self._lines[link]:
+            if (its := self._ways[line].socket) is not None:
+                with contextlib.suppress(OSError):  # it has ended already
+                    its.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
             self._hang_up(line)
 
     def _hang_up(self, line: int) -> None:

@@ -43,12 +43,22 @@ static void ping_all(void *argument)
 
 /* -- low water marks ------------------------------------------------------------------------- */
 
-/* What is awaited may not come any more, or be longer than what comes instead. */
-static void reset_low_water(struct loop *loop)
+/* What is awaited on a link may come later than something shorter, over any of its streams. */
+static void reset_low_water(struct loop *loop, uint32_t main)
 {
-    for (uint32_t line = 0; line < loop->lines; line++)
+    uint32_t line = main;
+    do {
         if (loop->line[line].connection != NULL)
             connection_await(loop->line[line].connection, 0);
+        line = loop->line[line].next;
+    } while (line != main);
+}
+
+/* What is awaited may not come any more, or be longer than what comes instead. */
+static void reset_low_waters(struct loop *loop)
+{
+    for (uint32_t link = 0; link < loop->links; link++)
+        reset_low_water(loop, loop->main[link]);
 }
 
 /* -- set-up ---------------------------------------------------------------------------------- */
@@ -70,6 +80,16 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
            pulse_start(&loop->pulse, every_ns / 2, ping_all, loop);
 }
 
+/* Whether something of a line is yet to be sent; of a link's streams, to be acknowledged: the end of
+ * one that overtakes a farewell over another would end the link without it. */
+static bool drain(struct loop *loop, uint32_t line)
+{
+    struct connection *connection = loop->line[line].connection;
+    bool unsent = connection_drain(connection);
+    bool several = loop->line[line].next != line && !connection->broken;
+    return unsent || (several && connection_backlog(connection) > 0);
+}
+
 /* Waits until everything is with the kernel. */
 static void linger(struct loop *loop, long timeout_ms)
 {
@@ -78,7 +98,7 @@ static void linger(struct loop *loop, long timeout_ms)
         unsent = false;
         for (uint32_t line = 0; line < loop->lines; line++)
             if (loop->line[line].connection != NULL)
-                unsent |= connection_drain(loop->line[line].connection);
+                unsent |= drain(loop, line);
         struct epoll_event events[EVENTS];
         int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
@@ -127,7 +147,7 @@ static bool add(struct loop *loop, uint32_t link)
         next = lines[loop->main[link]].next;
         lines[loop->main[link]].next = line;
     }
-    lines[loop->lines++] = (struct loop_line){.link = link, .next = next};
+    lines[loop->lines++] = (struct loop_line){.link = link, .next = next, .picked = line};
     return true;
 }
 
@@ -197,7 +217,17 @@ bool loop_join(struct loop *loop, uint32_t line, struct pair *pair)
 
 void loop_carry(struct loop *loop, uint32_t line)
 {
+    pulse_hold(&loop->pulse);
     loop->line[line].carries = loop->line[line].connection != NULL;
+    pulse_release(&loop->pulse);
+}
+
+void loop_break(struct loop *loop, uint32_t line)
+{
+    pulse_hold(&loop->pulse);
+    if (loop->line[line].connection != NULL)
+        connection_break(loop->line[line].connection, ECONNRESET);
+    pulse_release(&loop->pulse);
 }
 
 void loop_close(struct loop *loop, uint32_t line)
@@ -205,12 +235,12 @@ void loop_close(struct loop *loop, uint32_t line)
     pulse_hold(&loop->pulse);
     struct loop_line *its = &loop->line[line];
     struct connection *connection = its->connection;
-    *its = (struct loop_line){.link = its->link, .next = its->next};
+    *its = (struct loop_line){.link = its->link, .next = its->next, .picked = line};
     if (connection != NULL) {
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
         connection_free(connection);
         free(connection);
-        reset_low_water(loop);
+        reset_low_waters(loop);
     }
     pulse_release(&loop->pulse);
 }
@@ -249,25 +279,26 @@ static bool send_copy(struct loop *loop, struct connection *connection, const vo
 }
 
 /* The connection of a link over which the next contribution goes, by the main line: of several
- * streams, that with the least on its way. NULL: there is none. */
+ * streams, that with the least on its way, in turn. NULL: there is none. */
 static struct connection *pick(const struct loop *loop, uint32_t main)
 {
-    const struct loop_line *its = &loop->line[main];
-    struct connection *connection = its->connection;
-    if (connection == NULL || !connection->zmtp.ready)
+    struct loop_line *its = &loop->line[main];
+    if (its->connection == NULL || !its->connection->zmtp.ready)
         return NULL;
     if (its->next == main)
-        return connection;
-    uint64_t least = connection_backlog(connection);
-    for (uint32_t line = its->next; line != main; line = loop->line[line].next) {
-        struct connection *other = loop->line[line].connection;
-        uint64_t backlog = loop->line[line].carries ? connection_backlog(other) : least;
+        return its->connection;
+    uint64_t least = UINT64_MAX;
+    uint32_t after = its->picked, line = after;
+    do {
+        line = loop->line[line].next;
+        uint64_t backlog =
+            loop->line[line].carries ? connection_backlog(loop->line[line].connection) : UINT64_MAX;
         if (backlog < least) {
             least = backlog;
-            connection = other;
+            its->picked = line;
         }
-    }
-    return connection;
+    } while (line != after);
+    return loop->line[its->picked].connection;
 }
 
 /* Queues a contribution, and returns where. One to a reducer that is not connected is dropped: the
@@ -290,7 +321,7 @@ static struct connection *queue_contribution(struct loop *loop, const struct con
         connection_break(connection, ENOMEM);
     }
     if (next->header.nbytes < LARGE_BYTES) /* its result may come before large ones */
-        connection_await(connection, 0);
+        reset_low_water(loop, main);
     /* Of several streams, the caller flushes one; and a place for failures is behind that. */
     if (failpoints_armed || loop->line[main].next != main)
         connection_flush(connection);
@@ -360,7 +391,7 @@ bool loop_detach(struct loop *loop, uint64_t sequence)
     for (uint32_t line = 0; line < loop->lines; line++)
         if (loop->line[line].connection != NULL)
             detached &= connection_detach(loop->line[line].connection, sequence);
-    reset_low_water(loop);
+    reset_low_waters(loop);
     pulse_release(&loop->pulse);
     return detached;
 }

@@ -24,6 +24,7 @@ struct loop_line {
     uint32_t next;                 /* line of the same link, around */
     struct connection *connection; /* NULL: there is none */
     bool carries; /* contributions may be sent over it */
+    uint32_t picked; /* of a main line: over which the latest one was */
     bool changed; /* it became ready, or has ended, and nobody has been told */
     uint64_t awaited_ns; /* since when */
     bool late;     /* they did not come in time: until the next message, any count */
@@ -62,6 +63,8 @@ bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys
 bool loop_join(struct loop *loop, uint32_t line, struct pair *pair);
 /* Has a further stream carry contributions, as the reducer agrees to. */
 void loop_carry(struct loop *loop, uint32_t line);
+/* Has a line's connection end, if it has one, when all that came over it is read. */
+void loop_break(struct loop *loop, uint32_t line);
 /* Drops a line's connection, if it has one, with all that it has not sent. */
 void loop_close(struct loop *loop, uint32_t line);
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
@@ -87,14 +87,15 @@ class Transport(ABC):
             address: ``host:port``, or the endpoint of a reducer in this process.
         """
 
-    def add_streams(self, link: int, count: int, header: bytes, payload: bytes) -> None:  # noqa: B027
-        """Give a link further streams, until its first connection ends; the plain one has none.
+    def add_streams(  # noqa: B027 (the plain one has none)
+        self, link: int, header: bytes, payloads: Sequence[bytes]
+    ) -> None:
+        """Give a link further streams, until its first connection ends.
 
         Args:
             link: whose first connection the reducer has welcomed.
-            count: of the further streams.
-            header: of the message with which each begins.
-            payload: of that.
+            header: of the messages with which they begin.
+            payloads: of these, one for each.
         """
 
     @abstractmethod

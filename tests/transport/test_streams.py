@@ -1,0 +1,75 @@
+"""Further connections of members, at a reducer whose every moment the test decides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bench.zmtp import MORE, frame
+from reducer.errors import RankLostError
+from reducer.wire.constants import Feature
+from reducer.wire.messages import decode_error
+from tests.transport.guarded import MIB, PATIENCE, M, Post, answer, ended, rounds
+
+if TYPE_CHECKING:
+    from bench.intruder import Worker
+
+STREAMS = int(Feature.STREAMS)
+
+
+@pytest.fixture
+def impl() -> str:
+    """The plain implementation has none."""
+    return "compiled"
+
+
+def two(post: Post) -> list[Worker]:
+    return [post.member("job", rank=rank, features=STREAMS, window=MIB) for rank in range(2)]
+
+
+def test_it_is_no_stranger_and_ends_with_its_member(post: Post) -> None:
+    worker, _ = two(post)
+    line = post.stream(worker)
+    post.now = 3 * PATIENCE.hello_s
+    rounds(post)
+    assert post.guard.connections == 3
+    assert post.closed == 0
+    worker.close()
+    post.until(lambda: ended(line.connection))
+    post.until(lambda: post.guard.connections == 1)
+
+
+def test_a_member_ends_with_its_stream(post: Post) -> None:
+    worker, _ = two(post)
+    first, second = post.stream(worker, 1), post.stream(worker, 2)
+    first.close()
+    post.until(lambda: ended(second.connection) and ended(worker.line.connection))
+
+
+def test_what_was_said_before_a_stream_ended_is_heard(post: Post) -> None:
+    worker, other = two(post)
+    line = post.stream(worker)
+    # Nobody serves meanwhile: the reducer sees the end before it reads the GOODBYE.
+    line.close()
+    worker.say(worker.common._replace(type=M.GOODBYE, sequence=(1 << 64) - 1).pack())
+    post.until(lambda: post.members == {"job": 1})
+    other.contribute(1, bytes(64))
+    error = decode_error(post.meanwhile(lambda: answer(other, M.ERROR)))
+    assert isinstance(error, RankLostError)
+    assert str(error) == "rank 0 left the job"
+
+
+def test_what_is_held_for_all_of_a_members_streams_counts_together(post: Post) -> None:
+    worker, _ = two(post)
+    line = post.stream(worker)
+    (job,) = post.engine.jobs
+    job.reserved = job.rounds.reserved = MIB // 2  # and an eighth, and 256 KiB for each rank
+    part = frame(worker.common.pack(), MORE) + frame(bytes(MIB))[: MIB * 3 // 4]
+    worker.line.connection.sendall(part)
+    rounds(post)
+    assert post.members == {"job": 2}
+    line.connection.sendall(part)
+    post.until(lambda: post.members == {"job": 1})
+    post.now += 2
+    post.until(lambda: ended(line.connection))
