@@ -13,6 +13,7 @@ from reducer.wire.messages import (
     Hello,
     Loss,
     Stragglers,
+    Stream,
     Welcome,
     decode,
     decode_error,
@@ -23,8 +24,8 @@ from reducer.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Body: TypeAlias = Hello | Challenge | Welcome | Loss | Stragglers
-KINDS: tuple[type[Body], ...] = (Hello, Challenge, Welcome, Loss, Stragglers)
+Body: TypeAlias = Hello | Challenge | Welcome | Loss | Stragglers | Stream
+KINDS: tuple[type[Body], ...] = (Hello, Challenge, Welcome, Loss, Stragglers, Stream)
 _TEXTS = ("", "a", "job", "1.0", "1.7", "2.0", "1", "epoch", "\ud800", "é" * 64, "\0", "x" * 2000)
 _VALUES: tuple[Any, ...] = (
     *EDGES,
@@ -70,6 +71,7 @@ def nearly(kind: type[Body], source: Source) -> bytes:
         Welcome: {"incarnation": "1"},
         Loss: {"reducer": 0, "epoch": 0},
         Stragglers: {"missing": [0, 1]},
+        Stream: {"ticket": "0" * 32, "number": 1},
     }
     values = sound[kind]
     for _ in range(source.below(4)):

@@ -16,6 +16,7 @@ from reducer.wire.constants import MAX_BODY_BYTES, ErrorCode
 from reducer.wire.messages import (
     Hello,
     Loss,
+    Stream,
     Welcome,
     decode,
     decode_error,
@@ -40,8 +41,10 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("body", [HELLO, Welcome(incarnation="ab12")])
-def test_round_trip(body: Hello | Welcome) -> None:
+@pytest.mark.parametrize(
+    "body", [HELLO, Welcome(incarnation="ab12", ticket="5a" * 16), Stream("5a" * 16, 15, "0f" * 32)]
+)
+def test_round_trip(body: Hello | Welcome | Stream) -> None:
     assert decode(type(body), encode(body)) == body
 
 
@@ -85,6 +88,14 @@ def test_values_out_of_bounds_are_refused(change: dict) -> None:
 def test_a_loss_out_of_bounds_is_refused(values: tuple[int, ...]) -> None:
     with pytest.raises(errors.RemoteProtocolError):
         Loss(*values)
+
+
+@pytest.mark.parametrize(
+    "values", [("", 1), ("5a" * 15, 1), ("5a" * 16, 0), ("5a" * 16, 16), ("5a" * 16, 1, "0f")]
+)
+def test_a_stream_out_of_bounds_is_refused(values: tuple) -> None:
+    with pytest.raises(RemoteProtocolError):
+        Stream(*values)
 
 
 def test_a_loss_of_an_earlier_version_has_no_sequence() -> None:
