@@ -59,7 +59,7 @@ endef
 demo: .venv/demo-ready
 	$(BIN)/worker-client demo
 
-# Every layer, and one representative of every scenario: about four minutes on two cores.
+# Every layer, and one representative of every scenario: about five minutes on two cores.
 test: .venv/ready
 	$(PYTEST) $(PARALLEL) $(APART) -m "not extended"
 

@@ -48,7 +48,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """All-reduce over a long distance; print the rate, and who was called lost."""
     (nbytes,) = options.sizes(size)
     arguments = {"nbytes": nbytes, "in_flight": in_flight, "count": count}
-    os.environ["REDUCTION_STREAMS"] = str(streams)  # of the ranks, which inherit it
+    os.environ["REDUCTION_STREAMS"] = str(streams or "auto")  # of the ranks, which inherit it
     streams = streams or auto_streams(round_trip_ms / 1000)
     lab = Lab(
         workers + reducers,

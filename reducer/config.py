@@ -95,8 +95,7 @@ class ReducerConfig(BaseSettings):
     max_connections_per_key: int | None = Field(default=None, ge=1)
     """Connections that the members with one key may have on a pool with keys; by default half of
     REDUCTION_MAX_CONNECTIONS. Each rank has one to each thread, and one more there if its calls
-    have names; far away each of these may be several (REDUCTION_STREAMS), as long as half are
-    free."""
+    have names; each of these may be several (REDUCTION_STREAMS), as long as half are free."""
 
     handshake_timeout: Seconds = 5.0
     """Time for a new connection's handshake. A connection that belongs to no job after twice this

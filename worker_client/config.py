@@ -133,9 +133,11 @@ class WorkerConfig(BaseSettings):
     up to 256 MiB, as far as they have memory (docs/performance.md#long-distances)."""
 
     streams: Annotated[int, AUTO] = Field(default=0, ge=0, le=MAX_STREAMS)
-    """TCP connections to each thread of each reducer, 16 at most, which share its chunks: far away,
-    losses keep each one of them slow. ``auto`` takes another one for each 25 ms of the round trip,
-    up to 8. Each rank decides for itself (docs/performance.md#long-distances)."""
+    """TCP connections to each thread of each reducer, 1 to 16, which share its chunks: far away,
+    losses keep each one of them slow. ``auto`` takes one, and one more for each full 25 ms of the
+    round trip when the connection is made, 8 in all. More than one takes the compiled
+    implementation at both ends. Each rank decides for itself (docs/performance.md#long-distances).
+    """
 
     timeout: Seconds = 300.0
     """Time after which an all-reduce fails and names the ranks that are missing. Long by default,
@@ -424,6 +426,8 @@ def _explain(error: ValidationError, argument: str = "settings") -> str:
         message = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"].startswith("byte_size"):
             message = "write bytes such as 64MiB or 67108864"
+        if mistake["loc"][:1] == ("streams",):
+            message = f"write auto, or a number from 1 to {MAX_STREAMS}"
         got = "" if ", got " in message else f" (got {mistake['input']!r})"
         mistakes.append(f"{name}: {message}{got}")
     return "; ".join(mistakes)

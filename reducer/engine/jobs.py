@@ -300,15 +300,16 @@ class Membership:
         most, of_key = limits.max_streams, limits.max_connections_per_key
         if most is not None and len(self._mains) >= most:
             raise CapacityError(
-                f"this reducer has {most} further streams already: raise its --max-connections "
-                "(REDUCTION_MAX_CONNECTIONS), or set REDUCTION_STREAMS=1",
+                f"{most} further streams are here already, half of a thread's connections: raise "
+                "the reducer's --max-connections (REDUCTION_MAX_CONNECTIONS), or set "
+                "REDUCTION_STREAMS=1 at the workers",
                 limit="max_streams",
             )
         if key not in {"", LOCAL} and of_key is not None and self._of_key[key] >= of_key // 2:
             raise CapacityError(
                 f"half of the {of_key} connections that this key may have are taken: raise the "
                 "reducer's --max-connections-per-key (REDUCTION_MAX_CONNECTIONS_PER_KEY), or set "
-                "REDUCTION_STREAMS=1",
+                "REDUCTION_STREAMS=1 at the workers",
                 limit="max_connections_per_key",
             )
         self._of_key[key] += 1
@@ -547,8 +548,8 @@ class Membership:
         if self._of_key[key] - leaving >= most:
             raise CapacityError(
                 f"this reducer has {most} connections of this key already (a rank has one to each "
-                "thread, and one more if its calls have names): end other jobs of the key, or "
-                "raise the reducer's --max-connections-per-key "
+                "thread, and one more if its calls have names, besides REDUCTION_STREAMS): end "
+                "other jobs of the key, or raise the reducer's --max-connections-per-key "
                 "(REDUCTION_MAX_CONNECTIONS_PER_KEY)",
                 limit="max_connections_per_key",
             )

@@ -33,7 +33,7 @@ class Limits(NamedTuple):
             None.
         max_rounds: all-reduces that one job may have here, or all jobs of one key.
         max_connections_per_key: connections of members that may have come with one key; any number
-            if None. Further streams may take half of them.
+            if None. A key that has half of them gets no further streams.
         max_streams: further streams that all links together may have; any number if None.
     """
 

@@ -79,7 +79,8 @@ class Composer:
             if asked > 1:
                 raise ConfigError(
                     f"REDUCTION_STREAMS={asked} needs the compiled implementation: leave it out, "
-                    "or install a C compiler, reinstall, and leave out REDUCTION_IMPL=plain"
+                    "or leave out REDUCTION_IMPL=plain and, where the loops were not built, "
+                    "install a C compiler and reinstall"
                 )
             return 1
         return asked

@@ -73,6 +73,7 @@ class _Way:
         address: ``host:port``, or an endpoint in this process.
         opening: header and payload of the message with which a further stream begins.
         carries: the reducer has agreed to that.
+        fewer: of a link's first one: that others were not made was said.
         socket: of the connection, or of the attempt to make one; None in this process.
         places: addresses of that name that are yet to be tried.
         asked: the name is being resolved.
@@ -88,6 +89,7 @@ class _Way:
     address: str
     opening: tuple[bytes, bytes] | None = None
     carries: bool = False
+    fewer: bool = False
     socket: socket.socket | None = None
     places: list[tuple[int, Any]] | None = None
     asked: bool = False
@@ -295,9 +297,15 @@ class CompiledTransport(Transport):
             self._loop.carry(line)
             return
         with contextlib.suppress(ReductionError):  # else it is no ERROR, or none that makes sense
-            why = decode_error(payload)
-            log.warning("%s has fewer streams than were asked for: %s", way.address, why)
+            self._say_fewer(way, str(decode_error(payload)))
         self._hang_up(line)
+
+    def _say_fewer(self, way: _Way, why: str) -> None:
+        """Say once that a link goes on with fewer streams than it was to have."""
+        main = self._ways[self._lines[way.link][0]]
+        if not main.fewer:
+            main.fewer = True
+            log.warning("reducer %s has fewer streams than it was to have: %s", way.address, why)
 
     def _refusal(self, way: _Way, change: _loop.Change) -> AuthError | None:
         """Say what is wrong with our keys, if a failed handshake tells."""
@@ -389,7 +397,7 @@ class CompiledTransport(Transport):
             way.retry_at = 0.0
             return
         if way.opening is not None:  # no more are tried until the reducer welcomes the link anew
-            log.warning("%s has fewer streams than were asked for: one ended early", way.address)
+            self._say_fewer(way, "a connection was closed, or not made in time")
             return
         way.retry_at = time.monotonic() + way.delay_s * self._random.uniform(0.5, 1.5)
         way.delay_s = min(2 * way.delay_s, RECONNECT_MAX_MS / 1000)
