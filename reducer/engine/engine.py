@@ -209,6 +209,8 @@ class Engine:
                     "this reducer does not know you: it was restarted, or gave you up"
                 )
             job, member = found
+            if stream != peer and header.type is not MessageType.CONTRIBUTION:
+                raise RemoteProtocolError(f"{header.type.name} goes over a link's first connection")
             state = after(member.state, Role.WORKER, header.type)
             if state is None:
                 raise RemoteProtocolError(
@@ -296,17 +298,22 @@ class Engine:
     def unreachable(self, peer: bytes) -> list[Send]:
         """Learn from the transport that a peer is gone: it died, or the network is cut.
 
-        Who loses one stream has lost the link: the transport ends the others.
+        Who has lost a further stream is about to notice and to come back, or says GOODBYE over the
+        first one, which may be on its way.
         """
-        peer = self._members.main(peer)
+        stream, peer = peer, self._members.main(peer)
         self._contests = [contest for contest in self._contests if contest.peer != peer]
         found = self._members.find(peer)
-        if found is None or peer in self._unreachable:
+        if found is None:
             return []
         job, member = found
+        due = self._now + AWAY_S + (job.patience_s if stream != peer else 0.0)
+        if peer in self._unreachable:
+            self._unreachable[peer] = min(self._unreachable[peer], due)
+            return []
         if self._reductions.closed is not None:
             return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
-        self._unreachable[peer] = self._now + AWAY_S
+        self._unreachable[peer] = due
         return self._settle_contests(job, member)
 
     def silent(self, peer: bytes, seconds: float) -> list[Send]:

@@ -298,10 +298,10 @@ class Membership:
             raise RemoteProtocolError(f"stream {number} of this link is here already")
         limits = self._limits
         most, of_key = limits.max_streams, limits.max_connections_per_key
-        if most is not None and len(self._mains) >= most:
+        if most is not None and len(self._by_peer) + len(self._mains) >= most:
             raise CapacityError(
-                f"{most} further streams are here already, half of a thread's connections: raise "
-                "the reducer's --max-connections (REDUCTION_MAX_CONNECTIONS), or set "
+                f"half of the {2 * most} connections that a thread may have are taken: raise the "
+                "reducer's --max-connections (REDUCTION_MAX_CONNECTIONS), or set "
                 "REDUCTION_STREAMS=1 at the workers",
                 limit="max_streams",
             )

@@ -34,7 +34,8 @@ class Limits(NamedTuple):
         max_rounds: all-reduces that one job may have here, or all jobs of one key.
         max_connections_per_key: connections of members that may have come with one key; any number
             if None. A key that has half of them gets no further streams.
-        max_streams: further streams that all links together may have; any number if None.
+        max_streams: connections of members from which on links get no further streams; any number
+            if None.
     """
 
     max_jobs: int = 256

@@ -496,17 +496,18 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
     if (peer != NULL && other != NULL && other->beside == other && !peer->ended && !other->ended) {
         other->beside = peer->beside;
         peer->beside = other;
+        other->further = true;
         other->connection.most_bytes = loop->max_frame_bytes;
     }
     pulse_release(&loop->pulse);
 }
 
-/* Has what is tied to a connection that has ended do so as well, when all that came is read: a
- * GOODBYE, perhaps. */
+/* Has further streams end as the first one of their link has. Not the other way round: a GOODBYE may
+ * be on its way there. */
 static void end_beside(struct loop *loop, struct peer *peer)
 {
-    for (struct peer *other = peer->beside; other != peer; other = other->beside) {
-        connection_break(&other->connection, ECONNRESET);
+    for (struct peer *other = peer->beside; other != peer && !peer->further; other = other->beside) {
+        other->connection.refused = true;
         enqueue(loop, other);
     }
 }

@@ -32,6 +32,7 @@ struct peer {
     struct peer *before, *after; /* of all, the oldest first */
     struct peer *beside;        /* another stream of the same link, around */
     struct peer *picked;        /* of these, the latest that a result was sent over */
+    bool further;               /* it is not the first of them */
     struct peer *next;          /* in the list of those to receive from, or to free */
     bool waits;                 /* it is in that list */
     bool ended;                 /* the engine is to hear that it has */
@@ -96,7 +97,7 @@ void loop_admit(struct loop *loop, bool admitted);
 /* Lets a peer send payloads of any size that the reducer takes: it is welcome. */
 void loop_trust(struct loop *loop, uint64_t peer);
 /* Has results for a peer also go over the connection of another one, which is welcome as well; when
- * one of them ends, the other does. */
+ * the first one ends, the other does. */
 void loop_tie(struct loop *loop, uint64_t peer, uint64_t stream);
 /* Drops the connection that LOOP_ENDED has told of. */
 void loop_forget(struct loop *loop);

@@ -18,7 +18,7 @@ from reducer.errors import (
 )
 from reducer.wire import authentication
 from reducer.wire.constants import MAX_STREAMS, Feature
-from reducer.wire.header import Header
+from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
 from tests.engine.driven import Driven, joined
 from tests.engine.words import TWO_KEYS, WINDOW, M, Reducer, kinds, lost_rank, number, told
@@ -108,14 +108,22 @@ def test_a_link_that_begins_anew_gives_another_ticket(implementation: str, later
     assert reducer.engine.streams(b"0c") == (b"y",)
 
 
-def test_who_loses_one_stream_has_lost_the_link(two: tuple[Reducer, str]) -> None:
+@pytest.mark.parametrize("first_too", [False, True])
+def test_who_loses_one_stream_has_lost_the_link(two: tuple[Reducer, str], first_too: bool) -> None:
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     reducer.contribute(1, 1)
     assert reducer.engine.unreachable(b"0b") == []
-    reducer.now += AWAY_S
+    (job,) = reducer.engine.jobs
+    reducer.now += AWAY_S + job.patience_s - 0.1
+    assert reducer.tick() == [], "a GOODBYE may be on its way over the other one"
+    if first_too:
+        reducer.engine.unreachable(b"0")
+        reducer.now += 0.09
+        assert reducer.tick() == []
+    reducer.now += 0.11
     assert lost_rank(reducer.tick(), b"1") == 0
-    assert reducer.engine.unreachable(b"0") == [], "the transport ends the others"
+    assert reducer.engine.unreachable(b"0") == [], "it is no member any more"
 
 
 def test_who_breaks_the_protocol_does_so_with_all_streams(two: tuple[Reducer, str]) -> None:
@@ -137,6 +145,26 @@ def test_who_waits_for_a_rank_is_no_stream_of_another(two: tuple[Reducer, str]) 
     assert isinstance(refusal(stream(reducer, b"1b", ticket), b"1b"), RemoteProtocolError)
     assert reducer.engine.streams(b"0") == ()
     assert reducer.engine.newly_dropped() == [b"1b"]
+
+
+def test_a_rank_that_dies_is_not_waited_for_any_longer(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    stream(reducer, b"0b", ticket)
+    reducer.contribute(1, 1)
+    reducer.engine.unreachable(b"0b")
+    reducer.engine.unreachable(b"0")
+    reducer.now += AWAY_S
+    assert lost_rank(reducer.tick(), b"1") == 0
+
+
+@pytest.mark.parametrize("kind", [M.ABORT, M.GOODBYE, M.CREDIT, M.SHARD_MAP, M.STRAGGLERS])
+def test_only_contributions_go_over_further_streams(two: tuple[Reducer, str], kind: M) -> None:
+    reducer, ticket = two
+    stream(reducer, b"0b", ticket)
+    header = Header(kind, job=fingerprint("job"), rank=0)
+    sends = reducer.served.receive(b"0b", header.pack(), b"")
+    assert isinstance(refusal(sends, b"0"), RemoteProtocolError)
+    assert reducer.engine.newly_dropped() == [b"0"]
 
 
 def test_each_number_is_good_once(two: tuple[Reducer, str]) -> None:
@@ -224,7 +252,7 @@ def test_streams_leave_half_of_what_a_key_may_have(implementation: str) -> None:
 
 
 def test_streams_leave_room_for_other_connections(implementation: str) -> None:
-    reducer = Reducer(implementation, limits=Limits(max_streams=2))
+    reducer = Reducer(implementation, limits=Limits(max_streams=4))
     tickets = [join(reducer, rank) for rank in range(2)]
     for rank, ticket in enumerate(tickets):
         assert kinds(stream(reducer, b"%d.1" % rank, ticket)) == [M.STREAM]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.zmtp import MORE, frame
+from reducer.engine.engine import AWAY_S
 from reducer.errors import RankLostError
-from reducer.wire.constants import Feature
+from reducer.wire.constants import LONGEST_PATIENCE_MS, Feature
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, M, Post, answer, ended, rounds
 
@@ -40,18 +41,26 @@ def test_it_is_no_stranger_and_ends_with_its_member(post: Post) -> None:
     post.until(lambda: post.guard.connections == 1)
 
 
-def test_a_member_ends_with_its_stream(post: Post) -> None:
+def test_a_member_that_does_not_notice_ends_with_its_stream(post: Post) -> None:
     worker, _ = two(post)
     first, second = post.stream(worker, 1), post.stream(worker, 2)
     first.close()
+    post.until(lambda: post.guard.connections == 3)
+    rounds(post)
+    assert post.members == {"job": 2}
+    post.engine.tick(post.engine._now + LONGEST_PATIENCE_MS / 1000 + AWAY_S)
+    assert post.members == {"job": 1}
+    post.now = 3 * PATIENCE.hello_s  # they are strangers' now
     post.until(lambda: ended(second.connection) and ended(worker.line.connection))
 
 
-def test_what_was_said_before_a_stream_ended_is_heard(post: Post) -> None:
+def test_what_comes_after_the_end_of_a_stream_is_heard(post: Post) -> None:
     worker, other = two(post)
     line = post.stream(worker)
-    # Nobody serves meanwhile: the reducer sees the end before it reads the GOODBYE.
+    # As where something in between delays one of them.
     line.close()
+    post.until(lambda: post.guard.connections == 2)
+    rounds(post)
     worker.say(worker.common._replace(type=M.GOODBYE, sequence=(1 << 64) - 1).pack())
     post.until(lambda: post.members == {"job": 1})
     other.contribute(1, bytes(64))

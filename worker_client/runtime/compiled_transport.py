@@ -235,8 +235,7 @@ class CompiledTransport(Transport):
         self._loop.resume()
 
     def close(self) -> None:
-        far_s = max((self.round_trip_s(link) for link in range(len(self._lines))), default=0.0)
-        self._loop.end(LINGER_MS + round(4000 * far_s))  # what is lost twice comes all the same
+        self._loop.end(LINGER_MS)
         for way in self._ways:
             if way.socket is not None:
                 way.socket.close()

@@ -80,16 +80,6 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
            pulse_start(&loop->pulse, every_ns / 2, ping_all, loop);
 }
 
-/* Whether something of a line is yet to be sent; of a link's streams, to be acknowledged: the end of
- * one that overtakes a farewell over another would end the link without it. */
-static bool drain(struct loop *loop, uint32_t line)
-{
-    struct connection *connection = loop->line[line].connection;
-    bool unsent = connection_drain(connection);
-    bool several = loop->line[line].next != line && !connection->broken;
-    return unsent || (several && connection_backlog(connection) > 0);
-}
-
 /* Waits until everything is with the kernel. */
 static void linger(struct loop *loop, long timeout_ms)
 {
@@ -98,7 +88,7 @@ static void linger(struct loop *loop, long timeout_ms)
         unsent = false;
         for (uint32_t line = 0; line < loop->lines; line++)
             if (loop->line[line].connection != NULL)
-                unsent |= drain(loop, line);
+                unsent |= connection_drain(loop->line[line].connection);
         struct epoll_event events[EVENTS];
         int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
