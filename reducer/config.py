@@ -89,8 +89,8 @@ class ReducerConfig(BaseSettings):
     itself) to 4 MiB. A connection that sends a larger message is closed."""
 
     max_connections: int = Field(default=8192, ge=1)
-    """Connections to all threads together; fewer if the process may not open so many files. Beyond
-    the limit the oldest connections that belong to no job are closed."""
+    """Connections to all threads together, but for further streams; fewer if the process may not
+    open so many files. Beyond the limit the oldest connections that belong to no job are closed."""
 
     max_connections_per_key: int | None = Field(default=None, ge=1)
     """Connections that the members with one key may have on a pool with keys; by default half of
@@ -210,11 +210,12 @@ class ReducerConfig(BaseSettings):
     def patience(self) -> Patience:
         """Return what each thread allows connections, with the files that may be opened."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        room = self.max_connections
+        most = 2 * self.max_connections  # with further streams, of which there are not as many
         if files != resource.RLIM_INFINITY:
             beside = FILES_BESIDES + (self.http_connections if self.http else 0)
-            room = min(room, max(files - beside, files // 2))
-        return Patience(max(1, room // self.threads), 2 * self.handshake_timeout)
+            most = min(most, max(files - beside, files // 2))
+        first, most = (max(1, n // self.threads) for n in (min(self.max_connections, most), most))
+        return Patience(first, 2 * self.handshake_timeout, most)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

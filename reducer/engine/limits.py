@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_WORLD_SIZE
@@ -13,12 +14,14 @@ class Patience(NamedTuple):
     """What `Guard` allows connections.
 
     Attributes:
-        max_connections: how many there may be.
+        max_connections: how many there may be, but for further streams.
         hello_s: time that one has to become a member of a job.
+        max_open: how many there may be with these.
     """
 
     max_connections: int
     hello_s: float
+    max_open: int = sys.maxsize
 
 
 class Limits(NamedTuple):

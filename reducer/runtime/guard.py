@@ -48,6 +48,7 @@ class Connection:
         born: when it was accepted.
         base: bytes that had come over it when that was, and those that were under way.
         window: bytes that a member may have under way; 0 of a stranger's.
+        further: it is a further stream of a member.
         ended: it was told to go, and has yet to.
         held: bytes that it made the reducer hold at the last look, besides slots.
         stuck: looks since something was taken from it, while more waited than a message has.
@@ -59,6 +60,7 @@ class Connection:
     born: float
     base: int = 0
     window: int = 0
+    further: bool = False
     ended: bool = False
     held: int = 0
     stuck: int = 0
@@ -206,6 +208,7 @@ class Guard:
                 number = self._transport.connection(peer)
                 connection = self._connections.get(number)
                 if connection is not None:
+                    connection.further = peer != member.peer
                     yield number, connection, member
 
     @staticmethod
@@ -232,14 +235,16 @@ class Guard:
             elif load is not None and load.read - connection.base > STRANGER_BYTES:
                 self._end(connection, "it sent more than a HELLO, and belongs to no job")
         here = self._here()
-        surplus = len(here) - self._patience.max_connections
+        first = [connection for connection in here if not connection.further]
+        patience = self._patience
+        surplus = max(len(first) - patience.max_connections, len(here) - patience.max_open)
         if surplus > 0:
             # The oldest strangers: who has just come may be about to say who it is. Then those
             # that joined last, so that nobody pushes out a job that was here before.
             waiting = sorted((c for c in strangers if not c.ended), key=lambda c: c.since)
             if len(waiting) < surplus:
                 those = set(map(id, waiting))
-                waiting += sorted((c for c in here if id(c) not in those), key=lambda c: -c.born)
+                waiting += sorted((c for c in first if id(c) not in those), key=lambda c: -c.born)
             for connection in waiting[:surplus]:
                 self._end(connection, "there are too many (REDUCTION_MAX_CONNECTIONS)")
 

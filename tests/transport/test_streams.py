@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bench.zmtp import MORE, frame
+from bench.zmtp import MORE, dial, frame
 from reducer.engine.engine import AWAY_S
+from reducer.engine.limits import Patience
 from reducer.errors import RankLostError
 from reducer.wire.constants import LONGEST_PATIENCE_MS, Feature
 from reducer.wire.messages import decode_error
@@ -67,6 +68,21 @@ def test_what_comes_after_the_end_of_a_stream_is_heard(post: Post) -> None:
     error = decode_error(post.meanwhile(lambda: answer(other, M.ERROR)))
     assert isinstance(error, RankLostError)
     assert str(error) == "rank 0 left the job"
+
+
+@pytest.mark.parametrize("post", [Patience(3, 10.0, max_open=5)], indirect=True)
+def test_streams_push_out_no_first_connection(post: Post) -> None:
+    lines = [post.stream(worker) for worker in two(post)]
+    post.member("other", features=STREAMS)
+    rounds(post)
+    assert (post.guard.connections, post.closed) == (5, 0)
+    post.now = 1.0
+    with dial(post.address):  # one too many, of those that count
+        post.until(lambda: post.closed == 1)
+        rounds(post)
+    assert (post.guard.connections, post.closed) == (5, 1)
+    assert post.members == {"job": 2, "other": 1}
+    assert not any(ended(line.connection) for line in lines)
 
 
 def test_what_is_held_for_all_of_a_members_streams_counts_together(post: Post) -> None:
