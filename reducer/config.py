@@ -198,7 +198,7 @@ class ReducerConfig(BaseSettings):
             max_connections_per_key=max(
                 1, connections // 2 if of_key is None else of_key // self.threads
             ),
-            max_streams=connections // 2,  # whoever has yet to join finds room
+            max_streams=connections // 2,  # the other half is for first connections
         )
 
     @property

@@ -165,7 +165,7 @@ cdef uint64_t key_of(bytes peer):
 
 
 cdef bint share(map *values, uint64_t key, uint64_t other) noexcept:
-    """Put what a map has of a key under another one as well; False: there is no memory."""
+    """Let a map find a key's value under another key as well; False: there is no memory."""
     cdef void *value = map_get(values, key)
     return value == NULL or map_put(values, other, value)
 

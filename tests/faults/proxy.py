@@ -158,7 +158,7 @@ class Proxy:
     # -- faults that happen once ------------------------------------------------------------------
 
     def cut_latest(self) -> None:
-        """Reset the connection that came last of those that are here."""
+        """Reset the connection that was accepted last, of those that are open."""
         self._relay.call(self._relay.cut(1))
 
     def cut(

@@ -77,7 +77,7 @@ def test_streams_push_out_no_first_connection(post: Post) -> None:
     rounds(post)
     assert (post.guard.connections, post.closed) == (5, 0)
     post.now = 1.0
-    with dial(post.address):  # one too many, of those that count
+    with dial(post.address):  # one more than there may be besides further streams
         post.until(lambda: post.closed == 1)
         rounds(post)
     assert (post.guard.connections, post.closed) == (5, 1)

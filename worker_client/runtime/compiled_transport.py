@@ -286,7 +286,7 @@ class CompiledTransport(Transport):
         main = self._ways[lines[0]]
         main.silent_s = main.silent_s or way.silent_s
         for other in lines:
-            self._loop.break_(other)  # first what has come is read, and then the main one's end
+            self._loop.break_(other)  # when what has come is read; the link ends with the first one
 
     def _answered(self, line: int, header: bytes, payload: bytes) -> None:
         """Take a reducer's answer to what a further stream began with."""
