@@ -21,6 +21,7 @@ enum {
     VERSION_MAJOR = 1,
     TYPE_CONTRIBUTION = 3,
     TYPE_RESULT = 4,
+    TYPE_PING = 8,
     DTYPE_BFLOAT16 = 4, /* those up to it are floating-point numbers */
     DTYPE_BLOCK8 = 9, /* those from it on are blocks */
     DTYPE_LAST = 10,

@@ -16,7 +16,7 @@ from reducer.errors import (
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
-from reducer.wire.messages import ALL_REDUCERS, Loss, encode
+from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, encode
 from tests.engine import driven
 from tests.engine.network import Network, connected
 from tests.engine.words import number
@@ -79,6 +79,16 @@ def test_the_slowest_rank_decides(network: Network) -> None:
         # The question has a number between those of two calls, and is nobody's call.
         assert [done.sequence for done in worker.started] == [number(call) for call in range(5)]
         assert all(bytes(done.view) == b"\2" * LARGE_BYTES for done in worker.started)
+
+
+def test_who_is_lost_is_heard_from_the_second_ping_after_an_agreement_on(network: Network) -> None:
+    session, ping = network.workers[0].session, Header(MessageType.PING).pack()
+    session.receive(0, ping, b"", network.now)
+    call(network)
+    network.deliver_all()
+    session.receive(0, ping, b"", network.now)  # it may have been said before
+    session.receive(0, ping, encode(Stragglers((1,))), network.now)
+    assert session.lost_ranks == {1}
 
 
 def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:

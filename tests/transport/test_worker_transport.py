@@ -220,6 +220,27 @@ def test_what_is_no_result_is_dealt_with_in_order(joined: Callable) -> None:
     assert (data == ramp(2 * CHUNK)).all()
 
 
+@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
+def test_a_ping_without_news_stays_in_the_loop(
+    joined: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, (reducer,) = joined()
+    session, heard = client._ordered.flat.session, []
+    receive = session.receive
+
+    def note(link: int, frame: bytes, payload: bytes, now: float) -> list[Any]:
+        heard.append(Header.unpack(frame).type)
+        return receive(link, frame, payload, now)
+
+    monkeypatch.setattr(session, "receive", note)
+    work = client.all_reduce(ramp(8), op="max")
+    for _ in range(5):
+        reducer.say(Header(M.PING).pack())
+    reducer.answer(reducer.hear(M.CONTRIBUTION))
+    work.wait(5)
+    assert heard == [M.PING], "the first one alone"
+
+
 @pytest.mark.parametrize(
     "frames",
     [

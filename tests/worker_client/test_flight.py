@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
+from reducer.wire.header import Header
 from tests.engine.driven import operation
 from tests.worker_client.flights import (
     IDENTITY,
@@ -247,6 +248,23 @@ def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict)
     assert bytes(mine.view) == bytes(range(256))
     assert flight.stats(0) == before
     assert [answer(flight, send) for send in sends] == [[], [], [], [0]]
+
+
+def test_a_ping_is_taken_if_it_names_nobody_as_the_one_before(flight: Flight) -> None:
+    ping = Header(MessageType.PING, watermark=1).pack()
+    submit(flight, operation(bytes(64)), [LinkShard(0, 0, 64)], 64, 0)
+    flight.end(0)
+    assert flight.take(0, ping, b"", 1.0) is None, "it may be the first that names nobody"
+    flight.set_calm(0, True)
+    assert flight.take(1, ping, b"", 1.0) is None, "another reducer may have named somebody"
+    assert flight.take(0, ping, b"{}", 1.0) is None
+    assert flight.reached == 0
+    assert flight.take(0, ping, b"", 1.0) == []
+    assert flight.reached == 1
+    flight.shut(0)
+    assert flight.take(0, ping, b"", 1.0) is None
+    flight.open(0)
+    assert flight.take(0, ping, b"", 1.0) is None, "it is another connection's first"
 
 
 def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:

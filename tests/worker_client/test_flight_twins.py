@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from reducer.wire.constants import PLACES, ReduceOp
+from reducer.wire.constants import PLACES, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import operation
 from tests.worker_client.flights import WINDOW, header_of, make, result, submit
@@ -150,6 +150,13 @@ class Twins(RuleBasedStateMachine):
         if often == 0:
             reached = choice.randint(0, self.twins[0].flight.watermark)
             self.both(lambda twin: twin.flight.confirm(reached))
+
+    @rule(choice=st.randoms(use_true_random=False), payload=st.sampled_from([b"", b"", b"{}"]))
+    def hear_a_ping(self, choice: random.Random, payload: bytes) -> None:
+        link, reached = self.link(choice), choice.randint(0, self.twins[0].flight.watermark)
+        ping = Header(MessageType.PING, watermark=reached).pack()
+        if self.both(lambda twin: twin.flight.take(link, ping, payload, self.now)) is None:
+            self.both(lambda twin: twin.flight.set_calm(link, not payload))
 
     @invariant()
     def they_agree(self) -> None:

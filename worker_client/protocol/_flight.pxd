@@ -54,6 +54,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
 
     struct flight_link:
         bint open
+        bint calm
         uint64_t window, in_flight
         uint64_t bytes_sent, bytes_received, results
         uint64_t rtt_ns, min_rtt_ns

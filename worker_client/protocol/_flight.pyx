@@ -74,7 +74,11 @@ cdef class CompiledFlight:
         self._operations[submitted.header.sequence] = operation
 
     def open(self, link):
-        self.its.links[self.check(link)].open = True
+        cdef flight_link *its = &self.its.links[self.check(link)]
+        its.open, its.calm = True, False
+
+    def set_calm(self, link, calm):
+        self.its.links[self.check(link)].calm = calm
 
     def set_window(self, link, nbytes):
         self.its.links[self.check(link)].window = nbytes

@@ -276,6 +276,11 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     struct flight_link *link = &flight->links[link_index];
     struct header header;
     size_t payload_bytes = payload == NULL ? placed_bytes : payload->nbytes;
+    if (payload_bytes == 0 && link->open && link->calm &&
+        header_read(&header, frame, frame_bytes) && header.type == TYPE_PING) {
+        flight_confirm(flight, header.watermark);
+        return true;
+    }
     struct chunk *chunk =
         match(flight, link_index, frame, frame_bytes, payload_bytes, &header);
     if (chunk == NULL)

@@ -14,6 +14,7 @@ struct flight_link {
     bool open;               /* contributions may be sent */
     bool keep;               /* results that come here are kept */
     bool in_place;           /* what needs this link ends with it: results may be read in place */
+    bool calm;               /* the reducer's latest PING had no body: another such is no news */
     uint64_t window, in_flight;
     uint64_t bytes_sent, bytes_received, results;
     uint64_t rtt_ns, min_rtt_ns; /* from sending a contribution to its result; 0: unknown */
@@ -81,8 +82,9 @@ uint32_t flight_least(const struct flight *flight, uint32_t link);
  * buffer. NULL: into a block, as another reducer may need the contribution that is there. */
 unsigned char *flight_place(const struct flight *flight, uint32_t link, const void *frame,
                             size_t frame_bytes, size_t payload_bytes);
-/* Takes a message if it is a healthy result, and perhaps a share of its payload; false: nothing was
- * changed, the session knows why. Without a payload, `placed_bytes` of it are in their place. */
+/* Takes a message if it is a healthy result, and perhaps a share of its payload, or a PING without
+ * news; false: nothing was changed, the session knows why. Without a payload, `placed_bytes` of it are
+ * in their place. */
 bool flight_take(struct flight *flight, uint32_t link, const void *frame, size_t frame_bytes,
                  struct block *payload, size_t placed_bytes, uint64_t now_ns);
 

@@ -127,6 +127,9 @@ class Flight(Protocol):
     def open(self, link: int) -> None:
         """Let contributions be sent to a reducer."""
 
+    def set_calm(self, link: int, calm: bool) -> None:
+        """Take PINGs without a body from a reducer whose latest one had none, or leave them."""
+
     def set_window(self, link: int, nbytes: int) -> None:
         """Change how many bytes may be in flight on a link."""
 
@@ -141,7 +144,7 @@ class Flight(Protocol):
         """
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
-        """Take a message if it is a healthy result; otherwise nothing is changed.
+        """Take a message if it is a healthy result or a PING without news; else change nothing.
 
         Returns:
             Sequence numbers of the all-reduces that are now done; None if it is anything else.

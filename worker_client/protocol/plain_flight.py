@@ -88,6 +88,7 @@ class _Link:
     """
 
     __slots__ = (
+        "calm",
         "flying",
         "in_flight",
         "keep",
@@ -105,6 +106,7 @@ class _Link:
         self.window = window
         self.keep = keep
         self.open = False
+        self.calm = False  # the reducer's latest PING had no body: another such is no news
         self.in_flight = 0
         self.queue: list[_Chunk] = []
         self.flying: list[_Chunk] = []
@@ -158,7 +160,11 @@ class PlainFlight:
             insort(self._links[chunk.link].queue, chunk, key=_place)
 
     def open(self, link: int) -> None:
-        self._links[link].open = True
+        its = self._links[link]
+        its.open, its.calm = True, False
+
+    def set_calm(self, link: int, calm: bool) -> None:
+        self._links[link].calm = calm
 
     def set_window(self, link: int, nbytes: int) -> None:
         self._links[link].window = nbytes
@@ -180,24 +186,20 @@ class PlainFlight:
         return sends
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
+        its = self._links[link]
         try:
             header = Header.unpack(frame)
-            if header.type is not MessageType.RESULT:
-                return None
-            check_chunk(header, len(payload), MAX_CHUNK_BYTES)
         except ReductionError:
             return None
-        chunk = self._sent(link, header.sequence, header.offset)
+        if header.type is MessageType.PING and not payload and its.open and its.calm:
+            self.confirm(header.watermark)
+            return []
+        chunk = self._match(link, header, payload)
         if chunk is None:
             return None
         progress = chunk.of
-        ours = progress.header
-        expected = (ours.total_bytes, chunk.nbytes, ours.dtype, ours.op)
-        if (header.total_bytes, header.nbytes, header.dtype, header.op) != expected:
-            return None
         assert progress.operation is not None
         progress.operation.view[header.offset : header.offset + header.nbytes] = payload
-        its = self._links[link]
         its.measure(now - chunk.sent_at)
         progress.answered = progress.answered or now
         self._settle(chunk, _State.DONE)
@@ -218,6 +220,20 @@ class PlainFlight:
         else:
             self._release(progress)
         return [header.sequence]
+
+    def _match(self, link: int, header: Header, payload: Buffer) -> _Chunk | None:
+        """Return the chunk in flight that a healthy result is for; None: it is none."""
+        try:
+            check_chunk(header, len(payload), MAX_CHUNK_BYTES)
+        except ReductionError:
+            return None
+        chunk = self._sent(link, header.sequence, header.offset)
+        if header.type is not MessageType.RESULT or chunk is None:
+            return None
+        ours = chunk.of.header
+        expected = (ours.total_bytes, chunk.nbytes, ours.dtype, ours.op)
+        fits = (header.total_bytes, header.nbytes, header.dtype, header.op) == expected
+        return chunk if fits else None
 
     def expects(self, link: int, sequence: int, offset: int) -> bool:
         return self._sent(link, sequence, offset) is not None

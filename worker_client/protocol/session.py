@@ -304,6 +304,8 @@ class Session(SessionState):
         if error is None:
             actions += self.failover.agree(self._agreement.answer(), sequence)
             self._roll_call.agreed()
+            for link in self.links:  # the next PING counts, even if it says nothing
+                self.flight.set_calm(link.index, False)
             self._agreement.wanted = False  # as far as is known; it is looked at again soon
             log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
         elif _declined(error):
@@ -502,6 +504,7 @@ class Session(SessionState):
         if told.straggler is not None and told.straggler.rank >= self.spec.world_size:
             raise RemoteProtocolError(f"the straggler, rank {told.straggler.rank}, does not exist")
         link.straggler = told.straggler
+        self.flight.set_calm(link.index, not payload)
         return []
 
     def _credit(self, link: Link, header: Header, payload: Buffer) -> list[Action]:

@@ -408,13 +408,15 @@ static void give_back(struct loop *loop, uint64_t sequence)
     }
 }
 
-/* Takes the message at hand, if it is a healthy result, and refills that link. */
+/* Takes the message at hand, if it is a healthy result or a PING without news, and refills that
+ * link. */
 static bool take(struct loop *loop, uint32_t line, uint64_t now)
 {
     uint32_t link = loop->line[line].link;
     struct connection *connection = loop->line[line].connection;
     struct message *message = &connection->message;
-    if (message->foreign || message->frames != 2)
+    bool bare = message->frames == 1 && message->header[offsetof(struct header, type)] == TYPE_PING;
+    if (message->foreign || (message->frames != 2 && !bare))
         return false;
     if (failpoint_message(WORKER_RECEIVED, message->header, HEADER_BYTES, TYPE_RESULT)) {
         connection_next(connection);
