@@ -82,11 +82,19 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tests/sim/test_simulator.py": {
         "test_the_guarantee_holds_whatever": ("test_the_guarantee_holds_in_many_more_worlds",),
         "test_a_broken_rule_is_noticed": ("test_the_stored_seed_is_the_first_that_notices",),
-        "test_a_broken_rule_is_noticed[failures-alone]": (
-            "test_a_broken_rule_is_noticed[failures-untold]",
+        "test_a_broken_rule_is_noticed[": tuple(
+            f"test_a_broken_rule_is_noticed[{rule}]"
+            for rule in (
+                *("failures-untold", "no-epoch-check", "questions-not-declined"),
+                *("rank-lost-at-once", "window-before-order"),
+            )
         ),
     },
     "tests/integration/test_communicators.py": {
+        "test_a_late_rank_is_named[compiled-all but elastic]": tuple(
+            f"test_a_late_rank_is_named[compiled-{layers}]"
+            for layers in ("casting", "elastic, casting", "elastic, fallback", "elastic")
+        ),
         "test_an_interrupted_call_is_no_other_ones[compiled-flat]": (
             "test_an_interrupted_call_is_no_other_ones[compiled-fallback]",
             "test_an_interrupted_call_is_no_other_ones[compiled-casting]",
@@ -141,7 +149,24 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_every_rank_has_the_oracles_bits[compiled-fp16]",
         ),
     },
+    "tests/integration/test_wire_ddp.py": {
+        "test_ranks_agree_to_the_bit[int8-host-plain]": (
+            "test_ranks_agree_to_the_bit[bf16-host-plain]",
+            "test_ranks_agree_to_the_bit[fp16-host-plain]",
+        ),
+    },
+    "tests/worker_client/test_flight.py": {
+        "test_results_of_a_long_buffer[compiled-1]": (
+            "test_results_of_a_long_buffer[compiled-8]",
+            "test_results_of_a_long_buffer[plain-0]",
+            "test_results_of_a_long_buffer[plain-1]",
+        ),
+    },
     "tests/worker_client/test_fusion.py": {
+        "test_ranks_may_submit_in_any_order[compiled-4-64MiB]": (
+            "test_ranks_may_submit_in_any_order[compiled-4-0]",
+            "test_ranks_may_submit_in_any_order[compiled-4-8KiB]",
+        ),
         "test_a_missing_tensor_is_named_and_fails_at_its_deadline[compiled-others]": (
             "test_a_missing_tensor_is_named_and_fails_at_its_deadline[compiled-nothing]",
         ),
@@ -226,6 +251,8 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "test_what_is_wrong_is_said[arguments0": (
             "test_what_is_wrong_is_said[arguments1",
             "test_what_is_wrong_is_said[arguments2",
+            "test_what_is_wrong_is_said[arguments4",
+            "test_what_is_wrong_is_said[arguments5",
         ),
     },
     "tests/integration/test_demo.py": {
@@ -318,6 +345,13 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "tests/launch/test_launchers.py": {
+        "test_what_is_not_there_is_missed_before_anything_starts[node-run-nosuch-": tuple(
+            f"test_what_is_not_there_is_missed_before_anything_starts[{case}-"
+            for case in (
+                *("node-dry-run-nosuch", "node-dry-run-nosuch.py", "node-run-nosuch.py"),
+                *("rank-dry-run-nosuch", "rank-run-nosuch"),
+            )
+        ),
         "test_a_rank_is_told_who_it_is": (
             "test_torchrun_on_two_nodes",
             "test_srun",

@@ -311,7 +311,7 @@ class Engine:
         if peer in self._unreachable:
             self._unreachable[peer] = min(self._unreachable[peer], due)
             return []
-        if self._reductions.closed is not None:
+        if self._reductions.closed is not None and stream == peer:
             return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
         self._unreachable[peer] = due
         return self._settle_contests(job, member)

@@ -126,6 +126,19 @@ def test_who_loses_one_stream_has_lost_the_link(two: tuple[Reducer, str], first_
     assert reducer.engine.unreachable(b"0") == [], "it is no member any more"
 
 
+def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(
+    two: tuple[Reducer, str],
+) -> None:
+    reducer, ticket = two
+    stream(reducer, b"0b", ticket)
+    reducer.engine.drain()
+    reducer.engine.close()
+    assert reducer.engine.unreachable(b"0b") == []
+    assert reducer.say(0, M.GOODBYE, (1 << 64) - 1) == []
+    (job,) = reducer.engine.jobs
+    assert job.farewells == {0}
+
+
 def test_who_breaks_the_protocol_does_so_with_all_streams(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
     stream(reducer, b"0b", ticket)

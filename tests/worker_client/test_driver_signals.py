@@ -154,7 +154,7 @@ def test_a_signal_is_handled_at_once_while_its_thread_leads(make: Callable[..., 
     previous = signal.getsignal(signal.SIGALRM)
     late: list[float] = []
     try:
-        for _ in range(10):
+        for _ in range(6):
             due = time.monotonic() + 0.03
             signal.signal(signal.SIGALRM, lambda *_, due=due: late.append(time.monotonic() - due))
             signal.setitimer(signal.ITIMER_REAL, 0.03)
@@ -162,4 +162,4 @@ def test_a_signal_is_handled_at_once_while_its_thread_leads(make: Callable[..., 
                 ours.all_reduce(np.ones(4), op="sum").wait(0.6)
     finally:
         signal.signal(signal.SIGALRM, previous)
-    assert sorted(late)[5] < 0.2  # not when the leader looks at its clock
+    assert sorted(late)[3] < 0.2  # not when the leader looks at its clock
