@@ -221,6 +221,18 @@ def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
     assert isinstance(ended, MismatchError)
 
 
+def test_a_reducer_that_comes_back_is_wanted_by_ranks_that_had_nothing_to_recover(
+    network: Network,
+) -> None:
+    network.tick(1.0)
+    sessions = [worker.session for worker in network.workers]
+    assert all(session._quiet for session in sessions)
+    network.cut(0, 1, noticed=True)
+    network.calm()
+    network.tick(1.0)
+    assert [session._agreement.wanted for session in sessions] == [True, True]
+
+
 def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> None:
     network.submit(0, operation())  # the other rank does not come
     network.submit(0, operation(timeout_s=1.0))

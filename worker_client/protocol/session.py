@@ -120,6 +120,7 @@ class Session(SessionState):
         self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
         self._handing = HandingOver()
         self.steady_until: float = 0
+        self._quiet = False  # nothing is to be recovered, unless something happens
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.CHALLENGE: self._challenge,
             MessageType.WELCOME: self._welcome,
@@ -190,7 +191,7 @@ class Session(SessionState):
 
     def disconnected(self, index: int, reason: str) -> list[Action]:
         """Go on without a reducer that the transport has lost, if that can be."""
-        self.steady_until = 0
+        self._something_happened()
         link = self.links[index]
         if self._joining.complete and not self.failover.final:
             return self._move_on(self.failover.disconnected(link, reason))
@@ -200,7 +201,7 @@ class Session(SessionState):
 
     def refused(self, index: int, error: AuthError) -> list[Action]:
         """Take note that there is no connection to a reducer, for want of the right key."""
-        self.steady_until = 0
+        self._something_happened()
         link = self.links[index]
         if self._joining.complete and link.refusal is None:  # else the caller hears, or has
             log.warning("%s", error)
@@ -289,6 +290,9 @@ class Session(SessionState):
             and all(link.state is LinkState.MEMBER for link in self.links)
         )
 
+    def _something_happened(self) -> None:
+        self.steady_until, self._quiet = 0, False
+
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
             return self._answered(operation.sequence, error)
@@ -373,19 +377,12 @@ class Session(SessionState):
         if now >= self.looks_at:
             self._now, self.looks_at = now, now + LOOK_S
             actions += self._look_around(now)
-        return self._move_on(actions)
+        return self._move_on(actions) if actions or not self._quiet else []
 
     def _look_around(self, now: float) -> list[Action]:
         """Do what is seldom due."""
         self._flow.tick(now)
-        actions: list[Action] = [self.failover.close(link) for link in self._joining.retry(now)]
-        for reducer in self._joining.give_up(now):
-            actions += self.failover.missed(reducer, Stage(self._map.epoch))
-        actions += self.failover.leave_drained()
-        actions += self.failover.adopt(now)
-        self._agreement.wanted = self.failover.wanted()
-        for link in self.links:
-            actions += self._aborts.pay(link)
+        actions = [] if self._quiet else self._recover(now)
         for operation in self.calls.active.straggling(now):
             operation.missing = ()  # who it was may have come since
             sequence = operation.sequence
@@ -395,6 +392,20 @@ class Session(SessionState):
             ask = self._header(MessageType.CREDIT)._replace(window=window).pack()
             if self.links[index].member:
                 actions.append(Send(index, ask, None))
+        return actions
+
+    def _recover(self, now: float) -> list[Action]:
+        """Do what reducers leave to do that are lost, have come back, or have yet to hear of us."""
+        actions: list[Action] = [self.failover.close(link) for link in self._joining.retry(now)]
+        for reducer in self._joining.give_up(now):
+            actions += self.failover.missed(reducer, Stage(self._map.epoch))
+        actions += self.failover.leave_drained()
+        actions += self.failover.adopt(now)
+        self._agreement.wanted = self.failover.wanted()
+        for link in self.links:
+            actions += self._aborts.pay(link)
+        told = not any(link.untold for link in self.links)
+        self._quiet = told and self._joining.complete and self._is_steady()
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:
@@ -421,7 +432,7 @@ class Session(SessionState):
 
     def _move_on(self, actions: list[Action]) -> list[Action]:
         """Let others have what was left with connections that these actions close, or all calls."""
-        self.steady_until = 0  # something has happened
+        self._something_happened()
         if self.failover.closed:
             actions += self.failover.rehome_all()
         return actions + self._hand_over() if self.failover.final else actions
