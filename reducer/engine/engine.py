@@ -308,11 +308,11 @@ class Engine:
             return []
         job, member = found
         due = self._now + AWAY_S + (job.patience_s if stream != peer else 0.0)
+        if self._reductions.closed is not None and stream == peer:
+            return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
         if peer in self._unreachable:
             self._unreachable[peer] = min(self._unreachable[peer], due)
             return []
-        if self._reductions.closed is not None and stream == peer:
-            return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
         self._unreachable[peer] = due
         return self._settle_contests(job, member)
 

@@ -85,13 +85,16 @@ def test_all_that_ask_are_answered(reducer: Reducer) -> None:
 @pytest.mark.parametrize(
     ("between_s", "often"), [(10.0, 1), (0.5, 1), (0.15, 2), (0.01, 32), (1e-6, 64)]
 )
-def test_how_often_a_rank_asks_that_could_use_one_more(between_s: float, often: int) -> None:
+@pytest.mark.parametrize("untold", [0, 9])
+def test_how_often_a_rank_asks_that_could_use_one_more(
+    between_s: float, often: int, untold: int
+) -> None:
     agreement = Agreement(needed=True, fixed=0, reducers=2)
     agreement.wanted = True
     now = 100.0
-    for _ in range(50):
-        now += between_s
-        agreement.called(now)
+    for step in range(1, 51):
+        now += between_s * (1 + untold)
+        agreement.called(step * (1 + untold), now)
     calls = range(EVERY * 8, EVERY * 8 + 400)
     due = {call + 1 for call in calls if agreement.due(number(call))}
     assert due == {call + 1 for call in calls if (call + 1) % often == 0 or (call + 1) % EVERY == 0}
@@ -116,9 +119,9 @@ def test_a_pause_makes_a_rank_ask_at_once() -> None:
     agreement = Agreement(needed=True, fixed=0, reducers=2)
     agreement.wanted = True
     for step in range(1000):
-        agreement.called(step * 1e-3)
+        agreement.called(step, step * 1e-3)
     assert not agreement.due(number(1000))
-    agreement.called(1.0 + 2 * OFTEN_S)
+    agreement.called(1000, 1.0 + 2 * OFTEN_S)
     assert agreement.due(number(1000))
 
 

@@ -126,17 +126,22 @@ def test_who_loses_one_stream_has_lost_the_link(two: tuple[Reducer, str], first_
     assert reducer.engine.unreachable(b"0") == [], "it is no member any more"
 
 
+@pytest.mark.parametrize("died", [False, True])
 def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(
-    two: tuple[Reducer, str],
+    two: tuple[Reducer, str], died: bool
 ) -> None:
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     reducer.engine.drain()
     reducer.engine.close()
     assert reducer.engine.unreachable(b"0b") == []
-    assert reducer.say(0, M.GOODBYE, (1 << 64) - 1) == []
+    if died:
+        reducer.engine.unreachable(b"0")
+    else:
+        assert reducer.say(0, M.GOODBYE, (1 << 64) - 1) == []
     (job,) = reducer.engine.jobs
-    assert job.farewells == {0}
+    assert job.farewells == (set() if died else {0})
+    assert job.members.keys() == {1}
 
 
 def test_who_breaks_the_protocol_does_so_with_all_streams(two: tuple[Reducer, str]) -> None:

@@ -55,6 +55,7 @@ class Agreement:
         self.every = EVERY
         self.wanted = False
         self._called_at = 0.0  # when the latest call was made, in seconds of the caller's clock,
+        self._call = 0  # its number,
         self._between_s = 0.0  # the time since the one before, and the mean of such times
         self._mean_s = 0.0
         self._needed = needed
@@ -77,10 +78,13 @@ class Agreement:
             return SMALLEST_CHUNK
         return chunk_size_of(total_bytes, shard_count, chunk_size(self._rate))
 
-    def called(self, now: float) -> None:
-        """Take note of the time of a call, in seconds of the caller's clock."""
-        self._between_s = now - self._called_at
-        self._called_at = now
+    def called(self, call: int, now: float) -> None:
+        """Take note of the time of a call, in seconds of the caller's clock.
+
+        Some between this one and the latest may not have been told of.
+        """
+        self._between_s = (now - self._called_at) / max(1, call - self._call)
+        self._called_at, self._call = now, call
         self._mean_s = _OLD * self._mean_s + _NEW * self._between_s
 
     def due(self, sequence: int) -> bool:

@@ -217,7 +217,7 @@ class Session(SessionState):
             self._begin(operation, now)
             return []
         if operation.sequence % PLACES == FIRST_PLACE:
-            self._agreement.called(now)
+            self._agreement.called(operation.sequence // PLACES, now)
         if self.spec.fallback and not self.handed_over:
             self._handing.asked(operation.sequence, self.flight.reached)
         actions = self._move_on(self._go_on(operation, now))

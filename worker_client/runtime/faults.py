@@ -52,7 +52,7 @@ class _FaultyFlight(_AnyFlight):
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
         completed = super().take(link, frame, payload, now)
-        if completed is not None:
+        if completed is not None and message_type(frame) == MessageType.RESULT:
             self._hit(Place.WORKER_COPIED)
         for _ in completed or ():
             self._hit(Place.WORKER_COMPLETED)

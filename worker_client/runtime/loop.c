@@ -426,7 +426,8 @@ static bool take(struct loop *loop, uint32_t line, uint64_t now)
     if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload,
                      message->placed_bytes, now))
         return false;
-    failpoint(WORKER_COPIED);
+    if (!bare)
+        failpoint(WORKER_COPIED);
     connection_next(connection);
     if (loop->flight->completed != completed) {
         failpoint(WORKER_COMPLETED);
