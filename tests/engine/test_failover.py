@@ -189,6 +189,17 @@ def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation: str
     assert str(failure).startswith(f"{said} to wait longer, or REDUCTION_FALLBACK")
 
 
+def test_who_waits_in_vain_for_another_process_is_told_to_have_more_reducers(
+    implementation: str,
+) -> None:
+    session = joined(implementation, 0, 2, ("a:1",), 8192, wait_s=7.5)
+    session.submit(operation(), 0.0)
+    session.disconnected(0, "closed the connection")
+    assert errors(wait_for_any(session, 0.0)) == []
+    (failure,) = errors(join(session, 0))  # the same process
+    assert "no reducer is left: set more REDUCTION_SERVERS, or REDUCTION_FALLBACK" in str(failure)
+
+
 def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) -> None:
     session.submit(operation(), 0.0)
     session.disconnected(0, "died")

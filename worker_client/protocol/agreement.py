@@ -79,9 +79,11 @@ class Agreement:
         return chunk_size_of(total_bytes, shard_count, chunk_size(self._rate))
 
     def called(self, call: int, now: float) -> None:
-        """Take note of the time of a call, in seconds of the caller's clock.
+        """Record when a call is made.
 
-        Some between this one and the latest may not have been told of.
+        Args:
+            call: its number; calls may have been made since the latest one recorded.
+            now: seconds of the caller's clock.
         """
         self._between_s = (now - self._called_at) / max(1, call - self._call)
         self._called_at, self._call = now, call

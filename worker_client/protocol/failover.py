@@ -86,6 +86,7 @@ class Failover:
         self._processes: dict[int, str] = {}  # which of each reducer was lost last
         self._renewed = 0  # the epoch in which everything began anew, if it did
         self._renewed_after = NEVER  # the latest all-reduce whose failure made a rank begin anew
+        self._waited = False  # for another reducer, as long as the job does
         self._why: ReductionError | None = None  # all are lost that were in use,
         self._since: float | None = None  # since when no reducer has been there,
         self._named: int | None = None  # and the one that the log names in their place
@@ -177,6 +178,7 @@ class Failover:
             if self.map.adopted == first:
                 actions += self._move_to(first)
         elif waited:
+            self._waited = True
             for reducer in used:
                 actions += self.missed(reducer, final)
         return actions
@@ -389,11 +391,17 @@ class Failover:
         """Add to the loss of a reducer what to do, as no other one is left."""
         if not isinstance(error, ReducerLostError):
             return error
-        waited = f" after {self._spec.wait_s:g} s" if self._spec.wait_s else ""
-        how = "longer" if self._spec.wait_s else "until one is back"
+        wait_s, waited = self._spec.wait_s, ""
+        if wait_s and self._waited:
+            waited, advice = f" after {wait_s:g} s", "REDUCTION_WAIT_FOR_REDUCERS to wait longer"
+        elif wait_s:  # in vain: the same process came back, and has lost what was in progress
+            advice = "more REDUCTION_SERVERS"
+        else:
+            advice = "REDUCTION_WAIT_FOR_REDUCERS to wait until one is back"
+        self._waited = False
         return ReducerLostError(
-            f"{error}, and no reducer is left{waited}: set REDUCTION_WAIT_FOR_REDUCERS to wait "
-            f"{how}, or REDUCTION_FALLBACK=process-group to go on without one",
+            f"{error}, and no reducer is left{waited}: set {advice}, or "
+            "REDUCTION_FALLBACK=process-group to go on without one",
             reducer=error.reducer,
         )
 

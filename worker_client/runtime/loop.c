@@ -415,8 +415,8 @@ static bool take(struct loop *loop, uint32_t line, uint64_t now)
     uint32_t link = loop->line[line].link;
     struct connection *connection = loop->line[line].connection;
     struct message *message = &connection->message;
-    bool bare = message->frames == 1 && message->header[offsetof(struct header, type)] == TYPE_PING;
-    if (message->foreign || (message->frames != 2 && !bare))
+    bool ping = message->header[offsetof(struct header, type)] == TYPE_PING;
+    if (message->foreign || (message->frames != 2 && !(ping && message->frames == 1)))
         return false;
     if (failpoint_message(WORKER_RECEIVED, message->header, HEADER_BYTES, TYPE_RESULT)) {
         connection_next(connection);
@@ -426,7 +426,7 @@ static bool take(struct loop *loop, uint32_t line, uint64_t now)
     if (!flight_take(loop->flight, link, message->header, HEADER_BYTES, message->payload,
                      message->placed_bytes, now))
         return false;
-    if (!bare)
+    if (!ping)
         failpoint(WORKER_COPIED);
     connection_next(connection);
     if (loop->flight->completed != completed) {
