@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from subprocess import DEVNULL, PIPE
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +25,8 @@ from lab import Lab, LabUnavailable
 from worker_client.protocol.joining import auto_streams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lab import Host
 
 PORT = 6000  # of iperf3's first server on a host
@@ -44,6 +48,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     in_flight: Annotated[int, typer.Option(min=1, help="All-reduces at once.")] = 6,
     count: Annotated[int, typer.Option(min=2, help="All-reduces in all.")] = 140,
     iperf_s: Annotated[int, typer.Option(min=1, help="How long iperf3 measures.")] = 15,
+    break_every_s: Annotated[
+        float, typer.Option(min=0, help="Until all connections of a rank are reset; 0: never.")
+    ] = 0,
 ) -> None:
     """All-reduce over a long distance; print the rate, and who was called lost."""
     (nbytes,) = options.sizes(size)
@@ -62,7 +69,10 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             rates = iperf(lab.hosts[:workers], lab.hosts[workers:], streams, iperf_s)
             running = pool.start(lab.hosts[workers:])
             servers = [reducer.address for reducer in running]
-            with Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks:
+            with (
+                Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks,
+                breaking(lab.hosts[:workers], break_every_s) as broken,
+            ):
                 said: list[dict[str, Any]] = []
                 while len(said) < workers:
                     if (one := ranks.hear(PATIENCE_S)) is None:
@@ -83,9 +93,38 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         f"{congestion}; {workers} ranks, {reducers} reducers, {streams} streams to each, "
         f"{count} all-reduces of {nbytes} bytes, {in_flight} at once"
     )
+    if broken:
+        print(f"# {len(broken)} times all connections of a rank were reset, {sum(broken)} in all")
     print(f"{'iperf3 MB/s':>12} {'second half':>12} {'all':>8} {'s':>7} {'wrong':>6} {'losses':>7}")
     print(f"{reached:>12.2f} {steady:>12.2f} {whole:>8.2f} {ends[-1]:>7.1f} {wrong:>6} {losses:>7}")
     sys.exit(int(wrong > 0 or losses > 0))
+
+
+@contextmanager
+def breaking(hosts: list[Host], every_s: float) -> Iterator[list[int]]:
+    """Reset all of a host's connections to reducers from time to time, of each host in turn.
+
+    Yields:
+        How many there were, each time.
+    """
+    stop = threading.Event()
+    broken: list[int] = []
+    command = ["ss", "-H", "-K", "-t", "state", "established"]
+
+    def run() -> None:
+        while not stop.wait(every_s):
+            found = hosts[len(broken) % len(hosts)].start(command, stdout=PIPE)
+            broken.append(found.communicate()[0].count("\n"))
+
+    thread = threading.Thread(target=run)
+    if every_s:
+        thread.start()
+    try:
+        yield broken
+    finally:
+        stop.set()
+        if every_s:
+            thread.join()
 
 
 def iperf(workers: list[Host], reducers: list[Host], streams: int, seconds: int) -> list[float]:

@@ -129,6 +129,15 @@ def round_trip_s(connection: socket.socket) -> float:
     return _round_trip_s(info)
 
 
+def shortest_round_trip_s(descriptor: int) -> float:
+    """Return the shortest round trip of a socket, seconds; 0 if the kernel cannot tell."""
+    duplicate = _duplicate(descriptor)
+    if duplicate is None:
+        return 0.0
+    with duplicate:
+        return round_trip_s(duplicate)
+
+
 def name(descriptor: int) -> tuple[object, ...] | None:
     """Return both ends' addresses, by which a connection is known again; None if there is none."""
     duplicate = _duplicate(descriptor)

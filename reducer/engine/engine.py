@@ -136,6 +136,7 @@ class Engine:
         self._lines = 0  # about workers, since the last PING
         self._closing: ReducerLostError | None = None  # since it was told to shut down
         self._unreachable: dict[bytes, float] = {}  # when they are given up, by peer
+        self._resumed: list[tuple[bytes, bytes, int]] = []  # that `newly_resumed` has yet to tell
         self._heard: dict[bytes, float] = {}  # peers that fell silent: when they were heard last
         self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
@@ -189,8 +190,8 @@ class Engine:
             peer: the transport's name for the connection.
             frame: frame 0.
             payload: frame 1, empty if there was none.
-            key: public key that the peer of a HELLO or STREAM has shown; `allow_list.LOCAL` of a
-                peer here.
+            key: public key that the peer of a HELLO, STREAM or RESUME has shown;
+                `allow_list.LOCAL` of a peer here.
             at: when it has come, seconds of a monotonic clock.
         """
         if peer in self.dropped:
@@ -203,6 +204,8 @@ class Engine:
                 return self._hello(peer, header, payload, key)
             if header.type is MessageType.STREAM:
                 return self._tie(stream, payload, key)
+            if header.type is MessageType.RESUME:
+                return self._resume(stream, header, payload, key)
             found = self._members.find(peer)
             if found is None:
                 raise MembershipError(
@@ -258,6 +261,26 @@ class Engine:
         """Return peers that have become further streams since this was asked last, and of whom."""
         tied, self._members.tied = self._members.tied, []
         return tied
+
+    def newly_resumable(self) -> list[bytes]:
+        """Return members that have joined since this was asked last, and may say RESUME."""
+        resumable, self._members.resumable = self._members.resumable, []
+        return resumable
+
+    def newly_resumed(self) -> list[tuple[bytes, bytes, int]]:
+        """Return connections that are to go on over others, since this was asked last.
+
+        Returns:
+            The peer, that of the fresh connection, and how many bytes the worker has read of what
+            was sent to the first one. The transport answers.
+        """
+        resumed, self._resumed = self._resumed, []
+        return resumed
+
+    def contested(self) -> list[bytes]:
+        """Return members whose ranks others ask for."""
+        holders = [self._members.holder(contest.header) for contest in self._contests]
+        return [holder.peer for holder in holders if holder is not None]
 
     def newly_dropped(self) -> list[bytes]:
         """Return the peers that were dropped since this was asked last."""
@@ -492,7 +515,7 @@ class Engine:
             max_chunk_bytes=job.max_chunk_bytes,
             lanes=self._lanes if hello.lane == 0 else (),
             auth=self._prove(Role.REDUCER, header, hello, challenge) if self._secret else "",
-            ticket=self._members.allow_streams(peer) if features & Feature.STREAMS else "",
+            ticket=self._ticket(peer, features),
             features=features,
         )
         sends.append(Send(peer, welcome.pack(), encode(body)))
@@ -511,25 +534,48 @@ class Engine:
             sends += self._supersede(earlier, header)
         return sends
 
+    def _ticket(self, peer: bytes, features: int) -> str:
+        """Return what a new member's further connections have to show, if it may have some."""
+        if not features & (Feature.STREAMS | Feature.RESUME):
+            return ""
+        return self._members.give_ticket(peer, resumes=bool(features & Feature.RESUME))
+
     def _tie(self, peer: bytes, payload: Buffer, key: str) -> list[Send]:
         """Make a peer a further stream of a member.
 
         Raises:
             ReductionError: it is refused, and the link goes on without it.
         """
+        main, stream = self._shown(MessageType.STREAM, peer, payload)
+        self._members.tie(peer, main, stream.number, key)
+        return [Send(peer, Header(MessageType.STREAM).pack(), None)]
+
+    def _resume(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Send]:
+        """Have a member's connection go on over that of a peer, who is a stranger.
+
+        Raises:
+            ReductionError: it is refused.
+        """
+        main, stream = self._shown(MessageType.RESUME, peer, payload)
+        broken = self._members.stream(main, stream.number, key)
+        self._resumed.append((broken, peer, header.offset))
+        return []
+
+    def _shown(self, kind: MessageType, peer: bytes, payload: Buffer) -> tuple[bytes, Stream]:
+        """Return the member's peer whose ticket a STREAM or RESUME shows, and what that says."""
         joins = any(peer == contest.peer for contest in self._contests)
         if joins or self._members.find(self._members.main(peer)) is not None:
-            raise RemoteProtocolError("STREAM is the first message of a connection")
+            raise RemoteProtocolError(f"{kind.name} is the first message of a connection")
         stream = decode(Stream, payload)
         main = self._members.ticket_holder(stream.ticket)
         if main in self._unreachable:
             raise MembershipError("the first connection of that link has ended")
         if self._secret:
-            expected = authentication.prove_stream(self._secret, stream.ticket, stream.number)
+            word = kind.name.lower()
+            expected = authentication.prove_stream(self._secret, stream.ticket, stream.number, word)
             if not authentication.proves(stream.auth, expected):
-                raise AuthError("a further stream of a link has to prove that it knows the secret")
-        self._members.tie(peer, main, stream.number, key)
-        return [Send(peer, Header(MessageType.STREAM).pack(), None)]
+                raise AuthError(f"who says {kind.name} has to prove that it knows the secret")
+        return main, stream
 
     def _bar(self, job: Job, rank: int, error: MismatchError) -> list[Send]:
         """End what a job has in flight, if it lacks a rank of other settings, and tell all why."""

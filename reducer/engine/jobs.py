@@ -227,6 +227,8 @@ class Membership:
     Attributes:
         changes: how often somebody has joined, left or been lost.
         tied: peers of further streams, and whose they are, that `newly_tied` has yet to tell.
+        resumable: members whose connections may go on when they break, and `newly_resumable` has
+            yet to tell.
     """
 
     def __init__(self, memory_limit: int, slots: SlotsModule, limits: Limits) -> None:
@@ -242,6 +244,7 @@ class Membership:
         self._mains: dict[bytes, bytes] = {}  # the member's peer, by that of a further stream
         self._streams: dict[bytes, Streams] = {}  # the other way round
         self.tied: list[tuple[bytes, bytes]] = []
+        self.resumable: list[bytes] = []
         self._of_key: Counter[str] = Counter()  # connections of members that have come with each
         # Of ranks that were given up, by job and process, in jobs that others have left for good.
         self._abandoned: dict[tuple[int, str], Farewell] = {}
@@ -259,9 +262,16 @@ class Membership:
         known = self._streams.get(peer)
         return () if known is None else tuple(known.peers.values())
 
-    def allow_streams(self, peer: bytes) -> str:
-        """Let a member have further streams; return the ticket that these have to show."""
+    def give_ticket(self, peer: bytes, *, resumes: bool) -> str:
+        """Return what a member has to show for further streams, and for those that go on.
+
+        Args:
+            peer: of the member.
+            resumes: whether its connections may go on when they break.
+        """
         ticket = nonce()
+        if resumes:
+            self.resumable.append(peer)
         self._tickets[ticket] = peer
         self._streams[peer] = Streams(ticket, {})
         return ticket
@@ -276,17 +286,37 @@ class Membership:
             raise MembershipError("this reducer has no link with that ticket: it was lost, or left")
         return self._tickets[ticket]
 
+    def stream(self, main: bytes, number: int, key: str) -> bytes:
+        """Return the peer of a member's connection, by its number.
+
+        Args:
+            main: the member's, which was given a ticket.
+            number: of a further stream, or 0.
+            key: public key that who asks has shown.
+
+        Raises:
+            AuthError: the member's connection has shown another key.
+            MembershipError: the member has no such stream.
+        """
+        job, member = self._by_peer[main]
+        if job.keys[member.rank] != key:
+            raise AuthError("who goes on with a connection has to show the same key")
+        found = {0: main, **self._streams[main].peers}.get(number)
+        if found is None:
+            raise MembershipError(f"this link has had no stream {number}")
+        return found
+
     def tie(self, peer: bytes, main: bytes, number: int, key: str) -> None:
         """Make a peer a further stream of a member.
 
         Args:
             peer: of the connection.
-            main: the member's, which was allowed to have streams.
+            main: the member's, which was given a ticket.
             number: of the stream.
             key: public key that the connection has shown, if it has.
 
         Raises:
-            RemoteProtocolError: the member has had a stream of that number.
+            RemoteProtocolError: the member has had a stream of that number, or it is 0.
             AuthError: the member's connection has shown another key.
             CapacityError: there are as many streams as may be, of all members or of the key.
         """
@@ -294,7 +324,7 @@ class Membership:
         if job.keys[member.rank] != key:
             raise AuthError("a further stream of a link has to show the same key")
         streams = self._streams[main].peers
-        if number in streams:
+        if number in streams or number == 0:
             raise RemoteProtocolError(f"stream {number} of this link is here already")
         limits = self._limits
         most, of_key = limits.max_streams, limits.max_connections_per_key

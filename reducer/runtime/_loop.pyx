@@ -33,6 +33,7 @@ from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.runtime.loop import Loop as PlainLoop
 from reducer.engine.rounds import Send
 from reducer.wire.constants import TYPE_AT, MessageType
+from reducer.wire.header import Header
 
 
 cdef extern from "reducer/engine/slots.h" nogil:
@@ -128,6 +129,11 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_admit(loop_t *self, bint admitted) noexcept
     void loop_trust(loop_t *self, uint64_t peer) noexcept
     void loop_tie(loop_t *self, uint64_t peer, uint64_t stream) noexcept
+    void loop_keep(loop_t *self, uint64_t peer, uint64_t resume_ns) noexcept
+    int loop_socket(const loop_t *self, uint64_t peer) noexcept
+    void loop_splice(loop_t *self, uint64_t peer, uint64_t fresh, uint64_t heard,
+                     const header_t *header) noexcept
+    void loop_give_up(loop_t *self, uint64_t peer) noexcept
     void loop_forget(loop_t *self) noexcept
     void loop_release_memory(loop_t *self) noexcept
     bint loop_send(loop_t *self, uint64_t peer, const void *header, const void *payload,
@@ -140,7 +146,9 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     ) noexcept
 
 
-_OF_STRANGERS = {MessageType.HELLO, MessageType.STREAM}  # of whose senders the engine asks the key
+# Of whose senders the engine asks the key.
+_OF_STRANGERS = {MessageType.HELLO, MessageType.STREAM, MessageType.RESUME}
+_RESUMED = Header(MessageType.RESUME).pack()
 ID_BYTES = 7  # of a peer: the number of its connection, little-endian
 SPARE_BYTES = 32 << 20  # of memory that payloads have had, kept for the next ones
 
@@ -309,6 +317,13 @@ cdef class Core:
         cdef Rounds within
         cdef Member member
         cdef uint64_t key
+        for peer in self._engine.newly_resumable():
+            self.keep(key_of(peer))
+        for peer, fresh, heard in self._engine.newly_resumed():
+            loop_splice(self.its, key_of(peer), key_of(fresh), heard,
+                        <const header_t *>PyBytes_AsString(_RESUMED))
+        for peer in self._engine.contested():
+            loop_give_up(self.its, key_of(peer))
         for stream, peer in self._engine.newly_tied():
             loop_tie(self.its, key_of(peer), key_of(stream))
             if not (
@@ -344,6 +359,12 @@ cdef class Core:
         if before - {job for _, _, job in self._served}:
             loop_release_memory(self.its)
         self._arranged = self._engine.changes
+
+    cdef keep(self, uint64_t key):
+        """Keep a member's connection when its socket breaks, for a while."""
+        cdef int descriptor = loop_socket(self.its, key)
+        if descriptor >= 0:
+            loop_keep(self.its, key, <uint64_t>(self._transport.resume_s(descriptor) * 1e9))
 
     def offer(self, bytes peer, bytes frame, bytes payload, double at=0.0):
         """Take one contribution as the loop would, for tests without a network.

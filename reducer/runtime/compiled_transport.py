@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zmq.utils import z85
 
 from reducer import tcp_connections
-from reducer.clock import Silence
+from reducer.clock import SPARE_ROUND_TRIPS, Silence
 from reducer.errors import ConfigError
 from reducer.runtime import _loop
 from reducer.runtime.transport import HUNG_UP, LINGER_MS, Line, Load, Transport, explain_bind
@@ -19,6 +19,7 @@ from reducer.wire.constants import (
     HEADER_BYTES,
     MAX_CHUNK_BYTES,
     REDUCER_HEARTBEAT_MS,
+    RESUME_S,
     SHORTEST_PATIENCE_MS,
 )
 from reducer.zmtp import sodium
@@ -176,6 +177,12 @@ class CompiledTransport(Transport):
     def admits(self, key: bytes) -> bool:
         """Whether a public key may connect; what it may do then is the engine's business."""
         return self._keyring is not None and self._keyring.allowed.knows(self.text(key))
+
+    @staticmethod
+    def resume_s(descriptor: int) -> float:
+        """Return for how long a member may go on with a connection that has broken, seconds."""
+        far_s = tcp_connections.shortest_round_trip_s(descriptor)
+        return RESUME_S + SPARE_ROUND_TRIPS * far_s
 
     @staticmethod
     def text(key: bytes) -> str:

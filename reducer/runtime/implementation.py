@@ -12,7 +12,7 @@ from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
 from reducer.runtime import loop
 from reducer.runtime.plain_transport import PlainTransport
-from reducer.wire.constants import FEATURES, Feature
+from reducer.wire.constants import COMPILED_FEATURES, FEATURES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,5 +96,5 @@ def _compiled(kernels: Kernels) -> Implementation:
         serves.Loop,
         transport.CompiledTransport,
         serves.arm,
-        FEATURES | Feature.STREAMS,
+        COMPILED_FEATURES,
     )

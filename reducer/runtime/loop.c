@@ -329,6 +329,90 @@ void loop_forget(struct loop *loop)
     pulse_release(&loop->pulse);
 }
 
+/* Gives up a peer whose socket has broken. */
+static void give_up(struct loop *loop, struct peer *peer)
+{
+    connection_break(&peer->connection, ECONNRESET);
+    enqueue(loop, peer);
+}
+
+/* Has a peer go on over the socket of its heir, which ends. */
+static void inherit(struct loop *loop, struct peer *peer)
+{
+    struct peer *heir = map_get(&loop->peers, peer->heir);
+    peer->heir = 0;
+    if (heir == NULL || heir->ended)
+        return;
+    struct connection *connection = &peer->connection, *fresh = &heir->connection;
+    struct header answer = loop->resumed;
+    answer.offset = connection->bytes_read;
+    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+    bool spliced = connection_can_splice(connection, peer->heard) &&
+                   connection_send(fresh, &answer, NULL, 0, NULL, NO_SEQUENCE);
+    if (spliced)
+        connection_flush(fresh);
+    spliced = spliced && connection_splice(connection, fresh, peer->heard);
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                                .data.ptr = peer};
+    spliced = spliced && note_change(loop, peer, true) &&
+              epoll_ctl(loop->epoll, EPOLL_CTL_ADD, connection->fd, &event) == 0;
+    if (spliced) {
+        connection_flush(connection);
+        enqueue(loop, peer);
+    } else {
+        give_up(loop, peer);
+    }
+    fresh->refused = true;
+    enqueue(loop, heir);
+}
+
+void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t heard,
+                 const struct header *header)
+{
+    pulse_hold(&loop->pulse);
+    struct peer *peer = map_get(&loop->peers, key), *heir = map_get(&loop->peers, fresh);
+    loop->resumed = *header;
+    if (peer != NULL && !peer->ended && heir != NULL) {
+        peer->heir = fresh;
+        peer->heard = heard;
+        if (peer->connection.suspended)
+            inherit(loop, peer);
+        else
+            peer->connection.readable = true; /* what came, and perhaps that it has broken */
+        enqueue(loop, peer);
+    } else if (heir != NULL) {
+        heir->connection.refused = true;
+        enqueue(loop, heir);
+    }
+    pulse_release(&loop->pulse);
+}
+
+void loop_keep(struct loop *loop, uint64_t key, uint64_t resume_ns)
+{
+    pulse_hold(&loop->pulse);
+    struct peer *peer = map_get(&loop->peers, key);
+    if (peer != NULL) {
+        peer->resume_ns = resume_ns;
+        connection_keep(&peer->connection);
+    }
+    pulse_release(&loop->pulse);
+}
+
+int loop_socket(const struct loop *loop, uint64_t key)
+{
+    const struct peer *peer = map_get(&loop->peers, key);
+    return peer == NULL || peer->connection.pair != NULL ? -1 : peer->connection.fd;
+}
+
+void loop_give_up(struct loop *loop, uint64_t key)
+{
+    pulse_hold(&loop->pulse);
+    struct peer *peer = map_get(&loop->peers, key);
+    if (peer != NULL && peer->connection.suspended)
+        give_up(loop, peer);
+    pulse_release(&loop->pulse);
+}
+
 /* Frees peers that events of the latest look may have spoken of. */
 static void free_forgotten(struct loop *loop)
 {
@@ -345,6 +429,15 @@ static void expire(struct loop *loop, uint64_t now)
     if (now - loop->expired_ns < REST_NS)
         return;
     loop->expired_ns = now;
+    bool suspends = loop->suspends;
+    loop->suspends = false;
+    for (struct peer *peer = loop->oldest; suspends && peer != NULL; peer = peer->after) {
+        if (!peer->connection.suspended || peer->ended)
+            continue;
+        loop->suspends = true;
+        if (now >= peer->until_ns)
+            give_up(loop, peer);
+    }
     for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after) {
         if (now - peer->since_ns < loop->handshake_ns)
             return;
@@ -461,7 +554,7 @@ bool loop_load(struct loop *loop, uint64_t key, struct load *load)
         load->read = connection_came(connection);
         load->waits = connection_awaits(connection);
         load->unread = connection_partial(connection);
-        load->unsent = connection->bytes_queued - connection->sent;
+        load->unsent = connection_unsent(connection);
     }
     pulse_release(&loop->pulse);
     return here;
@@ -498,6 +591,9 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
         peer->beside = other;
         other->further = true;
         other->connection.most_bytes = loop->max_frame_bytes;
+        other->resume_ns = peer->resume_ns;
+        if (peer->connection.kept)
+            connection_keep(&other->connection);
     }
     pulse_release(&loop->pulse);
 }
@@ -547,12 +643,21 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (event == CONNECTION_IDLE) {
             /* Nothing can be done with a part of a payload, and the rest is on its way. */
             connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
+            if (peer->heir != 0)
+                inherit(loop, peer);
             if (connection->readable) /* the other end of a pair had queued as much already */
                 enqueue(loop, peer);
             return LOOP_TIMEOUT;
         }
         if (event == CONNECTION_BUSY)
             break;
+        if (event == CONNECTION_SUSPENDED) {
+            peer->until_ns = now_ns() + peer->resume_ns;
+            loop->suspends = true;
+            if (peer->heir != 0)
+                inherit(loop, peer);
+            return LOOP_TIMEOUT;
+        }
         loop->peer = peer;
         if (event == CONNECTION_ENDED) {
             peer->ended = true;

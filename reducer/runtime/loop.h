@@ -36,6 +36,10 @@ struct peer {
     struct peer *next;          /* in the list of those to receive from, or to free */
     bool waits;                 /* it is in that list */
     bool ended;                 /* the engine is to hear that it has */
+    uint64_t resume_ns;         /* for so long it may be suspended */
+    uint64_t until_ns;          /* it is: until then */
+    uint64_t heir;              /* key of the peer whose socket it is to have; 0: there is none */
+    uint64_t heard;             /* bytes that the worker has read of what it was sent */
     struct connection connection;
 };
 
@@ -69,6 +73,7 @@ struct loop {
     const struct curve_keys *keys; /* the reducer's, if peers must have some */
     uint64_t max_frame_bytes, handshake_ns;
     uint64_t expired_ns; /* when handshakes that take too long were looked for */
+    bool suspends;       /* perhaps a peer is suspended */
     struct member **lost;
     size_t lost_count, lost_room;
     const void **inputs; /* scratch, world_size places */
@@ -78,6 +83,7 @@ struct loop {
     int error;
     struct block_pool pool; /* of payloads */
     struct pulse pulse; /* held while connections are used, but not while the loop waits */
+    struct header resumed; /* what a worker is told whose connection goes on, but for the bytes */
 };
 
 /* Begins to accept connections. False, with errno: out of files or threads. */
@@ -99,6 +105,17 @@ void loop_trust(struct loop *loop, uint64_t peer);
 /* Has results for a peer also go over the connection of another one, which is welcome as well; when
  * the first one ends, the other does. */
 void loop_tie(struct loop *loop, uint64_t peer, uint64_t stream);
+/* Keeps a peer, and its further streams, for so long when its socket breaks. */
+void loop_keep(struct loop *loop, uint64_t peer, uint64_t resume_ns);
+/* The number of a peer's socket; -1: it has none. */
+int loop_socket(const struct loop *loop, uint64_t peer);
+/* Has a kept peer go on over the socket of another one, which ends, as soon as all is read that came
+ * before its own broke. The worker has read `heard` bytes; it is told how many were read of its own,
+ * with `header`. If that is not possible, both end. */
+void loop_splice(struct loop *loop, uint64_t peer, uint64_t fresh, uint64_t heard,
+                 const struct header *header);
+/* Has a peer end if it is suspended: it will not be back. */
+void loop_give_up(struct loop *loop, uint64_t peer);
 /* Drops the connection that LOOP_ENDED has told of. */
 void loop_forget(struct loop *loop);
 /* Gives spare blocks back to the system, from which a job has ended: glibc would keep what lies

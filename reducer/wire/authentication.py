@@ -41,15 +41,16 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
     return hmac.new(secret, nonces.encode() + said + address.encode(), "sha256").hexdigest()
 
 
-def prove_stream(secret: bytes, ticket: str, number: int) -> str:
+def prove_stream(secret: bytes, ticket: str, number: int, word: str = "stream") -> str:
     """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits.
 
     Args:
         secret: of the job.
         ticket: of the link.
         number: of the stream.
+        word: "stream", or "resume" of who says RESUME.
     """
-    return hmac.new(secret, f"stream\0{ticket}{number}".encode(), "sha256").hexdigest()
+    return hmac.new(secret, f"{word}\0{ticket}{number}".encode(), "sha256").hexdigest()
 
 
 def proves(shown: str, expected: str) -> bool:

@@ -30,6 +30,8 @@ SPARE_CHUNKS = 4  # in flight beyond a window: each preceded all others in fligh
 PATIENCE_MS = 1000  # that a peer may be silent before it is given up, if its job does not say
 SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS = 500, 60_000
 REDUCER_HEARTBEAT_MS = 200  # between two of a reducer's
+FAR_S = 0.01  # the round trip from which on a network is a far one
+RESUME_S = 1.0  # a far connection may go on so long after its socket broke, and five round trips
 NO_SEQUENCE = (1 << 64) - 1  # the message concerns the connection, not one all-reduce
 
 
@@ -50,6 +52,7 @@ class MessageType(IntEnum):
     CREDIT = 12
     CHALLENGE = 13
     STREAM = 14
+    RESUME = 15
 
 
 class DType(IntEnum):
@@ -143,6 +146,8 @@ class Feature(IntFlag):
 
     CREDIT = 1  # windows may grow while a worker is a member
     STREAMS = 2  # a link may have several connections
+    RESUME = 4  # a far connection whose socket breaks goes on over another one
 
 
-FEATURES = Feature.CREDIT  # what both implementations speak; the compiled ones STREAMS as well
+FEATURES = Feature.CREDIT  # what both implementations speak
+COMPILED_FEATURES = FEATURES | Feature.STREAMS | Feature.RESUME

@@ -22,6 +22,7 @@ enum {
     TYPE_CONTRIBUTION = 3,
     TYPE_RESULT = 4,
     TYPE_PING = 8,
+    TYPE_RESUME = 15,
     DTYPE_BFLOAT16 = 4, /* those up to it are floating-point numbers */
     DTYPE_BLOCK8 = 9, /* those from it on are blocks */
     DTYPE_LAST = 10,

@@ -175,11 +175,11 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A worker's request that this connection be a further stream of a link.
+    """A worker's request that this connection be a further stream of a link, or go on as one.
 
     Attributes:
         ticket: what the WELCOME of that link has told.
-        number: of the stream, from 1; each is good once.
+        number: of the stream, from 1; 0 is the link's first connection, which may go on.
         auth: proof that the worker knows the job's secret; "" without one.
     """
 
@@ -189,7 +189,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         _check_digits(self.ticket, (NONCE_DIGITS,), "ticket")
-        _check(self.number, int, 1, MAX_STREAMS - 1, "number")
+        _check(self.number, int, 0, MAX_STREAMS - 1, "number")
         _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
 
 
@@ -317,7 +317,7 @@ def encode(body: Hello | Challenge | Welcome | Stream | Loss | Stragglers) -> by
 
 
 def decode(kind: type[_Body], data: Buffer) -> _Body:
-    """Read the body of a HELLO, CHALLENGE, WELCOME, STREAM, SHARD_MAP or STRAGGLERS.
+    """Read the body of a HELLO, CHALLENGE, WELCOME, STREAM, RESUME, SHARD_MAP or STRAGGLERS.
 
     Raises:
         RemoteProtocolError: it is no JSON object, or a value is missing, of a wrong type or out of

@@ -1,6 +1,7 @@
 #include "connection.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/sockios.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
@@ -11,7 +12,7 @@ enum {
     GATHERED = 16,               /* messages that one system call sends */
     LARGE = CONNECTION_IN_BYTES, /* after such a payload only the next header is read ahead */
     SEALED_BYTES = 33,           /* that CURVE adds to a frame */
-    PENDING_REPLIES = 16,        /* a peer that asks on without reading is answered no more */
+    PENDING_BYTES = 1 << 10,     /* a peer that asks on without reading is answered no more */
     FRAMES = 16,                 /* of a message; what is behind the second is dropped */
     READS = 16,                  /* without an event: a flood of PINGs has none, nor has an end */
     UNREAD = 256,                /* reads at the end, so that no peer goes on for ever */
@@ -64,12 +65,18 @@ static size_t whole_bytes(const struct outgoing *outgoing)
 static void drop_first(struct connection *connection)
 {
     struct outgoing *sent = first(connection);
-    connection->bytes_queued -= whole_bytes(sent);
+    size_t nbytes = whole_bytes(sent);
+    connection->bytes_queued -= nbytes;
+    connection->sent = connection->sent > nbytes ? connection->sent - nbytes : 0;
     if (sent->block != NULL)
         block_drop(connection->pool, sent->block);
     connection->first++;
     connection->count--;
-    connection->sent = 0;
+}
+
+uint64_t connection_unsent(const struct connection *connection)
+{
+    return connection->bytes_queued - connection->sent;
 }
 
 void connection_next(struct connection *connection)
@@ -212,7 +219,7 @@ static bool send_reply(struct connection *connection)
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
     /* PONGs, which a peer that reads none may ask for without end; what waits is heard as well. */
-    if (zmtp->ready && connection->count > PENDING_REPLIES)
+    if (zmtp->ready && (connection->muted || connection_unsent(connection) > PENDING_BYTES))
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
 }
@@ -240,13 +247,37 @@ void connection_break(struct connection *connection, int error)
     release(connection);
 }
 
+/* Bytes that were sent, and that the peer's kernel has not acknowledged. */
+static uint64_t unacknowledged(const struct connection *connection)
+{
+    int nbytes = 0;
+    if (ioctl(connection->fd, SIOCOUTQ, &nbytes) < 0 || nbytes < 0)
+        return 0;
+    return (uint64_t)nbytes;
+}
+
+/* Drops what was sent; of a kept connection, what the peer's kernel has. */
 static void drop_sent(struct connection *connection)
 {
-    while (connection->count > 0 && connection->sent >= whole_bytes(first(connection))) {
-        size_t over = connection->sent - whole_bytes(first(connection));
-        drop_first(connection);
-        connection->sent = over;
+    size_t kept = 0;
+    if (connection->kept && connection->count > 0) {
+        if (connection->suspended || connection->hung_up)
+            return; /* its socket tells nothing any more */
+        kept = (size_t)unacknowledged(connection);
     }
+    while (connection->count > 0 && connection->sent >= whole_bytes(first(connection)) + kept)
+        drop_first(connection);
+}
+
+/* Takes note that the kernel sends nothing more; what has come may still be read. */
+static void lose(struct connection *connection, int error)
+{
+    if (!connection->kept) {
+        connection_break(connection, error);
+        return;
+    }
+    connection->writable = false;
+    connection->readable = connection->hung_up = true;
 }
 
 /* Where the first messages are that have not been sent. */
@@ -324,7 +355,7 @@ static bool push(struct connection *connection)
 
 void connection_flush(struct connection *connection)
 {
-    if (connection->broken || !connection->connected)
+    if (connection->broken || connection->suspended || !connection->connected)
         return;
     hold(connection);
     drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
@@ -334,10 +365,10 @@ void connection_flush(struct connection *connection)
     release(connection);
     if (!replied)
         connection_break(connection, ENOMEM);
-    while (connection->pair == NULL && connection->writable && connection->count > 0) {
+    while (connection->pair == NULL && connection->writable && connection_unsent(connection) > 0) {
         push(connection);
         if (errno != 0) {
-            connection_break(connection, errno);
+            lose(connection, errno);
             return;
         }
         drop_sent(connection);
@@ -349,16 +380,20 @@ void connection_beat(struct connection *connection)
     uint8_t bytes[64];
     if (!connection->zmtp.ready || connection->broken || connection->pair != NULL)
         return; /* a pair has one process, and needs no sign of life */
+    if (connection->suspended || connection->muted)
+        return;
     bool heard = connection->bytes_written != connection->beaten;
     connection->beaten = connection->bytes_written;
     /* What beats have sent is in the queue until the next flush, which may be long after. */
-    bool nothing_waits = connection->sent == connection->bytes_queued;
+    bool nothing_waits = connection_unsent(connection) == 0;
     if (heard && nothing_waits)
         return;
     if (nothing_waits)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
     push(connection); /* whatever `writable` says: perhaps nobody has polled for as long */
-    if (errno != 0) {
+    if (errno != 0 && connection->kept) {
+        lose(connection, errno);
+    } else if (errno != 0) {
         connection->error = errno;
         connection->broken = connection->readable = true;
     }
@@ -374,6 +409,8 @@ static ssize_t read_some(struct connection *connection, struct iovec *places, in
 bool connection_drain(struct connection *connection)
 {
     unsigned char unread[4096];
+    if (connection->suspended)
+        return false;
     connection_flush(connection);
     hold(connection);
     if (connection->pair != NULL)
@@ -386,7 +423,43 @@ bool connection_drain(struct connection *connection)
     }
     if (connection->pair != NULL && pair_is_deserted(connection->pair, connection->side))
         return false;
-    return connection->zmtp.ready && !connection->broken && connection->count > 0;
+    return connection->zmtp.ready && !connection->broken && connection_unsent(connection) > 0;
+}
+
+/* -- another socket -------------------------------------------------------------------------- */
+
+void connection_keep(struct connection *connection)
+{
+    connection->kept = connection->pair == NULL;
+}
+
+bool connection_can_splice(const struct connection *connection, uint64_t from)
+{
+    uint64_t dropped = connection->bytes_written - connection->sent;
+    return connection->kept && !connection->broken && !connection->refused &&
+           connection->at == connection->end && from >= dropped && from <= connection->bytes_written;
+}
+
+bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from)
+{
+    bool between = fresh->zmtp.ready && !fresh->broken && fresh->zmtp.kept == 0 &&
+                   !fresh->in_frame && fresh->message.frames == 0 && fresh->count == 0;
+    if (!between || !connection_can_splice(connection, from) ||
+        dup3(fresh->fd, connection->fd, O_CLOEXEC) < 0)
+        return false;
+    size_t ahead = fresh->end - fresh->at;
+    memcpy(connection->in, fresh->in + fresh->at, ahead);
+    connection->at = 0;
+    connection->end = ahead;
+    connection->bytes_read += ahead;
+    connection->sent -= (size_t)(connection->bytes_written - from);
+    connection->bytes_written = connection->beaten = from;
+    connection->hung_up = fresh->hung_up;
+    connection->readable = connection->writable = true;
+    connection->suspended = false;
+    connection->low_water = 0;
+    fresh->muted = fresh->broken = true;
+    return true;
 }
 
 /* Has the rest of a result go into a block: nobody takes the message any more. */
@@ -567,6 +640,8 @@ static size_t ahead(const struct connection *connection)
 
 void connection_note(struct connection *connection, uint32_t events)
 {
+    if (connection->suspended)
+        return;
     /* The end of an attempt to connect, which has failed if there is an error, too. */
     if (events & EPOLLOUT && (connection->connected || !(events & EPOLLERR))) {
         connection->connected = connection->writable = true;
@@ -612,6 +687,11 @@ enum connection_event connection_read(struct connection *connection)
             connection->readable = false;
             continue;
         }
+        if (got <= 0 && connection->kept && !connection->broken) {
+            connection->suspended = true;
+            connection->readable = connection->writable = false;
+            return CONNECTION_SUSPENDED;
+        }
         if (got <= 0) {
             connection_break(connection, got < 0 ? errno : 0);
             connection->ended = true;
@@ -653,10 +733,7 @@ static uint64_t unread(const struct connection *connection)
 
 uint64_t connection_backlog(const struct connection *connection)
 {
-    int sent = 0; /* and not acknowledged */
-    if (ioctl(connection->fd, SIOCOUTQ, &sent) < 0)
-        sent = 0;
-    return connection->bytes_queued - connection->sent + (uint64_t)sent;
+    return connection_unsent(connection) + unacknowledged(connection);
 }
 
 uint64_t connection_came(const struct connection *connection)

@@ -5,6 +5,9 @@
  * it, and says when it may be read or written.
  *
  * Within a process there is a pair in place of the sockets; the bytes are the same.
+ *
+ * A connection that is kept outlives its socket: when that breaks, both ends go on over another one,
+ * each from the byte that the other has read last.
  */
 #ifndef REDUCER_CONNECTION_H
 #define REDUCER_CONNECTION_H
@@ -27,6 +30,7 @@ enum connection_event {
     CONNECTION_ADMIT,   /* a peer shows its key: zmtp_admit, then read on */
     CONNECTION_READY,   /* the handshake is done */
     CONNECTION_MESSAGE, /* `message` holds one, until connection_next */
+    CONNECTION_SUSPENDED, /* the socket of a kept one has broken: connection_splice, or it must end */
     CONNECTION_ENDED    /* `error` and zmtp.fault say why; neither: the peer has closed it */
 };
 
@@ -60,6 +64,9 @@ struct connection {
     bool writable;
     bool broken;            /* nothing can be sent any more; what has come may still be read */
     bool refused;           /* nothing more is heard from the peer: it ends at the next read */
+    bool kept;              /* what the peer's kernel has not acknowledged stays in the queue */
+    bool suspended;         /* there is no socket to read or write, but there may be one later */
+    bool muted;             /* what follows in its socket is to be another connection's */
     bool ended;
     int low_water;          /* bytes that must have come before the poll tells of them; 0: any */
     struct zmtp zmtp;
@@ -81,10 +88,10 @@ struct connection {
     struct block *body;     /* that this is in; NULL: it is in `small` */
     uint64_t bytes_read;
 
-    /* Output, in the order of sending. */
+    /* Output, in the order of sending; of a kept connection also what was sent last. */
     struct outgoing *queue;
     size_t first, count, mask; /* mask: places - 1 */
-    size_t sent;               /* bytes of the first one */
+    size_t sent;               /* bytes from the first one on */
     uint64_t bytes_written, bytes_queued;
     uint64_t beaten; /* of bytes_written: at the latest beat */
 
@@ -127,6 +134,18 @@ void connection_break(struct connection *connection, int error);
 /* Copies some of what is queued, which has it sent, to where the other end of a pair reads; both
  * arguments move on. To be called with the pair's lock. */
 size_t connection_take(struct connection *connection, struct iovec **places, int *count);
+
+/* Keeps what is sent from now on until the peer's kernel has it, so that the connection can go on over
+ * another socket. Not a pair. */
+void connection_keep(struct connection *connection);
+/* Whether a kept connection can go on where the peer has read `from` bytes. */
+bool connection_can_splice(const struct connection *connection, uint64_t from);
+/* Goes on over the socket of a fresh connection, of which neither end says anything more by itself, and
+ * which the caller frees; the peer has read `from` bytes. Its number in this process stays, and the
+ * caller has it polled anew. False, with nothing done: that is not possible. */
+bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from);
+/* Bytes that are queued and with no kernel yet. */
+uint64_t connection_unsent(const struct connection *connection);
 
 /* Sends what the kernel takes, at the end of everything, and drops what has come meanwhile: a socket
  * that is closed with something unread drops what it has to send. Whether something is left. */

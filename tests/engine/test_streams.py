@@ -189,10 +189,11 @@ def test_each_number_is_good_once(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
     for at in range(1, MAX_STREAMS):
         assert kinds(stream(reducer, b"0.%d" % at, ticket, at=at)) == [M.STREAM]
-    again = stream(reducer, b"x", ticket, at=3)
-    assert isinstance(refusal(again, b"x"), RemoteProtocolError)
-    assert reducer.engine.newly_dropped() == [b"x"], "the member itself goes on"
-    with pytest.raises(RemoteProtocolError, match="number must be between 1 and 15"):
+    for at in (3, 0):  # 0 is the first connection
+        again = stream(reducer, b"x%d" % at, ticket, at=at)
+        assert isinstance(refusal(again, b"x%d" % at), RemoteProtocolError)
+        assert reducer.engine.newly_dropped() == [b"x%d" % at], "the member itself goes on"
+    with pytest.raises(RemoteProtocolError, match="number must be between 0 and 15"):
         Stream(ticket, MAX_STREAMS)
     assert len(reducer.engine.streams(b"0")) == MAX_STREAMS - 1
 

@@ -8,7 +8,7 @@ from reducer import kernels
 from reducer.engine.engine import Engine
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.runtime import implementation
-from reducer.wire.constants import FEATURES, Feature
+from reducer.wire.constants import COMPILED_FEATURES
 from worker_client.protocol.session import Session
 from worker_client.runtime import implementation as worker_implementation
 
@@ -52,7 +52,7 @@ class Served:
             address=address,
             limits=limits,
             secret=secret,
-            features=FEATURES | Feature.STREAMS,
+            features=COMPILED_FEATURES,
         )
         self.taken = 0  # messages that never reached the engine
         self._core: Any = None

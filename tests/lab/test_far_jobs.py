@@ -18,6 +18,7 @@ from bench.fault_job import Job
 from lab import Lab
 from tests.ranks import environments
 from worker_client.protocol.flow_control import MOST_BYTES, MOST_FAR_BYTES
+from worker_client.protocol.joining import auto_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,6 +70,15 @@ def test_who_is_silent_for_some_round_trips_more_is_not_lost(
         time.sleep(PAUSE_S)
         tell(signal.SIGCONT)
         check(job, 3)
+
+
+def test_connections_that_break_go_on(namespaces: None) -> None:
+    with far_job() as (job, reducer):
+        to = ["dst", reducer.address.partition(":")[0]]
+        for rank in job.ranks:
+            reset = rank.host.start(["ss", "-H", "-K", "-t", *to], stdout=PIPE)
+            assert reset.communicate()[0].count("\n") == auto_streams(ROUND_TRIP_S)
+            check(job, 3)
 
 
 def test_who_is_silent_for_longer_is_named(namespaces: None) -> None:

@@ -102,7 +102,7 @@ class Post:
 
     def member(self, job: str, **settings: int) -> Worker:
         """Join a job."""
-        here = self.members.get(job, 0)
+        here = settings.pop("came", self.members.get(job, 0) + 1) - 1
         settings.setdefault("patience_ms", LONGEST_PATIENCE_MS)  # it says nothing by itself
         worker = self.meanwhile(lambda: Worker(self.address, job, **settings))
         self._stack.enter_context(closing(worker))

@@ -91,7 +91,7 @@ def test_a_loss_out_of_bounds_is_refused(values: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [("", 1), ("5a" * 15, 1), ("5a" * 16, 0), ("5a" * 16, 16), ("5a" * 16, 1, "0f")]
+    "values", [("", 1), ("5a" * 15, 1), ("5a" * 16, -1), ("5a" * 16, 16), ("5a" * 16, 1, "0f")]
 )
 def test_a_stream_out_of_bounds_is_refused(values: tuple) -> None:
     with pytest.raises(RemoteProtocolError):

@@ -69,6 +69,11 @@ class Composer:
     dump: Path | None = None
     trace: Trace = field(default_factory=Trace, init=False)
 
+    @property
+    def resumes(self) -> bool:
+        """Whether connections to far reducers can go on when they break."""
+        return self.implementation.name != "plain"
+
     def streams(self, asked: int) -> int:
         """Return how many connections a link is to have; 0 for what its round trip asks for.
 

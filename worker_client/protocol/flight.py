@@ -197,6 +197,20 @@ class Connect(NamedTuple):
     endpoint: str
 
 
+class Keep(NamedTuple):
+    """Have a link's connections go on over others when they break.
+
+    Attributes:
+        link: which.
+        header: of the messages with which the others begin, but for the bytes read of the first.
+        payloads: of each: for the link's first connection, and for its further streams.
+    """
+
+    link: int
+    header: bytes
+    payloads: tuple[bytes, ...]
+
+
 class AddStreams(NamedTuple):
     """Give a link further streams: connections that begin with a message, and carry chunks.
 
@@ -226,4 +240,4 @@ class HandOver(NamedTuple):
     calls: list[Unfinished]
 
 
-Action = Send | Finish | Connect | AddStreams | Reset | HandOver
+Action = Send | Finish | Connect | Keep | AddStreams | Reset | HandOver

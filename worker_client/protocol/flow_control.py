@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from reducer.wire.constants import FAR_S
 from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
 BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
 LOOK_S = 0.2  # while a large one is in progress
 SAMPLES = 16  # the best rate of so many measurements counts
-FAR_S = 0.01  # the round trip from which on a network is a far one
 FAR_ROUND_TRIPS = 5  # that a chunk takes there, if packets are lost: each holds up what comes later
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import AuthError, StaleGenerationError
 from reducer.wire import authentication
-from reducer.wire.constants import FEATURES, Feature, MessageType
+from reducer.wire.constants import FAR_S, FEATURES, Feature, MessageType
 from reducer.wire.messages import Challenge, Hello, Stream, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
-from worker_client.protocol.flight import AddStreams, Connect, Send
+from worker_client.protocol.flight import AddStreams, Connect, Keep, Send
 from worker_client.protocol.link import Link
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Joining:
             patience_ms=round(1000 * s.heartbeats.patience_s),
             host_name=s.host_name,
             auth=authentication.nonce() if self._has_secret(link) else "",
-            features=FEATURES | (Feature(0) if s.streams == 1 else Feature.STREAMS),
+            features=self._features(link),
         )
         header = header._replace(window=s.window_per_reducer())
         link.hello, link.proof = (header, body), ""
@@ -166,6 +166,7 @@ class Joining:
         self._flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
         self._flight.open(link.index)
         link.ticket = welcome.ticket
+        link.resumes = bool(welcome.features & Feature.RESUME)
         connects = []
         if not self.complete:
             host = link.address.rpartition(":")[0]
@@ -175,20 +176,38 @@ class Joining:
             self.complete = self.done
         return connects
 
-    def streams(self, link: Link) -> list[AddStreams]:
-        """Ask for the further streams of a link that has been welcomed, if it is to have some."""
-        ticket, secret = link.ticket, self._spec.secret if self._has_secret(link) else b""
+    def connections(self, link: Link) -> list[Keep | AddStreams]:
+        """Ask for what a link that has been welcomed is to have besides its first connection."""
         streams = self._spec.streams or auto_streams(link.round_trip_s)
-        if link.hello is None or not (link.member and ticket and streams > 1):
+        if link.hello is None or not (link.member and link.ticket):
             return []
+        header = link.hello[0]._replace(window=0, watermark=0)
 
-        def opening(number: int) -> bytes:
-            proof = authentication.prove_stream(secret, ticket, number) if secret else ""
-            return encode(Stream(ticket, number, proof))
+        def opening(kind: MessageType, first: int) -> tuple[int, bytes, tuple[bytes, ...]]:
+            payloads = (self._opening(link, kind, number) for number in range(first, streams))
+            return link.index, header._replace(type=kind).pack(), tuple(payloads)
 
-        header = link.hello[0]._replace(type=MessageType.STREAM, window=0, watermark=0)
-        openings = tuple(opening(number) for number in range(1, streams))
-        return [AddStreams(link.index, header.pack(), openings)]
+        asked: list[Keep | AddStreams] = []
+        if link.resumes:
+            asked.append(Keep(*opening(MessageType.RESUME, 0)))
+        if streams > 1:
+            asked.append(AddStreams(*opening(MessageType.STREAM, 1)))
+        return asked
+
+    def _opening(self, link: Link, kind: MessageType, number: int) -> bytes:
+        """Return the body of a STREAM or RESUME."""
+        proof = ""
+        if self._has_secret(link):
+            proof = authentication.prove_stream(
+                self._spec.secret, link.ticket, number, kind.name.lower()
+            )
+        return encode(Stream(link.ticket, number, proof))
+
+    def _features(self, link: Link) -> Feature:
+        """Return what a reducer is told that we speak, of what is of use over this connection."""
+        features = FEATURES | (Feature(0) if self._spec.streams == 1 else Feature.STREAMS)
+        far = self._spec.resumes and link.round_trip_s >= FAR_S
+        return features | (Feature.RESUME if far else Feature(0))
 
     def refuse(self, link: Link, error: ReductionError, now: float) -> None:
         """Take note that a reducer does not admit us; later it may."""

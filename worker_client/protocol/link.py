@@ -39,7 +39,8 @@ class Link:
         refusal: why the reducer refused the HELLO, if it did.
         hello: what was said last in the attempt to join.
         proof: with which the reducer has to answer, if it must prove that it is the job's; "" else.
-        ticket: what the link's further streams have to show; "" if it has none.
+        ticket: what further connections of the link have to show; "" if there are to be none.
+        resumes: those that break may go on over such connections.
         untold: what has failed here, of which the reducer is to be told when it can be.
         straggler: the rank that the others wait for, as the reducer has said last.
     """
@@ -53,6 +54,7 @@ class Link:
         "proof",
         "reducer",
         "refusal",
+        "resumes",
         "round_trip_s",
         "spent",
         "state",
@@ -78,6 +80,7 @@ class Link:
         self.hello: tuple[Header, Hello] | None = None
         self.proof = ""
         self.ticket = ""
+        self.resumes = False
         self.untold: list[Failed] = []
         self.straggler: Straggler | None = None
 

@@ -460,7 +460,7 @@ class Session(SessionState):
     def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         connects = self._joining.welcome(link, header, payload)
         actions = self.failover.welcomed(link)  # which may lose it again
-        return [*actions, *connects, *self._joining.streams(link)]
+        return [*actions, *connects, *self._joining.connections(link)]
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         """Say what is wrong with a result that the flight did not take."""

@@ -48,6 +48,7 @@ class JobSpec:
         elastic: the ranks that are left will go on elsewhere when one is lost, so what is in
             progress then ends at once.
         streams: connections of each link; 0 for what its round trip asks for.
+        resumes: connections to far reducers may go on when they break.
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
         patience_s: how long to wait for all reducers at the start, before going on without those
             that have not answered.
@@ -73,6 +74,7 @@ class JobSpec:
     fallback: bool = False
     elastic: bool = False
     streams: int = 1
+    resumes: bool = False
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     patience_s: float = math.inf
     begin_without_s: float = math.inf

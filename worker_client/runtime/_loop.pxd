@@ -40,6 +40,7 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         int error
         bint connected
         bint ended
+        bint suspended
         bint in_frame
         zmtp_t zmtp
         message message
@@ -71,6 +72,8 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     bint loop_open(loop_t *self, uint32_t line, int fd, const curve_keys *keys) noexcept
     bint loop_join(loop_t *self, uint32_t line, pair *pair) noexcept
     void loop_carry(loop_t *self, uint32_t line) noexcept
+    void loop_keep(loop_t *self, uint32_t line) noexcept
+    bint loop_splice(loop_t *self, uint32_t line, uint32_t fresh, uint64_t heard) noexcept
     void loop_break(loop_t *self, uint32_t line) noexcept
     void loop_close(loop_t *self, uint32_t line) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept

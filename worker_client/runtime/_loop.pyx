@@ -27,6 +27,7 @@ class Change(NamedTuple):
     Attributes:
         line: which it is.
         ready: its handshake is done, and it has not ended.
+        suspended: it is kept, and its socket has broken.
         shook: its handshake had been done when it ended.
         error: errno of the call that has failed, 0 if none has.
         fault: a value of `enum zmtp_fault`.
@@ -36,6 +37,7 @@ class Change(NamedTuple):
 
     line: int
     ready: bool
+    suspended: bool
     shook: bool
     error: int
     fault: int
@@ -148,6 +150,23 @@ cdef class Loop:
         """Have a further stream carry contributions, as the reducer agrees to."""
         loop_carry(&self.its, self.check(line))
 
+    def keep(self, line):
+        """Keep a line's connection when its socket breaks: `splice`, or `break_`, is to follow."""
+        loop_keep(&self.its, self.check(line))
+
+    def splice(self, line, fresh, uint64_t heard):
+        """Have a line's connection go on over the socket of another line, which is closed.
+
+        Args:
+            line: whose connection is suspended.
+            fresh: over whose connection the reducer has agreed to that.
+            heard: bytes that the reducer has read over the first one.
+
+        Returns:
+            False if that is not possible.
+        """
+        return loop_splice(&self.its, self.check(line), self.check(fresh), heard)
+
     def break_(self, line):
         """Have a line's connection end, if there is one, when all that came over it is read."""
         loop_break(&self.its, self.check(line))
@@ -208,7 +227,8 @@ cdef class Loop:
                 continue
             self.its.line[line].changed = False
             return Change(
-                line, its.zmtp.ready and not its.ended, its.zmtp.ready, its.error, its.zmtp.fault,
+                line, its.zmtp.ready and not its.ended, its.suspended and not its.ended,
+                its.zmtp.ready, its.error, its.zmtp.fault,
                 its.zmtp.peer_mechanism.decode("ascii", "replace"),
                 its.zmtp.reason.decode("ascii", "replace"),
             )

@@ -15,15 +15,16 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zmq import curve_public
 from zmq.utils import z85
 
 from reducer import tcp_connections
-from reducer.clock import ServingTime, Silence, is_lost
+from reducer.clock import SPARE_ROUND_TRIPS, ServingTime, Silence, is_lost
 from reducer.errors import ReductionError
-from reducer.wire.constants import TYPE_AT, MessageType
+from reducer.wire.constants import RESUME_S, TYPE_AT, MessageType
+from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
 from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
@@ -66,15 +67,18 @@ _DENIED = "400"  # what a server of ZMTP says to a client whose key it does not 
 
 @dataclass(slots=True, eq=False)
 class _Way:
-    """The way to one reducer, over a line of the loop: a link's first one, or a further stream.
+    """The way to one reducer, over a line of the loop: a link's first one, or another one.
 
     Attributes:
         link: of the flight.
         address: ``host:port``, or an endpoint in this process.
-        opening: header and payload of the message with which a further stream begins.
+        opening: header and payload of the message with which another one begins.
+        resumes: the line whose connection is to go on over this one; None of a further stream.
+        until: when that must be done.
         carries: the reducer has agreed to that.
         fewer: of a link's first one: that others were not made was said.
         socket: of the connection, or of the attempt to make one; None in this process.
+        place: where it leads.
         places: addresses of that name that are yet to be tried.
         asked: the name is being resolved.
         since: when the attempt began.
@@ -88,9 +92,12 @@ class _Way:
     link: int
     address: str
     opening: tuple[bytes, bytes] | None = None
+    resumes: int | None = None
+    until: float = 0.0
     carries: bool = False
     fewer: bool = False
     socket: socket.socket | None = None
+    place: tuple[int, Any] | None = None
     places: list[tuple[int, Any]] | None = None
     asked: bool = False
     since: float = 0.0
@@ -132,6 +139,8 @@ class CompiledTransport(Transport):
         self.loop = self._loop = _loop.Loop(flight, heartbeats.every_s)
         self._ways: list[_Way] = []  # of all lines
         self._lines: list[list[int]] = []  # of each link: the first one, and further streams
+        self._kept: dict[int, _Kept] = {}  # links whose connections go on when they break
+        self._fresh: dict[int, int] = {}  # lines over which those of others go on
         self._tries = False  # an attempt to connect is in progress
         self._next_try = 0.0  # when the next one begins
         self._resolved: list[tuple[_Way, list[tuple[int, Any]]]] = []  # by threads, for this one
@@ -146,19 +155,25 @@ class CompiledTransport(Transport):
         self._ways.append(_Way(link, address))
         self._mind(time.monotonic())
 
+    def keep(self, link: int, header: bytes, payloads: Sequence[bytes]) -> None:
+        main = self._lines[link][0]
+        if self._ways[main].socket is not None:
+            far_s = SPARE_ROUND_TRIPS * self.round_trip_s(link)
+            self._kept[link] = _Kept(Header.unpack(header), payloads, RESUME_S + far_s)
+            self._loop.keep(main)
+
     def add_streams(self, link: int, header: bytes, payloads: Sequence[bytes]) -> None:
         lines = self._lines[link]
         main = self._ways[lines[0]]
-        if main.socket is None:
+        if main.socket is None or main.place is None:
             return  # no network lies between
-        place = main.socket.family, main.socket.getpeername()
         while len(lines) <= len(payloads):
             lines.append(self._loop.add(link))
             self._ways.append(_Way(link, main.address))
         for line, payload in zip(lines[1:], payloads, strict=False):
             self._hang_up(line)
             way = self._ways[line]
-            way.opening, way.places, way.retry_at = (header, payload), [place], 0.0
+            way.opening, way.places, way.retry_at = (header, payload), [main.place], 0.0
         self._mind(time.monotonic())
 
     def reset(self, link: int) -> None:
@@ -171,8 +186,7 @@ class CompiledTransport(Transport):
     def wait(self, timeout_s: float) -> None:
         """Take healthy results until something else happens or an all-reduce is done."""
         now = time.monotonic()
-        if self._tries or self._resolved or now >= self._next_try:
-            self._mind(now)
+        self._mind_if_due(now)
         self._loop.run(math.ceil(max(0.0, min(timeout_s, self._next_try - now)) * 1000))
 
     def events(self) -> Iterable[Event]:
@@ -206,6 +220,7 @@ class CompiledTransport(Transport):
         self._loop.detach(operation.sequence)
 
     def listen(self) -> None:
+        self._mind_if_due(time.monotonic())  # who leads a steady job never waits here
         now = self._clock.now()
         if now < self._looked + LOOK_S:
             return
@@ -248,6 +263,9 @@ class CompiledTransport(Transport):
         line, way = change.line, self._ways[change.line]
         link = way.link
         self._tries = True  # look whether one still is
+        if change.suspended:
+            self._go_on(line)
+            return
         if change.ready:
             way.slammed, way.delay_s = 0, RECONNECT_MS / 1000
             way.places = None
@@ -259,7 +277,7 @@ class CompiledTransport(Transport):
                 self._loop.send(line, *way.opening)
             return
         if way.opening is not None:
-            self._stream_ended(line)
+            self._stream_ended(line, change.error)
             return
         tried = self._loop.connected(line)
         self._end(link)
@@ -275,25 +293,72 @@ class CompiledTransport(Transport):
         if tried:
             yield Disconnected(link, NO_REDUCER)
 
-    def _stream_ended(self, line: int) -> None:
+    def _stream_ended(self, line: int, error: int) -> None:
         """Go on without a further stream, if nothing was sent over it; else end the link."""
         way = self._ways[line]
         lines, carried = self._lines[way.link], way.carries
         self._hang_up(line)
         if not carried:
-            self._try_later(way)
+            self._try_later(way, error)
             return
         main = self._ways[lines[0]]
         main.silent_s = main.silent_s or way.silent_s
         for other in lines:
             self._loop.break_(other)  # when what has come is read; the link ends with the first one
 
-    def _answered(self, line: int, header: bytes, payload: bytes) -> None:
-        """Take a reducer's answer to what a further stream began with."""
+    def _go_on(self, line: int) -> None:
+        """Begin to go on with a connection whose socket has broken, over a fresh one."""
         way = self._ways[line]
-        if header[TYPE_AT : TYPE_AT + 1] == bytes([MessageType.STREAM]):
+        kept = self._kept.get(way.link)
+        if kept is None or way.silent_s or way.place is None:
+            self._loop.break_(line)
+            return
+        if line not in self._fresh:
+            self._fresh[line] = self._loop.add(way.link)
+            self._ways.append(_Way(way.link, way.address))
+        fresh = self._ways[self._fresh[line]]
+        number, (read, _) = self._lines[way.link].index(line), self._loop.received(line)
+        way.silence = None  # nothing can come
+        fresh.opening = kept.header._replace(offset=read).pack(), kept.payloads[number]
+        fresh.resumes, fresh.places, fresh.retry_at = line, [way.place], 0.0
+        now = time.monotonic()
+        fresh.until = now + kept.most_s
+        self._mind(now)
+
+    def _resumed(self, line: int, broken: int, header: bytes) -> None:
+        """Go on with a broken connection over a fresh line, as the reducer agrees to."""
+        way = self._ways[line]
+        spliced = self._loop.splice(broken, line, Header.unpack(header).offset)
+        self._hang_up(line)
+        if not spliced:
+            self._give_up(way)
+            return
+        way.resumes = None
+        self._ways[broken].silence = Silence(self._clock.now())
+        log.info("a connection to reducer %s broke, and goes on over another one", way.address)
+
+    def _give_up(self, way: _Way) -> None:
+        """Have the connection end that was to go on over this one."""
+        if way.resumes is not None:
+            self._loop.break_(way.resumes)
+        way.resumes, way.retry_at = None, math.inf
+
+    def _answered(self, line: int, header: bytes, payload: bytes) -> None:
+        """Take a reducer's answer to what another connection of a link began with."""
+        way = self._ways[line]
+        kind = header[TYPE_AT : TYPE_AT + 1]
+        if way.resumes is not None:
+            if kind == bytes([MessageType.RESUME]):
+                self._resumed(line, way.resumes, header)
+            else:
+                self._hang_up(line)
+                self._give_up(way)
+            return
+        if kind == bytes([MessageType.STREAM]):
             way.carries = True
             self._loop.carry(line)
+            if way.link in self._kept:
+                self._loop.keep(line)
             return
         with contextlib.suppress(ReductionError):  # else it is no ERROR, or none that makes sense
             self._say_fewer(way, str(decode_error(payload)))
@@ -321,6 +386,10 @@ class CompiledTransport(Transport):
                 return credentials.guess(way.address, change.mechanism, keyed=keyed)
         return None
 
+    def _mind_if_due(self, now: float) -> None:
+        if self._tries or self._resolved or now >= self._next_try:
+            self._mind(now)
+
     def _mind(self, now: float) -> None:
         """Begin the attempts that are due, and end those that take too long."""
         while self._resolved:
@@ -329,7 +398,7 @@ class CompiledTransport(Transport):
         for line, way in enumerate(self._ways):
             if way.socket is not None:
                 most_s = HANDSHAKE_S if self._loop.connected(line) else CONNECT_S
-                if now - way.since > most_s:
+                if now - way.since > most_s or (way.resumes is not None and now > way.until):
                     self._hang_up(line)
                     self._try_later(way)
             elif way.retry_at <= now and not way.asked:
@@ -348,7 +417,7 @@ class CompiledTransport(Transport):
             way.places = self._resolve(way)
         if not way.places:
             return
-        family, place = way.places.pop(0)
+        family, place = way.place = way.places.pop(0)
         way.since, way.retry_at = now, math.inf
         try:
             way.socket = made = socket.socket(family, socket.SOCK_STREAM)
@@ -390,8 +459,18 @@ class CompiledTransport(Transport):
         threading.Thread(target=ask, name="resolve", daemon=True).start()
         return None
 
-    def _try_later(self, way: _Way) -> None:
-        """Set the time of the next attempt: at once while the name has further addresses."""
+    def _try_later(self, way: _Way, error: int = 0) -> None:
+        """Set the time of the next attempt: at once while the name has further addresses.
+
+        Args:
+            way: whose.
+            error: errno of the latest one, 0 if there is none.
+        """
+        if way.resumes is not None and way.place is not None:
+            way.places, way.retry_at = [way.place], time.monotonic() + RECONNECT_MS / 1000
+            if way.retry_at > way.until or error == errno.ECONNREFUSED:  # nobody is there any more
+                self._give_up(way)
+            return
         if way.places:
             way.retry_at = 0.0
             return
@@ -403,6 +482,7 @@ class CompiledTransport(Transport):
 
     def _end(self, link: int) -> None:
         """Close all connections of a link; the reducer has to welcome it before it has streams."""
+        self._kept.pop(link, None)
         for line in self._lines[link]:
             if (its := self._ways[line].socket) is not None:
                 with contextlib.suppress(OSError):  # it has ended already
@@ -411,12 +491,29 @@ class CompiledTransport(Transport):
 
     def _hang_up(self, line: int) -> None:
         way = self._ways[line]
+        if line in self._fresh:
+            self._ways[self._fresh[line]].resumes = None
+            self._hang_up(self._fresh[line])
         self._loop.close(line)
         if way.socket is not None:
             way.socket.close()
         way.socket = way.silence = None
         way.carries = False
         way.retry_at = math.inf
+
+
+class _Kept(NamedTuple):
+    """How a link's connections go on when they break.
+
+    Attributes:
+        header: of the messages with which the others begin, but for the bytes read.
+        payloads: of these, by the connections' numbers.
+        most_s: how long that may take.
+    """
+
+    header: Header
+    payloads: Sequence[bytes]
+    most_s: float
 
 
 def _lookup(address: str, flags: int = 0) -> list[tuple[int, Any]]:

@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.protocol.flight import AddStreams, Connect, Finish, Reset, Send
+from worker_client.protocol.flight import AddStreams, Connect, Finish, Keep, Reset, Send
 from worker_client.protocol.state import DriverState
 from worker_client.runtime import service_thread
 from worker_client.runtime.service_thread import STOP_S
@@ -267,7 +267,7 @@ class Driver(DriverState):
         news = False
         for event in self._transport.events():
             if isinstance(event, Completed):
-                self._do(session.completed(event, time.monotonic()))
+                self._do(session.completed(event, time.monotonic()), given_back=True)
             else:
                 self._do(self._take(event))
                 news = True
@@ -300,12 +300,18 @@ class Driver(DriverState):
             return self.session.refused(event.link, event.error)
         return self.session.receive(*event, time.monotonic())
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: list[Action], *, given_back: bool = False) -> None:
+        """Do what the session says.
+
+        Args:
+            actions: what to do.
+            given_back: nothing reads the buffers any more of what has ended well.
+        """
         for action in actions:
             if isinstance(action, Finish):
                 operation, error = action
                 # Who hears of an error may write to the buffer, and other ranks must not see that.
-                if error is not None and operation.sequence >= 0:
+                if (error is not None or not given_back) and operation.sequence >= 0:
                     self._transport.detach(operation)
                 try:
                     self.open.pop(operation, None)
@@ -317,6 +323,8 @@ class Driver(DriverState):
                 self._transport.send(*action)
             elif isinstance(action, Connect):
                 self._transport.connect(action.endpoint)
+            elif isinstance(action, Keep):
+                self._transport.keep(*action)
             elif isinstance(action, AddStreams):
                 self._transport.add_streams(*action)
             elif isinstance(action, Reset):

@@ -212,6 +212,36 @@ void loop_carry(struct loop *loop, uint32_t line)
     pulse_release(&loop->pulse);
 }
 
+void loop_keep(struct loop *loop, uint32_t line)
+{
+    pulse_hold(&loop->pulse);
+    if (loop->line[line].connection != NULL)
+        connection_keep(loop->line[line].connection);
+    pulse_release(&loop->pulse);
+}
+
+static bool splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from)
+{
+    struct connection *connection = loop->line[line].connection;
+    if (connection == NULL || loop->line[fresh].connection == NULL || !connection->suspended)
+        return false;
+    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+    if (!connection_splice(connection, loop->line[fresh].connection, from) ||
+        !watch(loop, connection->fd, line, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET))
+        return false;
+    connection_flush(connection);
+    return true;
+}
+
+bool loop_splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from)
+{
+    pulse_hold(&loop->pulse);
+    bool spliced = splice(loop, line, fresh, from);
+    pulse_release(&loop->pulse);
+    loop_close(loop, fresh);
+    return spliced;
+}
+
 void loop_break(struct loop *loop, uint32_t line)
 {
     pulse_hold(&loop->pulse);
@@ -343,7 +373,7 @@ static void refill_all(struct loop *loop)
      * link by link: the first chunks of all shards are summed while the others are on their way. */
     while (flight_next_in_turn(loop->flight, &turn, now, &next)) {
         struct connection *connection = queue_contribution(loop, &next);
-        if (connection != NULL && connection->bytes_queued >= FLUSH_BYTES)
+        if (connection != NULL && connection_unsent(connection) >= FLUSH_BYTES)
             connection_flush(connection);
         any = true;
     }
@@ -370,6 +400,9 @@ bool loop_send(struct loop *loop, uint32_t line, const void *header, const void 
         sent = sent && send_copy(loop, connection, header, payload, nbytes);
     if (sent)
         flush(loop, line);
+    /* What is sent over the same socket after this is another connection's. */
+    if (sent && ((const uint8_t *)header)[offsetof(struct header, type)] == TYPE_RESUME)
+        connection->muted = true;
     pulse_release(&loop->pulse);
     return sent;
 }
@@ -494,9 +527,9 @@ static enum loop_event serve(struct loop *loop, uint32_t line, uint64_t *complet
     struct connection *connection = loop->line[line].connection;
     for (int messages = 0; messages < MESSAGES_PER_TURN; messages++) {
         enum connection_event event = connection_read(connection);
-        if (event == CONNECTION_ENDED || event == CONNECTION_READY)
+        if (event == CONNECTION_ENDED || event == CONNECTION_READY || event == CONNECTION_SUSPENDED)
             note_change(loop, line);
-        if (event == CONNECTION_ENDED)
+        if (event == CONNECTION_ENDED || event == CONNECTION_SUSPENDED)
             return LOOP_CHANGE;
         if (connection->zmtp.reply_bytes > 0 || event == CONNECTION_READY)
             flush(loop, line);
@@ -512,7 +545,7 @@ static enum loop_event serve(struct loop *loop, uint32_t line, uint64_t *complet
             loop->from = line;
             return LOOP_MESSAGE;
         }
-        if (connection->bytes_queued >= FLUSH_BYTES)
+        if (connection_unsent(connection) >= FLUSH_BYTES)
             flush(loop, line);
         if (loop->flight->completed == NULL)
             continue;

@@ -63,6 +63,11 @@ bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys
 bool loop_join(struct loop *loop, uint32_t line, struct pair *pair);
 /* Has a further stream carry contributions, as the reducer agrees to. */
 void loop_carry(struct loop *loop, uint32_t line);
+/* Keeps a line's connection when its socket breaks. */
+void loop_keep(struct loop *loop, uint32_t line);
+/* Has a line's connection go on over the socket of the line `fresh`, which is closed; the reducer has
+ * read `from` bytes. False: that is not possible. */
+bool loop_splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from);
 /* Has a line's connection end, if it has one, when all that came over it is read. */
 void loop_break(struct loop *loop, uint32_t line);
 /* Drops a line's connection, if it has one, with all that it has not sent. */

@@ -87,6 +87,17 @@ class Transport(ABC):
             address: ``host:port``, or the endpoint of a reducer in this process.
         """
 
+    def keep(  # noqa: B027 (the plain one cannot)
+        self, link: int, header: bytes, payloads: Sequence[bytes]
+    ) -> None:
+        """Have a link's connections go on over others when they break, until the link ends.
+
+        Args:
+            link: that the reducer has welcomed.
+            header: of the messages with which the others begin; its `offset` is the transport's.
+            payloads: of these: for the first connection, and for the further streams.
+        """
+
     def add_streams(  # noqa: B027 (the plain one has none)
         self, link: int, header: bytes, payloads: Sequence[bytes]
     ) -> None:

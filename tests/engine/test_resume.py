@@ -1,0 +1,117 @@
+"""Who may have a broken connection go on: RESUME."""
+
+from __future__ import annotations
+
+import pytest
+
+from reducer.errors import AuthError, MembershipError, RemoteProtocolError
+from reducer.wire import authentication
+from reducer.wire.constants import COMPILED_FEATURES, FAR_S, Feature
+from reducer.wire.header import Header
+from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
+from tests.engine.driven import Driven
+from tests.engine.test_streams import join, refusal, stream
+from tests.engine.words import TWO_KEYS, M, Reducer
+from worker_client.protocol.flight import AddStreams, Keep
+
+TICKET = "a" * 32
+
+
+def resume(
+    reducer: Reducer, peer: bytes, ticket: str, number: int = 0, *, key: str = "", auth: str = ""
+) -> list:
+    body = encode(Stream(ticket, number, auth))
+    return reducer.engine.receive(peer, Header(M.RESUME, offset=77).pack(), body, key)
+
+
+@pytest.fixture
+def two() -> tuple[Reducer, str]:
+    """A reducer of two ranks, and the ticket of rank 0, which has a stream."""
+    reducer = Reducer("plain")
+    ticket = join(reducer, 0, features=COMPILED_FEATURES)
+    join(reducer, 1, features=Feature.CREDIT)
+    stream(reducer, b"0b", ticket)
+    return reducer, ticket
+
+
+def test_who_asks_for_it_may(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    assert reducer.engine.newly_resumable() == [b"0"]
+    assert resume(reducer, b"x", ticket) == resume(reducer, b"y", ticket, 1) == []
+    assert reducer.engine.newly_resumed() == [(b"0", b"x", 77), (b"0b", b"y", 77)]
+    assert reducer.engine.newly_resumed() == reducer.engine.newly_resumable() == []
+
+
+def test_a_worker_that_has_one_connection_gets_a_ticket_as_well() -> None:
+    ticket = join(Reducer("plain"), 0, features=Feature.RESUME)
+    assert len(ticket) == len(TICKET)
+
+
+def test_what_is_refused(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    for number, (shown, at) in enumerate([(TICKET, 0), (ticket, 2)]):
+        peer = b"x%d" % number
+        assert isinstance(refusal(resume(reducer, peer, shown, at), peer), MembershipError)
+    assert isinstance(refusal(resume(reducer, b"1", ticket), b"1"), RemoteProtocolError)
+    assert reducer.engine.newly_dropped() == [b"1"]
+    assert isinstance(refusal(resume(reducer, b"0b", ticket), b"0"), RemoteProtocolError)
+    assert reducer.engine.newly_resumed() == []
+
+
+def test_a_connection_that_was_given_up(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    reducer.engine.unreachable(b"0")
+    assert isinstance(refusal(resume(reducer, b"x", ticket), b"x"), MembershipError)
+    assert reducer.engine.newly_resumed() == []
+
+
+def test_who_goes_on_shows_the_key_of_the_link() -> None:
+    reducer = Reducer("plain")
+    reducer.engine.allow(TWO_KEYS)
+    ticket = join(reducer, 0, "key-1", features=COMPILED_FEATURES)
+    assert isinstance(refusal(resume(reducer, b"x", ticket, key="key-2"), b"x"), AuthError)
+    assert resume(reducer, b"y", ticket, key="key-1") == []
+
+
+def test_who_goes_on_proves_that_it_knows_the_secret(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    reducer.engine._secret = secret = b"s" * 32
+    of_a_stream = authentication.prove_stream(secret, ticket, 0)
+    proof = authentication.prove_stream(secret, ticket, 0, "resume")
+    for number, auth in enumerate(["", of_a_stream]):
+        peer = b"x%d" % number
+        assert isinstance(refusal(resume(reducer, peer, ticket, auth=auth), peer), AuthError)
+    assert resume(reducer, b"y", ticket, auth=proof) == []
+
+
+def test_a_rank_that_others_ask_for(two: tuple[Reducer, str]) -> None:
+    reducer, _ = two
+    assert reducer.engine.contested() == []
+    reducer.hello(0, peer=b"x", features=COMPILED_FEATURES)
+    assert reducer.engine.contested() == [b"0"]
+
+
+# -- the worker -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("round_trip_s", "can", "asks"),
+    [(FAR_S, True, True), (FAR_S, False, False), (0.9 * FAR_S, True, False), (0.2, True, True)],
+)
+def test_a_worker_asks_for_it_where_the_reducer_is_far(
+    implementation: str, round_trip_s: float, can: bool, asks: bool
+) -> None:
+    session = Driven(implementation, 0, 2, ("a:1",), 0, streams=3, resumes=can)
+    (hello,) = session.session.connected(0, round_trip_s)
+    assert bool(decode(Hello, hello.payload).features & Feature.RESUME) == asks
+    welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()
+    features = decode(Hello, hello.payload).features
+    body = encode(Welcome(incarnation="1", ticket=TICKET, features=features))
+    actions = session.receive(0, welcome, body)
+    kept = [action for action in actions if isinstance(action, Keep)]
+    assert [type(action) for action in actions if isinstance(action, AddStreams)] == [AddStreams]
+    assert len(kept) == asks
+    for action in kept:
+        assert Header.unpack(action.header).type is M.RESUME
+        said = [decode(Stream, payload) for payload in action.payloads]
+        assert said == [Stream(TICKET, number) for number in range(3)]
