@@ -414,14 +414,22 @@ def test_a_reducer_that_does_not_answer(reducer: Reducer, client: Client) -> Non
     assert RESUME_S <= lost(client, reducer, reducer.asked) < RESUME_S + 1
 
 
-def test_another_attempt(reducer: Reducer, client: Client) -> None:
+@pytest.mark.parametrize("steady", [False, True])
+def test_another_attempt(reducer: Reducer, client: Client, steady: bool) -> None:
+    """Also while a caller's thread leads that looks at nothing else."""
+    if steady:
+        work = client.all_reduce(ramp(COUNT), op="max")
+        reducer.serve()
+        work.wait(5)
     work = client.all_reduce(ramp(COUNT), op="max")
-    reducer.before = reducer._read(100)
-    reducer.break_()
-    for _ in range(3):
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(work.wait, 5)
+        reducer.before = reducer._read(100)
+        reducer.break_()
+        for _ in range(3):
+            reducer.asked()
+            reducer.peer.close()
         reducer.asked()
-        reducer.peer.close()
-    reducer.asked()
-    reducer.agree()
-    reducer.serve()
-    assert (work.wait(5) == WHOLE).all()
+        reducer.agree()
+        reducer.serve()
+        assert (waits.result() == WHOLE).all()
