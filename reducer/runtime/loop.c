@@ -210,6 +210,14 @@ static struct peer *dequeue(struct loop *loop)
     return peer;
 }
 
+/* Has the poll tell of a peer's socket; false: it cannot. */
+static bool watch(struct loop *loop, struct peer *peer)
+{
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                                .data.ptr = peer};
+    return epoll_ctl(loop->epoll, EPOLL_CTL_ADD, peer->connection.fd, &event) == 0;
+}
+
 /* Makes a peer of a socket, which it then owns, or of the server's end of a pair. False: out of memory
  * or files. */
 static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
@@ -227,10 +235,8 @@ static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
     peer->number = ++loop->accepted;
     peer->key = peer_key(&peer->number, 7); /* the wire is little-endian, and so is this CPU */
     peer->since_ns = now;
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
-                                .data.ptr = peer};
     bool known = map_put(&loop->peers, peer->key, peer);
-    bool watched = known && epoll_ctl(loop->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+    bool watched = known && watch(loop, peer);
     if (!watched || (pair == NULL && !note_change(loop, peer, true))) {
         if (watched)
             epoll_ctl(loop->epoll, EPOLL_CTL_DEL, fd, NULL);
@@ -336,7 +342,8 @@ static void give_up(struct loop *loop, struct peer *peer)
     enqueue(loop, peer);
 }
 
-/* Has a peer go on over the socket of its heir, which ends. */
+/* Has a peer go on over the socket of its heir, which ends. If that has broken meanwhile there may be
+ * another one. */
 static void inherit(struct loop *loop, struct peer *peer)
 {
     struct peer *heir = map_get(&loop->peers, peer->heir);
@@ -344,26 +351,23 @@ static void inherit(struct loop *loop, struct peer *peer)
     if (heir == NULL || heir->ended)
         return;
     struct connection *connection = &peer->connection, *fresh = &heir->connection;
+    bool can = connection_can_go_on(connection, peer->heard);
     struct header answer = loop->resumed;
     answer.offset = connection->bytes_read;
-    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
-    bool spliced = connection_can_splice(connection, peer->heard) &&
-                   connection_send(fresh, &answer, NULL, 0, NULL, NO_SEQUENCE);
-    if (spliced)
+    if (can && connection_send(fresh, &answer, NULL, 0, NULL, NO_SEQUENCE))
         connection_flush(fresh);
-    spliced = spliced && connection_splice(connection, fresh, peer->heard);
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
-                                .data.ptr = peer};
-    spliced = spliced && note_change(loop, peer, true) &&
-              epoll_ctl(loop->epoll, EPOLL_CTL_ADD, connection->fd, &event) == 0;
-    if (spliced) {
+    fresh->refused = true;
+    enqueue(loop, heir);
+    if (can && !connection_is_between(fresh))
+        return;
+    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+    if (can && connection_splice(connection, fresh, peer->heard) && note_change(loop, peer, true) &&
+        watch(loop, peer)) {
         connection_flush(connection);
         enqueue(loop, peer);
     } else {
         give_up(loop, peer);
     }
-    fresh->refused = true;
-    enqueue(loop, heir);
 }
 
 void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t heard,

@@ -276,6 +276,7 @@ static void lose(struct connection *connection, int error)
         connection_break(connection, error);
         return;
     }
+    shutdown(connection->fd, SHUT_RDWR); /* if it is there still, reading comes to its end */
     connection->writable = false;
     connection->readable = connection->hung_up = true;
 }
@@ -433,18 +434,22 @@ void connection_keep(struct connection *connection)
     connection->kept = connection->pair == NULL;
 }
 
-bool connection_can_splice(const struct connection *connection, uint64_t from)
+bool connection_can_go_on(const struct connection *connection, uint64_t from)
 {
     uint64_t dropped = connection->bytes_written - connection->sent;
     return connection->kept && !connection->broken && !connection->refused &&
            connection->at == connection->end && from >= dropped && from <= connection->bytes_written;
 }
 
+bool connection_is_between(const struct connection *connection)
+{
+    return connection->zmtp.ready && !connection->broken && connection->zmtp.kept == 0 &&
+           !connection->in_frame && connection->message.frames == 0 && connection->count == 0;
+}
+
 bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from)
 {
-    bool between = fresh->zmtp.ready && !fresh->broken && fresh->zmtp.kept == 0 &&
-                   !fresh->in_frame && fresh->message.frames == 0 && fresh->count == 0;
-    if (!between || !connection_can_splice(connection, from) ||
+    if (!connection_is_between(fresh) || !connection_can_go_on(connection, from) ||
         dup3(fresh->fd, connection->fd, O_CLOEXEC) < 0)
         return false;
     size_t ahead = fresh->end - fresh->at;

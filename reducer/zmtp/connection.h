@@ -139,10 +139,14 @@ size_t connection_take(struct connection *connection, struct iovec **places, int
  * another socket. Not a pair. */
 void connection_keep(struct connection *connection);
 /* Whether a kept connection can go on where the peer has read `from` bytes. */
-bool connection_can_splice(const struct connection *connection, uint64_t from);
-/* Goes on over the socket of a fresh connection, of which neither end says anything more by itself, and
- * which the caller frees; the peer has read `from` bytes. Its number in this process stays, and the
- * caller has it polled anew. False, with nothing done: that is not possible. */
+bool connection_can_go_on(const struct connection *connection, uint64_t from);
+/* Whether a connection is between two messages, of which it has sent all: another one can have its
+ * socket. */
+bool connection_is_between(const struct connection *connection);
+/* Goes on over the socket of a fresh connection that is between two messages, and says nothing more by
+ * itself; the caller frees it. The peer has read `from` bytes. The socket's number in this process is
+ * that of the former one, and the caller has it polled anew. False, with nothing done: one of them
+ * cannot do that. */
 bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from);
 /* Bytes that are queued and with no kernel yet. */
 uint64_t connection_unsent(const struct connection *connection);

@@ -200,6 +200,18 @@ def test_it_is_the_broken_one_that_goes_on(post: Post) -> None:
     assert len(post.engine.streams(post.engine.jobs[0].members[0].peer)) == 1
 
 
+def test_who_breaks_again_before_the_answer_may_try_again(post: Post) -> None:
+    worker, _ = two(post)
+    leave(post, worker.line.connection)
+    heard = worker.line.connection.heard
+    for _ in range(3):
+        abort(resume(post, worker, heard).connection.fileno())
+        rounds(post)
+    line = resume(post, worker, heard)
+    header, _ = post.meanwhile(line.hear)
+    assert Header.unpack(header).type is M.RESUME
+
+
 def test_who_does_not_come_back_is_gone(post: Post) -> None:
     worker, _ = two(post)
     worker.close()
