@@ -131,7 +131,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_tie(loop_t *self, uint64_t peer, uint64_t stream) noexcept
     void loop_keep(loop_t *self, uint64_t peer, uint64_t resume_ns) noexcept
     int loop_socket(const loop_t *self, uint64_t peer) noexcept
-    void loop_splice(loop_t *self, uint64_t peer, uint64_t fresh, uint64_t heard,
+    void loop_splice(loop_t *self, uint64_t peer, uint64_t fresh, uint64_t peer_read,
                      const header_t *header) noexcept
     void loop_give_up(loop_t *self, uint64_t peer) noexcept
     void loop_forget(loop_t *self) noexcept
@@ -319,8 +319,8 @@ cdef class Core:
         cdef uint64_t key
         for peer in self._engine.newly_resumable():
             self.keep(key_of(peer))
-        for peer, fresh, heard in self._engine.newly_resumed():
-            loop_splice(self.its, key_of(peer), key_of(fresh), heard,
+        for peer, fresh, peer_read in self._engine.newly_resumed():
+            loop_splice(self.its, key_of(peer), key_of(fresh), peer_read,
                         <const header_t *>PyBytes_AsString(_RESUMED))
         for peer in self._engine.contested():
             loop_give_up(self.its, key_of(peer))

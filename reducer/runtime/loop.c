@@ -342,27 +342,35 @@ static void give_up(struct loop *loop, struct peer *peer)
     enqueue(loop, peer);
 }
 
-/* Has a peer go on over the socket of its heir, which ends. If that has broken meanwhile there may be
- * another one. */
-static void inherit(struct loop *loop, struct peer *peer)
+/* Closes a connection over which another one was to go on. */
+static void turn_away(struct loop *loop, struct peer *fresh)
 {
-    struct peer *heir = map_get(&loop->peers, peer->heir);
-    peer->heir = 0;
-    if (heir == NULL || heir->ended)
+    if (fresh == NULL || fresh->ended)
         return;
-    struct connection *connection = &peer->connection, *fresh = &heir->connection;
-    bool can = connection_can_go_on(connection, peer->heard);
+    fresh->connection.refused = true;
+    enqueue(loop, fresh);
+}
+
+/* Has a peer go on over the socket of a fresh one, which ends. If that has broken meanwhile there may
+ * be another one. */
+static void go_on(struct loop *loop, struct peer *peer)
+{
+    struct peer *fresh = map_get(&loop->peers, peer->fresh);
+    peer->fresh = 0;
+    if (fresh == NULL || fresh->ended)
+        return;
+    struct connection *connection = &peer->connection;
+    bool can = connection_can_go_on(connection, peer->peer_read);
     struct header answer = loop->resumed;
     answer.offset = connection->bytes_read;
-    if (can && connection_send(fresh, &answer, NULL, 0, NULL, NO_SEQUENCE))
-        connection_flush(fresh);
-    fresh->refused = true;
-    enqueue(loop, heir);
-    if (can && !connection_is_between(fresh))
+    if (can && connection_send(&fresh->connection, &answer, NULL, 0, NULL, NO_SEQUENCE))
+        connection_flush(&fresh->connection);
+    turn_away(loop, fresh); /* the other one has its socket then */
+    if (can && !connection_is_between(&fresh->connection))
         return;
     epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
-    if (can && connection_splice(connection, fresh, peer->heard) && note_change(loop, peer, true) &&
-        watch(loop, peer)) {
+    if (can && connection_splice(connection, &fresh->connection, peer->peer_read) &&
+        note_change(loop, peer, true) && watch(loop, peer)) {
         connection_flush(connection);
         enqueue(loop, peer);
     } else {
@@ -370,23 +378,23 @@ static void inherit(struct loop *loop, struct peer *peer)
     }
 }
 
-void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t heard,
+void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t peer_read,
                  const struct header *header)
 {
     pulse_hold(&loop->pulse);
-    struct peer *peer = map_get(&loop->peers, key), *heir = map_get(&loop->peers, fresh);
+    struct peer *peer = map_get(&loop->peers, key);
     loop->resumed = *header;
-    if (peer != NULL && !peer->ended && heir != NULL) {
-        peer->heir = fresh;
-        peer->heard = heard;
+    if (peer == NULL || peer->ended) {
+        turn_away(loop, map_get(&loop->peers, fresh));
+    } else {
+        turn_away(loop, map_get(&loop->peers, peer->fresh)); /* an earlier one, if there is one */
+        peer->fresh = fresh;
+        peer->peer_read = peer_read;
         if (peer->connection.suspended)
-            inherit(loop, peer);
+            go_on(loop, peer);
         else
             peer->connection.readable = true; /* what came, and perhaps that it has broken */
         enqueue(loop, peer);
-    } else if (heir != NULL) {
-        heir->connection.refused = true;
-        enqueue(loop, heir);
     }
     pulse_release(&loop->pulse);
 }
@@ -647,8 +655,8 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (event == CONNECTION_IDLE) {
             /* Nothing can be done with a part of a payload, and the rest is on its way. */
             connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
-            if (peer->heir != 0)
-                inherit(loop, peer);
+            if (peer->fresh != 0)
+                go_on(loop, peer);
             if (connection->readable) /* the other end of a pair had queued as much already */
                 enqueue(loop, peer);
             return LOOP_TIMEOUT;
@@ -658,8 +666,8 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (event == CONNECTION_SUSPENDED) {
             peer->until_ns = now_ns() + peer->resume_ns;
             loop->suspends = true;
-            if (peer->heir != 0)
-                inherit(loop, peer);
+            if (peer->fresh != 0)
+                go_on(loop, peer);
             return LOOP_TIMEOUT;
         }
         loop->peer = peer;

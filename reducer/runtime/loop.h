@@ -38,8 +38,8 @@ struct peer {
     bool ended;                 /* the engine is to hear that it has */
     uint64_t resume_ns;         /* for so long it may be suspended */
     uint64_t until_ns;          /* it is: until then */
-    uint64_t heir;              /* key of the peer whose socket it is to have; 0: there is none */
-    uint64_t heard;             /* bytes that the worker has read of what it was sent */
+    uint64_t fresh;             /* key of the peer whose socket it is to have; 0: there is none */
+    uint64_t peer_read;         /* bytes that the worker has read of what it was sent */
     struct connection connection;
 };
 
@@ -110,9 +110,9 @@ void loop_keep(struct loop *loop, uint64_t peer, uint64_t resume_ns);
 /* The number of a peer's socket; -1: it has none. */
 int loop_socket(const struct loop *loop, uint64_t peer);
 /* Has a kept peer go on over the socket of another one, which ends, as soon as all is read that came
- * before its own broke. The worker has read `heard` bytes; it is told how many were read of its own,
+ * before its own broke. The worker has read `peer_read` bytes; it is told how many were read of its own,
  * with `header`. If that is not possible, both end. */
-void loop_splice(struct loop *loop, uint64_t peer, uint64_t fresh, uint64_t heard,
+void loop_splice(struct loop *loop, uint64_t peer, uint64_t fresh, uint64_t peer_read,
                  const struct header *header);
 /* Has a peer end if it is suspended: it will not be back. */
 void loop_give_up(struct loop *loop, uint64_t peer);

@@ -154,18 +154,18 @@ cdef class Loop:
         """Keep a line's connection when its socket breaks: `splice`, or `break_`, is to follow."""
         loop_keep(&self.its, self.check(line))
 
-    def splice(self, line, fresh, uint64_t heard):
+    def splice(self, line, fresh, uint64_t peer_read):
         """Have a line's connection go on over the socket of another line, which is closed.
 
         Args:
             line: whose connection is suspended.
             fresh: over whose connection the reducer has agreed to that.
-            heard: bytes that the reducer has read over the first one.
+            peer_read: bytes that the reducer has read over the first one.
 
         Returns:
             False if that is not possible.
         """
-        return loop_splice(&self.its, self.check(line), self.check(fresh), heard)
+        return loop_splice(&self.its, self.check(line), self.check(fresh), peer_read)
 
     def break_(self, line):
         """Have a line's connection end, if there is one, when all that came over it is read."""
