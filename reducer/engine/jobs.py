@@ -210,10 +210,17 @@ class Job:
 
 
 class Streams(NamedTuple):
-    """The further streams of a member, by their numbers, and the ticket that they have shown."""
+    """The further streams of a member, by their numbers, and the ticket that they have shown.
+
+    Attributes:
+        ticket: the member's.
+        peers: of the streams.
+        resumes: the member's connections may go on when they break.
+    """
 
     ticket: str
     peers: dict[int, bytes]
+    resumes: bool
 
 
 class Membership:
@@ -273,7 +280,7 @@ class Membership:
         if resumes:
             self.resumable.append(peer)
         self._tickets[ticket] = peer
-        self._streams[peer] = Streams(ticket, {})
+        self._streams[peer] = Streams(ticket, {}, resumes)
         return ticket
 
     def ticket_holder(self, ticket: str) -> bytes:
@@ -296,11 +303,13 @@ class Membership:
 
         Raises:
             AuthError: the member's connection has shown another key.
-            MembershipError: the member has no such stream.
+            MembershipError: the member has no such stream, or none of its connections may go on.
         """
         job, member = self._by_peer[main]
         if job.keys[member.rank] != key:
             raise AuthError("who goes on with a connection has to show the same key")
+        if not self._streams[main].resumes:
+            raise MembershipError("this link's connections do not go on when they break")
         found = {0: main, **self._streams[main].peers}.get(number)
         if found is None:
             raise MembershipError(f"this link has had no stream {number}")

@@ -130,6 +130,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_trust(loop_t *self, uint64_t peer) noexcept
     void loop_tie(loop_t *self, uint64_t peer, uint64_t stream) noexcept
     void loop_keep(loop_t *self, uint64_t peer, uint64_t resume_ns) noexcept
+    bint loop_is_suspended(const loop_t *self, uint64_t peer) noexcept
     int loop_socket(const loop_t *self, uint64_t peer) noexcept
     void loop_splice(loop_t *self, uint64_t peer, uint64_t fresh, uint64_t peer_read,
                      const header_t *header) noexcept
@@ -271,6 +272,10 @@ cdef class Sockets:
         if not loop_load(&self.its, peer_key(<const char *>&number, ID_BYTES), &found):
             return None
         return found.read, found.unread, found.unsent, found.waits
+
+    def is_suspended(self, uint64_t number):
+        """Whether a connection has broken, and may go on over another one."""
+        return loop_is_suspended(&self.its, peer_key(<const char *>&number, ID_BYTES))
 
     def hang_up(self, uint64_t number):
         """End a connection; False if it is gone."""

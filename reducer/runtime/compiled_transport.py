@@ -17,6 +17,7 @@ from reducer.runtime import _loop
 from reducer.runtime.transport import HUNG_UP, LINGER_MS, Line, Load, Transport, explain_bind
 from reducer.wire.constants import (
     HEADER_BYTES,
+    LONGEST_PATIENCE_MS,
     MAX_CHUNK_BYTES,
     REDUCER_HEARTBEAT_MS,
     RESUME_S,
@@ -64,6 +65,10 @@ class _Line(Line):
         passed = tcp_connections.traffic(self.descriptor, self.name)
         far_s = passed.round_trip_s if passed else 0.0
         return Load(read, unread, unsent, silent_s, round_trip_s=far_s)
+
+    @property
+    def suspended(self) -> bool:
+        return self.sockets.is_suspended(self.number)
 
     def end(self) -> bool:
         return self.sockets.hang_up(self.number)
@@ -182,7 +187,7 @@ class CompiledTransport(Transport):
     def resume_s(descriptor: int) -> float:
         """Return for how long a member may go on with a connection that has broken, seconds."""
         far_s = tcp_connections.shortest_round_trip_s(descriptor)
-        return RESUME_S + SPARE_ROUND_TRIPS * far_s
+        return min(RESUME_S + SPARE_ROUND_TRIPS * far_s, LONGEST_PATIENCE_MS / 1000)
 
     @staticmethod
     def text(key: bytes) -> str:

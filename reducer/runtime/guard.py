@@ -141,8 +141,9 @@ class Guard:
         for number, line in self._transport.changes(now):
             if line is None:
                 self._connections.pop(number, None)
-            else:
-                self._connections[number] = Connection(line, now, now)
+            else:  # of one that goes on over another socket, too
+                known = self._connections.get(number)
+                self._connections[number] = Connection(line, now, known.born if known else now)
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)
 
@@ -238,6 +239,8 @@ class Guard:
         first = [connection for connection in here if not connection.further]
         patience = self._patience
         surplus = max(len(first) - patience.max_connections, len(here) - patience.max_open)
+        if surplus > 0:  # who goes on needs another socket for a moment
+            surplus -= sum(connection.line.suspended for connection in here)
         if surplus > 0:
             # The oldest strangers: who has just come may be about to say who it is. Then those
             # that joined last, so that nobody pushes out a job that was here before.

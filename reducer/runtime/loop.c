@@ -410,6 +410,12 @@ void loop_keep(struct loop *loop, uint64_t key, uint64_t resume_ns)
     pulse_release(&loop->pulse);
 }
 
+bool loop_is_suspended(const struct loop *loop, uint64_t key)
+{
+    const struct peer *peer = map_get(&loop->peers, key);
+    return peer != NULL && peer->connection.suspended;
+}
+
 int loop_socket(const struct loop *loop, uint64_t key)
 {
     const struct peer *peer = map_get(&loop->peers, key);
@@ -564,7 +570,8 @@ bool loop_load(struct loop *loop, uint64_t key, struct load *load)
     if (here) {
         const struct connection *connection = &peer->connection;
         load->read = connection_came(connection);
-        load->waits = connection_awaits(connection);
+        /* While it is suspended nothing can come, and its time is limited by itself. */
+        load->waits = connection_awaits(connection) || connection->suspended;
         load->unread = connection_partial(connection);
         load->unsent = connection_unsent(connection);
     }

@@ -107,6 +107,8 @@ void loop_trust(struct loop *loop, uint64_t peer);
 void loop_tie(struct loop *loop, uint64_t peer, uint64_t stream);
 /* Keeps a peer, and its further streams, for so long when its socket breaks. */
 void loop_keep(struct loop *loop, uint64_t peer, uint64_t resume_ns);
+/* Whether a kept peer waits for another socket. */
+bool loop_is_suspended(const struct loop *loop, uint64_t peer);
 /* The number of a peer's socket; -1: it has none. */
 int loop_socket(const struct loop *loop, uint64_t peer);
 /* Has a kept peer go on over the socket of another one, which ends, as soon as all is read that came

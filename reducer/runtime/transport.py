@@ -58,6 +58,11 @@ class Line(ABC):
     __slots__ = ()
     name: tuple[object, ...]
 
+    @property
+    def suspended(self) -> bool:
+        """Whether it has broken, and may go on over another one."""
+        return False
+
     @abstractmethod
     def load(self, peer: bytes | None, now: float) -> Load | None:
         """Return its load; None if it is gone.

@@ -42,7 +42,7 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
 
 
 def prove_stream(secret: bytes, ticket: str, number: int, word: str = "stream") -> str:
-    """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits.
+    """Return what shows that who says STREAM or RESUME knows the secret, 64 hexadecimal digits.
 
     Args:
         secret: of the job.

@@ -424,7 +424,9 @@ bool connection_drain(struct connection *connection)
     }
     if (connection->pair != NULL && pair_is_deserted(connection->pair, connection->side))
         return false;
-    return connection->zmtp.ready && !connection->broken && connection_unsent(connection) > 0;
+    bool lost = connection->kept && connection->hung_up;
+    return connection->zmtp.ready && !connection->broken && !lost &&
+           connection_unsent(connection) > 0;
 }
 
 /* -- another socket -------------------------------------------------------------------------- */
@@ -658,12 +660,27 @@ void connection_note(struct connection *connection, uint32_t events)
         connection->readable = true;
 }
 
+/* Waits for another socket. */
+static enum connection_event suspend(struct connection *connection)
+{
+    connection->suspended = true;
+    connection->readable = connection->writable = false;
+    /* What is sealed from now on comes after what the codec has sealed to reply. */
+    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
+        connection_break(connection, ENOMEM);
+    return CONNECTION_SUSPENDED;
+}
+
 enum connection_event connection_read(struct connection *connection)
 {
     if (connection->refused)
         connection->ended = connection->broken = true;
     if (connection->ended)
         return CONNECTION_ENDED;
+    if (connection->suspended && !connection->broken) {
+        connection->readable = false;
+        return CONNECTION_IDLE;
+    }
     for (int reads = 0;; reads++) {
         enum connection_event event = consume(connection);
         if (event == CONNECTION_ENDED) {
@@ -692,11 +709,8 @@ enum connection_event connection_read(struct connection *connection)
             connection->readable = false;
             continue;
         }
-        if (got <= 0 && connection->kept && !connection->broken) {
-            connection->suspended = true;
-            connection->readable = connection->writable = false;
-            return CONNECTION_SUSPENDED;
-        }
+        if (got <= 0 && connection->kept && !connection->broken)
+            return suspend(connection);
         if (got <= 0) {
             connection_break(connection, got < 0 ? errno : 0);
             connection->ended = true;

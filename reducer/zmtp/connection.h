@@ -117,8 +117,8 @@ enum connection_event connection_read(struct connection *connection);
 void connection_next(struct connection *connection);
 
 /* Queues a message. With a block, or encrypted, nothing is read from the caller's memory after this;
- * else `payload` must live until it is sent, or connection_detach. NULL: one frame. False: out of
- * memory, or nothing can be sent any more. */
+ * else `payload` must live until it is sent, and if the connection is kept until the peer's kernel has
+ * it, or connection_detach. NULL: one frame. False: out of memory, or nothing can be sent any more. */
 bool connection_send(struct connection *connection, const void *header, const void *payload,
                      size_t nbytes, struct block *block, uint64_t sequence);
 /* Sends a heartbeat, or some of what waits; nothing if the peer has been sent something since the
@@ -155,7 +155,7 @@ uint64_t connection_unsent(const struct connection *connection);
  * that is closed with something unread drops what it has to send. Whether something is left. */
 bool connection_drain(struct connection *connection);
 
-/* Copies what has not been sent of an all-reduce, and reads no more of its results in their place.
+/* Copies what is queued of an all-reduce, and has not been sent (if kept: acknowledged), and reads no more of its results in their place.
  * False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 

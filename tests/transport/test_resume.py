@@ -14,8 +14,9 @@ import pytest
 
 from bench.lines import Bare
 from bench.zmtp import GREETING, MORE, frame
+from reducer.engine.limits import Patience
 from reducer.errors import MembershipError, ReducerLostError, ReductionTimeout
-from reducer.wire.constants import RESUME_S, Feature
+from reducer.wire.constants import RESUME_S, SHORTEST_PATIENCE_MS, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Stream, Welcome, decode, decode_error, encode, encode_error
 from tests.transport import by_hand
@@ -75,8 +76,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.lines.dial", dial)
 
 
-def two(post: Post) -> list[Worker]:
-    return [post.member("job", rank=rank, features=FEATURES, window=MIB) for rank in range(2)]
+def two(post: Post, **settings: int) -> list[Worker]:
+    settings = {"features": FEATURES, "window": MIB, **settings}
+    return [post.member("job", rank=rank, **settings) for rank in range(2)]
 
 
 def leave(post: Post, connection: Counted) -> None:
@@ -198,6 +200,53 @@ def test_it_is_the_broken_one_that_goes_on(post: Post) -> None:
     rounds(post)
     assert post.guard.connections == before
     assert len(post.engine.streams(post.engine.jobs[0].members[0].peer)) == 1
+
+
+def test_what_has_come_is_read_first(post: Post) -> None:
+    """A part of it lies in the socket that broke when the reducer hears of another one."""
+    worker, _ = two(post)
+    broken = worker.line.connection
+    line = post.meanwhile(lambda: Resumed(post.address))
+    post._stack.enter_context(closing(line))
+    broken.setblocking(False)
+    with suppress(BlockingIOError):
+        while broken.recv(1 << 16):
+            pass
+    broken.setblocking(True)
+    line.say(Header(M.RESUME, offset=broken.heard).pack(), encode(Stream(worker.ticket, 0)))
+    worker.contribute(1, bytes(60_000))
+    header, _ = post.meanwhile(line.hear)
+    assert Header.unpack(header).offset == broken.said
+
+
+def test_nobody_is_too_silent_meanwhile(post: Post) -> None:
+    worker, other = two(post, patience_ms=SHORTEST_PATIENCE_MS)
+    leave(post, worker.line.connection)
+    until = time.monotonic() + 1.5 * SHORTEST_PATIENCE_MS / 1000
+    while time.monotonic() < until:
+        post.now = time.monotonic()
+        other.say(other.common._replace(type=M.STRAGGLERS).pack())
+        post.step()
+    line = resume(post, worker, worker.line.connection.heard)
+    header, _ = post.meanwhile(line.hear)
+    assert Header.unpack(header).type is M.RESUME
+
+
+@pytest.mark.parametrize("post", [Patience(max_connections=2, hello_s=10.0)], indirect=True)
+def test_a_full_reducer_has_room_for_it(post: Post) -> None:
+    worker, _ = two(post)
+    leave(post, worker.line.connection)
+    line = resume(post, worker, worker.line.connection.heard)
+    header, _ = post.meanwhile(line.hear)
+    assert Header.unpack(header).type is M.RESUME
+
+
+def test_who_did_not_ask_for_it_may_not(post: Post) -> None:
+    worker, _ = two(post, features=int(Feature.STREAMS))
+    line = resume(post, worker, worker.line.connection.heard)
+    assert isinstance(refusal(post, line), MembershipError)
+    rounds(post)
+    assert not ended(worker.line.connection)
 
 
 def test_who_breaks_again_before_the_answer_may_try_again(post: Post) -> None:
@@ -366,6 +415,23 @@ def test_a_result_goes_on_in_its_middle(reducer: Reducer, client: Client, cut: i
     assert reducer.asked() == reducer.said
     reducer.agree()
     reducer.say(said[cut:])
+    for _ in range(3):
+        header, payload = reducer.hear(M.CONTRIBUTION)
+        reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
+    assert (work.wait(5) == WHOLE).all()
+
+
+def test_nothing_is_done_while_no_answer_comes(reducer: Reducer, client: Client) -> None:
+    work = client.all_reduce(ramp(COUNT), op="max")
+    header, payload = reducer.hear(M.CONTRIBUTION)
+    reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
+    time.sleep(0.05)  # it waits for more
+    reducer.break_()
+    reducer.asked()
+    before = time.process_time()
+    time.sleep(RESUME_S / 2)
+    assert time.process_time() - before < RESUME_S / 10
+    reducer.agree()
     for _ in range(3):
         header, payload = reducer.hear(M.CONTRIBUTION)
         reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))

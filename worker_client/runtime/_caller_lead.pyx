@@ -217,7 +217,7 @@ cdef class CallerLead:
         """End an all-reduce of which all results are here, as `Session.completed` says."""
         cdef OperationState operation = <OperationState>self._pending.operations[sequence]
         if <uint64_t>operation.view.nbytes >= _MEASURED_BYTES:
-            self._driver._do(self._session.completed([sequence], monotonic()))
+            self._driver._do(self._session.completed([sequence], monotonic()), given_back=True)
             return
         del self._pending.operations[sequence]
         try:

@@ -68,7 +68,7 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
 
     bint loop_init(loop_t *self, flight_t *within, uint64_t every_ns) noexcept
     void loop_end(loop_t *self, long linger_ms) noexcept
-    bint loop_add(loop_t *self, uint32_t link) noexcept
+    bint loop_add(loop_t *self, uint32_t link, bint apart) noexcept
     bint loop_open(loop_t *self, uint32_t line, int fd, const curve_keys *keys) noexcept
     bint loop_join(loop_t *self, uint32_t line, pair *pair) noexcept
     void loop_carry(loop_t *self, uint32_t line) noexcept

@@ -93,13 +93,17 @@ cdef class Loop:
         with nogil:
             loop_end(&self.its, linger_ms)
 
-    def add(self, uint32_t link):
+    def add(self, uint32_t link, *, bint apart=False):
         """Add a line: of the next link of the flight, or a further stream of an earlier link.
+
+        Args:
+            link: of the flight.
+            apart: it is neither, but one over which that of another line is to go on.
 
         Returns:
             Its number, counted from 0.
         """
-        if not loop_add(&self.its, link):
+        if not loop_add(&self.its, link, apart):
             raise MemoryError
         return self.its.lines - 1
 

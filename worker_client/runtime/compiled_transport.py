@@ -75,7 +75,7 @@ class _Way:
         opening: header and payload of the message with which another one begins.
         resumes: the line whose connection is to go on over this one; None of a further stream.
         until: when that must be done.
-        carries: the reducer has agreed to that.
+        carries: of a further stream: the reducer has agreed to that.
         fewer: of a link's first one: that others were not made was said.
         socket: of the connection, or of the attempt to make one; None in this process.
         place: where it leads.
@@ -314,9 +314,11 @@ class CompiledTransport(Transport):
             self._loop.break_(line)
             return
         if line not in self._fresh:
-            self._fresh[line] = self._loop.add(way.link)
+            self._fresh[line] = self._loop.add(way.link, apart=True)
             self._ways.append(_Way(way.link, way.address))
         fresh = self._ways[self._fresh[line]]
+        if fresh.resumes is not None:
+            return  # it is about to
         number, (read, _) = self._lines[way.link].index(line), self._loop.received(line)
         way.silence = None  # nothing can come
         fresh.opening = kept.header._replace(offset=read).pack(), kept.payloads[number]

@@ -120,7 +120,7 @@ void loop_end(struct loop *loop, long linger_ms)
     loop->lines = loop->links = 0;
 }
 
-static bool add(struct loop *loop, uint32_t link)
+static bool add(struct loop *loop, uint32_t link, bool apart)
 {
     struct loop_line *lines = realloc(loop->line, (loop->lines + 1) * sizeof *lines);
     if (lines == NULL)
@@ -133,7 +133,7 @@ static bool add(struct loop *loop, uint32_t link)
             return false;
         loop->main = mains;
         mains[loop->links++] = line;
-    } else {
+    } else if (!apart) {
         next = lines[loop->main[link]].next;
         lines[loop->main[link]].next = line;
     }
@@ -141,10 +141,10 @@ static bool add(struct loop *loop, uint32_t link)
     return true;
 }
 
-bool loop_add(struct loop *loop, uint32_t link)
+bool loop_add(struct loop *loop, uint32_t link, bool apart)
 {
     pulse_hold(&loop->pulse);
-    bool added = add(loop, link);
+    bool added = add(loop, link, apart);
     pulse_release(&loop->pulse);
     return added;
 }
@@ -490,6 +490,8 @@ static size_t together(const struct loop *loop, uint32_t link)
 static void await_results(struct loop *loop, uint32_t line)
 {
     struct loop_line *its = &loop->line[line];
+    if (!its->carries)
+        return; /* no result comes over it */
     bool any = its->late || its->connection->hung_up || !its->connection->zmtp.ready;
     uint32_t least = any ? 0 : flight_least(loop->flight, its->link);
     size_t several = its->next == line ? together(loop, its->link) : 1; /* streams share them */

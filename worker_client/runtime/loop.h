@@ -54,8 +54,8 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns);
 void loop_end(struct loop *loop, long linger_ms);
 
 /* Adds a line, without a connection: that of the next link of the flight, or a further stream of an
- * earlier link. False: out of memory. */
-bool loop_add(struct loop *loop, uint32_t link);
+ * earlier link, or one apart, over which another one is to go on. False: out of memory. */
+bool loop_add(struct loop *loop, uint32_t link, bool apart);
 /* Begins to speak over a socket, which the caller closes after loop_close. False, with errno. */
 bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys *keys);
 /* Begins to speak over a pair, whose other end is a reducer's of this process. False, with errno: the
