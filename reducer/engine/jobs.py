@@ -270,7 +270,7 @@ class Membership:
         return () if known is None else tuple(known.peers.values())
 
     def give_ticket(self, peer: bytes, *, resumes: bool) -> str:
-        """Return what a member has to show for further streams, and for those that go on.
+        """Return the ticket that a member's further connections have to show.
 
         Args:
             peer: of the member.

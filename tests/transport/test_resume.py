@@ -95,7 +95,7 @@ def leave(post: Post, connection: Counted) -> None:
 class Resumed(Bare):
     """A connection over which another one goes on."""
 
-    before = b""  # what has come over that one, and is heard first
+    before = b""  # bytes of the broken connection, to be parsed first
 
     def _take(self, nbytes: int) -> bytes:
         found, self.before = self.before[:nbytes], self.before[nbytes:]
@@ -145,7 +145,7 @@ def abort(descriptor: int) -> None:
 
 
 def read_out(line: Bare) -> bytes:
-    """Read what has come over a connection that breaks."""
+    """Return all bytes that arrived over a connection before it broke, and close it."""
     found = b""
     with suppress(ConnectionError):
         while part := line.connection.recv(1 << 16):
@@ -312,7 +312,7 @@ class Reducer(by_hand.Reducer):
 
     Attributes:
         said, heard: bytes.
-        before: of the latter, those that are to be heard again, and first.
+        before: bytes read before the connection broke, to be parsed first.
     """
 
     said = heard = 0

@@ -40,7 +40,7 @@ class Link:
         hello: what was said last in the attempt to join.
         proof: with which the reducer has to answer, if it must prove that it is the job's; "" else.
         ticket: what further connections of the link have to show; "" if there are to be none.
-        resumes: those that break may go on over such connections.
+        resumes: a connection of the link that breaks goes on over another one.
         untold: what has failed here, of which the reducer is to be told when it can be.
         straggler: the rank that the others wait for, as the reducer has said last.
     """

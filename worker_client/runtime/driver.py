@@ -305,7 +305,7 @@ class Driver(DriverState):
 
         Args:
             actions: what to do.
-            given_back: nothing reads the buffers any more of what has ended well.
+            given_back: the loop reads the buffers of completed all-reduces no more.
         """
         for action in actions:
             if isinstance(action, Finish):
