@@ -109,6 +109,73 @@ def test_what_a_wait_has_left_is_not_left_alone(
     eventually(works[1].done)
 
 
+def own_leads(flat: Any, patch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows when the driver's own thread asks for the lead, or takes it."""
+    lead, found = flat._lead, []
+
+    class Lead:
+        acquire, release = lead.acquire, lead.release
+
+        def __enter__(self) -> None:
+            found.append(threading.get_ident())
+            lead.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lead.release()
+
+    patch.setattr(flat, "_lead", Lead())
+    return found
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_drivers_own_thread_rests_while_another_leads(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = half_a_job(make)
+    flat = ours._ordered.flat
+    leads = own_leads(flat, monkeypatch)
+    waiter = threading.Thread(target=ours.all_reduce(np.ones(8), op="sum").wait, args=(20,))
+    waiter.start()
+    eventually(lambda: flat._leader == waiter.ident)
+    leads.clear()
+    time.sleep(20 * driver.LONGEST_REST_S)
+    assert not leads  # it would get the lead as soon as the wait ends, and others had to ask for it
+    theirs.all_reduce(np.ones(8), op="sum").wait(10)
+    waiter.join(10)
+    eventually(lambda: leads)  # nobody leads any more
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_drivers_own_thread_looks_soon_after_a_long_wait(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = half_a_job(make)
+    transport, resumed = ours._ordered.flat._transport, []
+    monkeypatch.setattr(transport, "resume", lambda *, at_once=True: resumed.append(at_once))
+    work = ours.all_reduce(np.ones(8), op="sum")
+    timer = threading.Timer(5 * driver.LONGEST_REST_S, theirs.all_reduce, (np.ones(8), "sum"))
+    timer.start()
+    work.wait(10)
+    assert resumed == [False]
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("eager")
+def test_looking_soon_is_not_leading_at_once(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "REST_S", 30.0)
+    client = make()
+    one_after_another(client)  # its own thread has rested since the first of them
+    flat = client._ordered.flat
+    leads = own_leads(flat, monkeypatch)
+    flat._resume(at_once=False)
+    time.sleep(0.1)
+    assert not leads
+    flat._resume()
+    eventually(lambda: leads)
+
+
 @pytest.mark.usefixtures("eager")
 def test_shutting_down_ends_a_wait_that_leads(make: Callable[..., Client]) -> None:
     ours, _ = half_a_job(make)

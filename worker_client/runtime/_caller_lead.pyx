@@ -24,13 +24,14 @@ from reducer.wire.layout import MEASURED_BYTES
 from worker_client.protocol.lifecycle import FACTOR, FIRST_PLACE
 from worker_client.protocol.operation import LAST_S, STRAGGLER_S
 from worker_client.runtime import service_thread
-from worker_client.runtime.driver import IDLE_S, LISTEN_S
+from worker_client.runtime.driver import IDLE_S, LISTEN_S, LONGEST_REST_S
 from worker_client.work import Work
 
 cdef object _DONE = Work.done
 cdef uint64_t _FACTOR = FACTOR, _PLACES = PLACES, _FIRST_PLACE = FIRST_PLACE
 cdef uint64_t _MEASURED_BYTES = MEASURED_BYTES
 cdef double _LAST_S = LAST_S, _STRAGGLER_S = STRAGGLER_S, _IDLE_S = IDLE_S, _LISTEN_S = LISTEN_S
+cdef double _LONGEST_REST_S = LONGEST_REST_S
 
 
 cdef class CallerLead:
@@ -105,6 +106,7 @@ cdef class CallerLead:
         """
         cdef DriverState driver = self._driver
         cdef uint64_t me = get_ident()
+        cdef double since, now
         if service_thread.forks != driver._forks or self._session.handed_over:
             return
         if driver._leader == me:
@@ -118,14 +120,20 @@ cdef class CallerLead:
             driver._wanted_until = 0.0
         if leads:
             driver._leader = me
+            since = monotonic()
             try:
                 self._move_on(done, until)
             finally:
                 driver._leader = 0
                 lead.release()
+            now = monotonic()
             if self._open:
                 driver._resume()
-        driver._waited_at = monotonic()
+            elif now - since > _LONGEST_REST_S:  # it may rest for long now, as this wait was long
+                driver._resume(at_once=False)
+            driver._waited_at = now
+        else:
+            driver._waited_at = monotonic()
 
     cdef bint _begin(self, OperationState operation) except -1:
         """Begin an all-reduce as `Session.submit` does; false, and nothing is done, if that has to.

@@ -83,8 +83,8 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     void loop_refill(loop_t *self) noexcept
     bint loop_detach(loop_t *self, uint64_t sequence) noexcept
     void loop_wake(loop_t *self) noexcept
-    void loop_rest(loop_t *self, int first_ms, int longest_ms) noexcept
-    void loop_resume(loop_t *self) noexcept
+    void loop_rest(loop_t *self, int first_ms, int longest_ms, int longest_of_one_ms) noexcept
+    void loop_resume(loop_t *self, bint at_once) noexcept
 
 
 cdef class Loop:

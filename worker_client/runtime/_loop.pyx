@@ -262,17 +262,18 @@ cdef class Loop:
         """Make `run` return at once; any thread may call it."""
         loop_wake(&self.its)
 
-    def rest(self, int first_ms, int longest_ms):
-        """Return when no thread has run the loop for a while, and at once after `resume`.
+    def rest(self, int first_ms, int longest_ms, int longest_of_one_ms):
+        """Return when no thread has run the loop for a while, and after `resume`.
 
-        It looks after the first time, then after times twice as long each, up to the longest.
+        It looks after the first time, then after times twice as long each, up to the longest
+        between runs, and up to that of one run while it lasts.
         """
         with nogil:
-            loop_rest(&self.its, first_ms, longest_ms)
+            loop_rest(&self.its, first_ms, longest_ms, longest_of_one_ms)
 
-    def resume(self):
-        """Make `rest` return at once; any thread may call it, in any signal handler."""
-        loop_resume(&self.its)
+    def resume(self, bint at_once):
+        """Make `rest` return, or look again soon; any thread may call it, in any signal handler."""
+        loop_resume(&self.its, at_once)
 
     cdef message(self):
         cdef connection *sender = self.its.line[self.its.from_].connection

@@ -243,11 +243,11 @@ class CompiledTransport(Transport):
     def wake(self) -> None:
         self._loop.wake()
 
-    def rest(self, first_s: float, longest_s: float) -> None:
-        self._loop.rest(round(first_s * 1000), round(longest_s * 1000))
+    def rest(self, first_s: float, longest_s: float, longest_of_one_s: float) -> None:
+        self._loop.rest(*(round(1000 * each) for each in (first_s, longest_s, longest_of_one_s)))
 
-    def resume(self) -> None:
-        self._loop.resume()
+    def resume(self, *, at_once: bool = True) -> None:
+        self._loop.resume(at_once)
 
     def close(self) -> None:
         self._loop.end(LINGER_MS)

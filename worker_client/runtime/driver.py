@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
 REST_S = 0.001  # the driver's own thread leads again if nobody else waits for as long
-LONGEST_REST_S = 0.003  # it rests twice as long each time that others have waited, up to this
+LONGEST_REST_S = 0.01  # it rests twice as long each time that others have waited, up to this
 OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
 ASKING_S = 0.005  # how long it does
 AHEAD = 3  # pieces of a call that are filled, and have not ended, before another one is filled
@@ -197,11 +197,11 @@ class Driver(DriverState):
             if not self.closing:  # and so perhaps closed
                 self._transport.wake()
 
-    def _resume(self) -> None:
-        """Have the driver's own thread lead again, if it rests."""
+    def _resume(self, *, at_once: bool = True) -> None:
+        """Have the driver's own thread lead again, if it rests: at once, or if nobody else does."""
         with self._order:
             if not self.closing:
-                self._transport.resume()
+                self._transport.resume(at_once=at_once)
 
     def _is_wanted(self, now: float) -> bool:
         return now < self._wanted_until and self.session.active <= 1
@@ -229,7 +229,7 @@ class Driver(DriverState):
                 self._advance()
             self._leader = 0
         if not (self.closing or self._failure):  # others may lead, for as long as they wait
-            self._transport.rest(REST_S, LONGEST_REST_S)
+            self._transport.rest(REST_S, LONGEST_REST_S, IDLE_S)
 
     # -- what the leader does -----------------------------------------------------------------
 

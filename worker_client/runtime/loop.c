@@ -651,25 +651,35 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms)
     return event;
 }
 
-void loop_rest(struct loop *loop, int first_ms, int longest_ms)
+void loop_rest(struct loop *loop, int first_ms, int longest_ms, int longest_of_one_ms)
 {
     struct pollfd resumed = {.fd = loop->resumer, .events = POLLIN};
     int rest_ms = first_ms;
-    unsigned turns;
+    bool looks = false, runs = false, turned;
     do {
-        turns = atomic_load(&loop->turns);
-        if (poll(&resumed, 1, rest_ms) > 0) {
+        unsigned turns = atomic_load(&loop->turns);
+        if (poll(&resumed, 1, looks ? first_ms : rest_ms) > 0) {
             eventfd_t count;
             eventfd_read(loop->resumer, &count);
-            return;
-        }
-        rest_ms = 2 * rest_ms < longest_ms ? 2 * rest_ms : longest_ms;
-        if (!atomic_load(&loop->running)) /* perhaps nobody waits for what is in flight */
+            if (atomic_exchange(&loop->resumed, false))
+                return;
             rest_ms = first_ms;
-    } while (turns != atomic_load(&loop->turns));
+            looks = false;
+            turned = true;
+            continue;
+        }
+        runs = atomic_load(&loop->running);
+        turned = turns != atomic_load(&loop->turns);
+        looks = !looks && !runs; /* perhaps nobody waits for what is in flight */
+        int most_ms = turned ? longest_ms : longest_of_one_ms;
+        if (!looks)
+            rest_ms = 2 * rest_ms < most_ms ? 2 * rest_ms : most_ms;
+    } while (runs || turned);
 }
 
-void loop_resume(struct loop *loop)
+void loop_resume(struct loop *loop, bool at_once)
 {
+    if (at_once)
+        atomic_store(&loop->resumed, true);
     eventfd_write(loop->resumer, 1);
 }

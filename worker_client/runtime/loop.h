@@ -39,6 +39,7 @@ struct loop {
     atomic_bool woken;
     atomic_bool running; /* a thread is in loop_run */
     atomic_uint turns;   /* how often one has come there or left */
+    atomic_bool resumed; /* loop_rest is to return at once */
     uint32_t turn;    /* the line that is next to be received from */
     uint32_t from;    /* the line of the message at hand */
     bool changes;     /* some line has changed */
@@ -85,10 +86,12 @@ void loop_refill(struct loop *loop);
 bool loop_detach(struct loop *loop, uint64_t sequence);
 void loop_wake(struct loop *loop);
 
-/* Returns when no thread has run the loop for a while, and at once after loop_resume: without the GIL,
- * which those that run it in turn would have to give up. It looks after the first time, then after
- * times twice as long each, up to the longest. */
-void loop_rest(struct loop *loop, int first_ms, int longest_ms);
-void loop_resume(struct loop *loop);
+/* Returns when no thread has run the loop for a while, and after loop_resume: without the GIL, which
+ * those that run it in turn would have to give up. It looks after the first time, then after times
+ * twice as long each, up to the longest between runs, and up to that of one run while it lasts; and
+ * again after the first, if none runs it just then. */
+void loop_rest(struct loop *loop, int first_ms, int longest_ms, int longest_of_one_ms);
+/* At once, or once it has looked again after the first time. */
+void loop_resume(struct loop *loop, bool at_once);
 
 #endif

@@ -147,18 +147,25 @@ class Transport(ABC):
     def wake(self) -> None:
         """Make `wait` return at once. The caller sees to it that one thread calls at a time."""
 
-    def rest(self, first_s: float, longest_s: float) -> None:  # noqa: B027 (the plain one has none)
-        """Return when no thread has called `wait` for a while, and at once after `resume`.
+    def rest(  # noqa: B027 (the plain one has none)
+        self, first_s: float, longest_s: float, longest_of_one_s: float
+    ) -> None:
+        """Return when no thread has called `wait` for a while, and after `resume`.
 
         For transports with a `loop`, as `resume`.
 
         Args:
             first_s: when to look for the first time, in seconds; then after twice as long each,
-            longest_s: up to this.
+            longest_s: up to this,
+            longest_of_one_s: or up to this, while one call of `wait` lasts.
         """
 
-    def resume(self) -> None:  # noqa: B027
-        """Make `rest` return at once; any thread may call it, in any signal handler."""
+    def resume(self, *, at_once: bool = True) -> None:  # noqa: B027
+        """Make `rest` return; any thread may call it, in any signal handler.
+
+        Args:
+            at_once: or let it begin anew, so that it looks again after `first_s`.
+        """
 
     @abstractmethod
     def close(self) -> None:
