@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -158,6 +159,35 @@ def test_the_drivers_own_thread_looks_soon_after_a_long_wait(
     work.wait(10)
     assert resumed == [False]
     monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_drivers_own_thread_leads_after_an_interrupted_wait(
+    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = half_a_job(make)
+    transport, resumed = ours._ordered.flat._transport, []
+    resume = transport.resume
+
+    def note(*, at_once: bool = True) -> None:
+        resumed.append(at_once)
+        resume(at_once=at_once)
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    work = ours.all_reduce(np.ones(8), op="sum")
+    monkeypatch.setattr(transport, "resume", note)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5 * driver.LONGEST_REST_S)
+        with pytest.raises(InterruptedError):
+            work.wait(10)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert resumed == [True]
+    theirs.all_reduce(np.ones(8), op="sum")
+    eventually(work.done)
 
 
 @pytest.mark.usefixtures("eager")

@@ -197,10 +197,11 @@ def test_the_view_keeps_the_memory_alive() -> None:
     [
         (np.frombuffer(bytes(24)), r"read-only.*copy it"),
         (np.broadcast_to(np.ones(1), (3,)), r"read-only.*copy it"),
+        (np.broadcast_arrays(np.ones(1), np.ones(3))[0], r"read-only.*copy it"),
         (torch.ones(3, device="meta"), r"on meta.*use tensor\.cpu\(\)"),
         (torch.ones(1).expand(3), "share memory"),
     ],
-    ids=["read-only", "broadcast", "another device", "expanded"],
+    ids=["read-only", "broadcast", "broadcast, not yet read-only", "another device", "expanded"],
 )
 def test_memory_that_cannot_be_overwritten(refused: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -126,11 +126,11 @@ cdef class CallerLead:
             finally:
                 driver._leader = 0
                 lead.release()
-            now = monotonic()
-            if self._open:
-                driver._resume()
-            elif now - since > _LONGEST_REST_S:  # it may rest for long now, as this wait was long
-                driver._resume(at_once=False)
+                now = monotonic()
+                if self._open:  # also after an interrupt, of which others know nothing
+                    driver._resume()
+                elif now - since > _LONGEST_REST_S:  # it may rest for long, as this wait was long
+                    driver._resume(at_once=False)
             driver._waited_at = now
         else:
             driver._waited_at = monotonic()

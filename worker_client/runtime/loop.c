@@ -660,8 +660,8 @@ void loop_rest(struct loop *loop, int first_ms, int longest_ms, int longest_of_o
         unsigned turns = atomic_load(&loop->turns);
         if (poll(&resumed, 1, looks ? first_ms : rest_ms) > 0) {
             eventfd_t count;
-            eventfd_read(loop->resumer, &count);
-            if (atomic_exchange(&loop->resumed, false))
+            bool closed = eventfd_read(loop->resumer, &count) != 0; /* by somebody else's mistake */
+            if (closed || atomic_exchange(&loop->resumed, false))
                 return;
             rest_ms = first_ms;
             looks = false;
