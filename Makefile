@@ -24,7 +24,8 @@ PYTEST := $(BIN)/python -m pytest --durations=10
 PARALLEL := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 # What has environments or targets of its own.
 APART := --ignore tests/frameworks --ignore tests/containers --ignore tests/site --ignore tests/wheels
-# For test-extended: SELECT='-m extended' leaves out what `make test` runs; folders may follow.
+# What pytest is to run of a target's tests: files, or for test-extended also '-m extended', which
+# leaves out what `make test` runs.
 SELECT ?=
 COMPILED := $(shell find reducer worker_client -name '*.p[yx][xd]' -o -name '*.[ch]')
 
@@ -32,11 +33,12 @@ COMPILED := $(shell find reducer worker_client -name '*.p[yx][xd]' -o -name '*.[
 unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_SECONDS ?= 60
+SANITIZE ?=
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
 	test-versions test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize \
-	audit sbom release wheels clean
+	sanitize-threads audit sbom release wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -61,21 +63,21 @@ demo: .venv/demo-ready
 
 # Every layer, and one representative of every scenario: about five minutes on two cores.
 test: .venv/ready
-	$(PYTEST) $(PARALLEL) $(APART) -m "not extended"
+	$(PYTEST) -rs $(PARALLEL) $(APART) -m "not extended"
 
 # All that `make test` runs, and what it leaves out: tests/extended.py says what.
 test-extended: .venv/notebook-ready
-	$(PYTEST) $(PARALLEL) $(APART) $(SELECT)
+	$(PYTEST) -rs $(PARALLEL) $(APART) $(SELECT)
 
 test-frameworks: .venv/frameworks-ready
-	$(PYTEST) $(PARALLEL) -m "not slow" tests/frameworks
+	$(PYTEST) $(PARALLEL) -m "not slow" $(or $(SELECT),tests/frameworks)
 
 test-torch-suite: .venv/frameworks-ready
 	$(BIN)/python -m pytest -m slow tests/frameworks
 
 # Images, a job of containers, and manifests. What cannot be had here is skipped, with the reason.
 test-containers: .venv/manifests-ready container-tools kubernetes-tools
-	$(PYTEST) -rfEs tests/containers
+	$(PYTEST) -rfEs $(or $(SELECT),tests/containers)
 
 # Tests of what meets torch with other Pythons, and the oldest and the newest torch; what comes of
 # them goes into docs/compatibility.md. uv keeps gigabytes of torch's libraries in its cache.
@@ -140,9 +142,13 @@ fuzz: .venv/fuzz-ready
 	$(BIN)/python -m fuzz --seconds $(FUZZ_SECONDS)
 
 # The tests of what is compiled, and SANITIZED_INPUTS inputs for every fuzz target, on a debug build
-# in build/sanitized.
+# in build/sanitized; SANITIZE=--short: a third of the tests, and a tenth of the inputs.
 sanitize: .venv/ready
-	$(BIN)/python -m fuzz.sanitizers $(SANITIZED_INPUTS)
+	$(BIN)/python -m fuzz.sanitizers $(SANITIZE) $(SANITIZED_INPUTS)
+
+# The tests of what several threads share, on a build with the thread sanitizer.
+sanitize-threads: .venv/ready
+	$(BIN)/python -m fuzz.sanitizers --threads
 
 # Known vulnerabilities of what a reducer and a worker need at run time.
 audit: build/runtime.txt .venv/security-ready
@@ -178,7 +184,7 @@ release:
 
 # ... and the wheels' tests, with every Python that is installed, and without a compiler.
 wheels: .venv/ready cross-tools release
-	$(PYTEST) -rfEs tests/wheels
+	$(PYTEST) -rfEs $(or $(SELECT),tests/wheels)
 
 clean:
 	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)

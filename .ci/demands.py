@@ -1,11 +1,13 @@
-"""What a change demands besides `make lint` and `make test`: a target and its variables a line.
+"""What a change demands besides `make lint` and `make test`.
 
-Reads changed paths, a line each, and prints the targets of every row of `DEMANDS` that one of them
-matches::
+Reads changed paths, a line each, and prints the lines of make that `.ci/run` runs: of everything
+that a row of `DEMANDS` asks for, what `REPRESENTATIVES` says stands for it, and in lines that begin
+with "left out:" what is not run::
 
     git diff --name-only BASE | python3 .ci/demands.py
 
-With ``--full`` it prints all targets, and reads nothing.
+With ``--full`` it reads nothing and prints all that there is, whole. Otherwise everything, `make
+lint` and `make test` included, takes at most `BUDGET_S` on two cores; tests/test_ci.py adds it up.
 """
 
 from __future__ import annotations
@@ -15,12 +17,61 @@ import shlex
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS, CONTAINERS, CLOUDS = "test-frameworks", "test-containers", "test-clouds"
 TORCH_SUITE, EXTENDED, DOCS, WHEELS = "test-torch-suite", "test-extended", "docs", "wheels"
-EVERYTHING = (EXTENDED, CONTAINERS, CLOUDS, FRAMEWORKS, TORCH_SUITE, DOCS, WHEELS)
+SANITIZE, THREADS, FUZZ = "sanitize", "sanitize-threads", "fuzz"
 SECURITY, JOBS = "tests/security", "tests/integration/test_"
+
+
+class Representative(NamedTuple):
+    """What `.ci/run` runs in place of a target.
+
+    Attributes:
+        line: of make; "" if a part of `make test` stands for the target.
+        seconds: that it takes on two cores in a fresh clone, with what it installs.
+        stands: what of the target is run, and where; the rest is left out.
+    """
+
+    line: str
+    seconds: int
+    stands: str
+
+
+BUDGET_S = 1500
+BASE_S = 480  # the environment, `make lint` and `make test`, in a fresh clone
+REPRESENTATIVES = {
+    EXTENDED: Representative(
+        "test-extended SELECT='-m extended tests/bench/test_guarantee.py -k error_in_time'",
+        60,
+        "jobs under random faults, and the fast tests that tests/extended.py names, in make test",
+    ),
+    FRAMEWORKS: Representative(
+        "test-frameworks SELECT=tests/frameworks/test_accelerate.py",
+        240,
+        "Accelerate and transformers",
+    ),
+    TORCH_SUITE: Representative(
+        "", 0, "tests/integration/test_gloo_checks.py and test_torch_backend.py, in make test"
+    ),
+    CONTAINERS: Representative(
+        "test-containers SELECT='tests/containers/test_manifests.py "
+        "tests/containers/test_images.py::test_a_reducer_serves_with_no_rights_at_all'",
+        240,
+        "the reducer's image, run, and the judges of manifests",
+    ),
+    CLOUDS: Representative("", 0, "the judges of test-containers"),
+    DOCS: Representative("docs", 90, "all of it"),
+    WHEELS: Representative(
+        "wheels SELECT=tests/wheels/test_wheels.py", 180, "this machine's wheel"
+    ),
+    SANITIZE: Representative("sanitize SANITIZE=--short", 150, "loops, codec and slots"),
+    THREADS: Representative("", 0, "nothing; it is run before an issue is resolved"),
+    FUZZ: Representative("fuzz FUZZ_SECONDS=5", 60, "30 s of all targets together"),
+}
+EVERYTHING = tuple(REPRESENTATIVES)
 
 
 def _modules(names: str) -> str:
@@ -31,9 +82,15 @@ def _modules(names: str) -> str:
 # Patterns of paths (a * also matches slashes), and what they demand: targets, or what the names
 # of files begin with whose extended tests are run.
 DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (".ci/* Makefile pyproject.toml setup.py constraints.txt tests/conftest.py", EVERYTHING),
+    (
+        ".ci/run .ci/*.py Makefile pyproject.toml setup.py constraints.txt tests/conftest.py",
+        EVERYTHING,
+    ),
     ("tests/extended.py tests/ranks.py tests/fork_server.py", EVERYTHING),
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
+    ("*.c *.h *.pyx *.pxd", (SANITIZE, THREADS, FUZZ)),
+    ("fuzz/* tests/fuzz/*", (FUZZ,)),
+    ("fuzz/sanitizers.py", (SANITIZE, THREADS)),
     # -- reducers
     ("reducer/kernels/*", ("tests/kernels", f"{JOBS}bits.py")),
     ("reducer/monitoring/* reducer/commands/status.py", ("tests/reducer",)),
@@ -117,13 +174,22 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def demanded(paths: list[str]) -> list[str]:
-    """Return the lines for changed paths."""
+    """Return the lines of make for changed paths, and what they leave out."""
     found = {demand for path in paths for demand in _by(path)}
     files = {file for demand in found if demand.startswith("tests/") for file in files_of(demand)}
-    lines = [target for target in EVERYTHING if target in found and target != EXTENDED]
-    if EXTENDED in found or files:  # all of them, unless some alone are demanded
-        lines.insert(0, _extended([] if EXTENDED in found else sorted(files)))
-    return lines
+    whole = {target: target for target in REPRESENTATIVES if target in found}
+    if files or EXTENDED in found:  # all of them, unless some alone are demanded
+        chosen = [] if EXTENDED in found else sorted(files)
+        whole[EXTENDED] = f"{EXTENDED} SELECT={shlex.quote(' '.join(['-m extended', *chosen]))}"
+    rows = [REPRESENTATIVES[target] for target in whole]
+    return [
+        *(row.line for row in rows if row.line),
+        *(
+            f"left out: make {line} (in its place: {row.stands})"
+            for line, row in zip(whole.values(), rows, strict=True)
+            if line != row.line
+        ),
+    ]
 
 
 def _by(path: str) -> set[str]:
@@ -146,12 +212,7 @@ def files_of(demand: str) -> set[str]:
     return {demand} if files and (ROOT / demand).is_dir() else files
 
 
-def _extended(files: list[str]) -> str:
-    """Return the line that runs the extended tests that `make test` left out."""
-    return f"{EXTENDED} SELECT={shlex.quote(' '.join(['-m extended', *files]))}"
-
-
 if __name__ == "__main__":
-    lines = sys.stdin.read().split() if "--full" not in sys.argv else ["Makefile"]
-    for line in demanded(lines):
+    whole = (f"{EXTENDED} SELECT='-m extended'", *EVERYTHING[1:])
+    for line in whole if "--full" in sys.argv else demanded(sys.stdin.read().split()):
         print(line)

@@ -21,6 +21,11 @@ from reducer.runtime import implementation
 from reducer.server import Server
 from tests.extended import ROWS
 from tests.ranks import SETTINGS, Forked
+from tests.verdicts import (  # noqa: F401 (hooks)
+    pytest_make_collect_report,
+    pytest_runtest_makereport,
+    pytest_terminal_summary,
+)
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:

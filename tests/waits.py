@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process brings about."""
+"""Waiting for what another thread or process brings about, and limits of time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,32 @@ PATIENCE_S = 20.0  # a busy machine may take some
 LOOK_S = 0.005
 
 
+class TooLateError(AssertionError):
+    """A limit of time was exceeded, which a busy machine may have caused.
+
+    It is the only failure that `.ci/second_look.py` looks at again.
+    """
+
+
 def eventually(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     """Wait until something is so.
 
     Raises:
-        AssertionError: it never came to that.
+        TooLateError: it never came to that.
     """
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {patience_s:g} s"
+        if time.monotonic() >= deadline:
+            raise TooLateError(f"not within {patience_s:g} s")
         time.sleep(LOOK_S)
+
+
+def within_s(limit_s: float, since: float, why: str = "") -> None:
+    """Check that less than a limit has passed since a time of `time.monotonic`.
+
+    Raises:
+        TooLateError: as much has passed, or more.
+    """
+    took = time.monotonic() - since
+    if took >= limit_s:
+        raise TooLateError(f"took {took:.2f} s, limit {limit_s:g} s{why and f': {why}'}")

@@ -1,0 +1,59 @@
+"""Hooks of pytest: failures that deserve a second look (.ci/run), and skips that are failures."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.waits import TooLateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# What .ci/run installs, by the words of a skip: with REQUIRE_TOOLS=1 its absence is a failure.
+INSTALLED = re.compile(r"make (test|cross|container|kubernetes)-tools|needs (the extra|torch|root)")
+
+
+def refused(reason: str) -> str:
+    """Return why a skip is a failure here, or "" if it is none."""
+    if os.environ.get("REQUIRE_TOOLS") == "1" and INSTALLED.search(reason):
+        return f"skipped although REQUIRE_TOOLS=1: {reason}"
+    return ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Iterator[pytest.TestReport]:
+    """Note which tests failed by a limit of time alone, and refuse skips for want of a tool."""
+    report: pytest.TestReport = yield
+    if call.excinfo and report.failed:
+        report.too_late = call.excinfo.errisinstance(TooLateError)  # reaches the reports of xdist
+    elif report.skipped and (why := refused(str(report.longrepr))):
+        report.outcome, report.longrepr = "failed", why
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[pytest.CollectReport]:
+    """Refuse files that are skipped for want of a tool."""
+    report: pytest.CollectReport = yield
+    if report.skipped and (why := refused(str(report.longrepr))):
+        report.outcome, report.longrepr = "failed", why
+    return report
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Leave the tests that failed by a limit of time to `.ci/second_look.py`."""
+    late = [
+        report.nodeid
+        for report in terminalreporter.stats.get("failed", [])
+        if getattr(report, "too_late", False)
+    ]
+    if config.cache is not None:
+        config.cache.set("reduction/too-late", late)
