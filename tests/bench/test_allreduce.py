@@ -265,8 +265,8 @@ def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int, le
     assert predicted == pytest.approx(sum(times) - min((256 << 10) / rate, times.idle_s))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="hosts with links of their own need root")
-@pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for hosts with links of their own")
+@pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_predictions_are_compared_with_the_lab() -> None:
     said = bench(
         "plan",

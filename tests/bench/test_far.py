@@ -15,9 +15,10 @@ from tests.commands import run_command
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces")
 @pytest.mark.skipif(
-    not (shutil.which("iperf3") and shutil.which("cc")), reason="needs iperf3 and a C compiler"
+    not (shutil.which("iperf3") and shutil.which("cc")),
+    reason="needs iperf3 and a C compiler: make test-tools",
 )
 def test_all_reduces_in_flight_beside_iperf3() -> None:
     near = ["--round-trip-ms", "60", "--loss-percent", "0", "--congestion", "cubic"]

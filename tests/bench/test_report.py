@@ -210,7 +210,7 @@ def test_markdown_has_its_pictures_beside_it(all_results: list[AnyResults], tmp_
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+@pytest.mark.skipif(not BROWSER, reason="needs chromium: make test-tools")
 def test_a_browser_of_1200_pixels_shows_every_column(
     all_results: list[AnyResults], tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ class Unavailable(RuntimeError):  # noqa: N818 (it is a condition of the machine
 def check_tools() -> None:
     """Raise `Unavailable` where images cannot be built and run."""
     if os.geteuid() != 0:
-        raise Unavailable("containers on hosts of a lab need root")
+        raise Unavailable("needs root, for containers on hosts of a lab")
     for tool in TOOLS:
         if not shutil.which(tool):
             raise Unavailable(f"there is no `{tool}`: `make container-tools` installs it")

@@ -39,7 +39,9 @@ def break_all(servers: list[str], end: str) -> int:
     return done.stdout.count("\n")
 
 
-@pytest.mark.skipif(not CAN_BREAK, reason="breaking connections needs root and `ss`")
+@pytest.mark.skipif(
+    not CAN_BREAK, reason="needs root and `ss`, which break connections: make test-tools"
+)
 @pytest.mark.parametrize(
     "pool", [(1, 1, False), (1, 1, True), (2, 3, False)], ids=["one", "with keys", "streams"]
 )

@@ -42,7 +42,7 @@ join thread using (utid) join process using (upid) group by 1, 2
 """
 
 
-@pytest.mark.skipif(not perfetto.BROWSER, reason="needs chromium")
+@pytest.mark.skipif(not perfetto.BROWSER, reason="needs chromium: make test-tools")
 def test_perfetto_opens_the_timelines_of_a_job(tmp_path: Path) -> None:
     told = {"REDUCTION_TIMELINE": str(tmp_path), "REDUCTION_JOB": "shown"}
     with serving("--timeline", tmp_path) as first, serving("--timeline", tmp_path) as second:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def namespaces() -> None:
     """Skip where no lab can be; a lab that fails elsewhere is a failed test."""
     if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+        pytest.skip("needs root, for network namespaces")
     for tool in ("ip", "tc", "unshare"):
         if not shutil.which(tool):
-            pytest.skip(f"there is no `{tool}`")
+            pytest.skip(f"needs `{tool}`: make test-tools")
     if subprocess.run(["unshare", "--net", "--mount", "true"], check=False).returncode:
         pytest.skip("the kernel refuses namespaces")
 

@@ -102,7 +102,7 @@ def test_every_host_is_as_far_from_every_other(far: Lab) -> None:
     assert [round_trip_s(*pair) for pair in pairs] == [pytest.approx(0.02, rel=0.1)] * 6
 
 
-@pytest.mark.skipif(not shutil.which("iperf3"), reason="there is no iperf3")
+@pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_the_links_have_their_rate(far: Lab) -> None:
     assert far.payload_rate(streams=4, seconds=1) * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.05)
 

@@ -33,7 +33,7 @@ STALL_S = 3.0
 def network(namespaces: None) -> Iterator[Lab]:
     """Hosts for four ranks and three reducers."""
     if not shutil.which("nft"):
-        pytest.skip("there is no `nft`, by which packets are lost")
+        pytest.skip("needs `nft`, by which packets are lost: make test-tools")
     rule = "add table ip faults; add chain ip faults in; "
     rule += "add rule ip faults in numgen random mod 100 < 1 drop"
     tried = subprocess.run(["unshare", "--net", "nft", rule], capture_output=True, check=False)

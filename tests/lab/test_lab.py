@@ -116,7 +116,7 @@ def test_a_links_rate_can_be_changed_and_lifted(lab: Lab) -> None:
     assert lab.mbit == 100
 
 
-@pytest.mark.skipif(not shutil.which("iperf3"), reason="there is no iperf3")
+@pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab: Lab) -> None:
     rate = lab.payload_rate()
     assert rate * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.03)

@@ -63,10 +63,10 @@ def bare_environment(**settings: str) -> dict[str, str]:
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Return what srun needs in its environment to reach a SLURM of two nodes on this machine."""
     if os.geteuid() != 0:
-        pytest.skip("a SLURM of its own needs root")
+        pytest.skip("needs root, for a SLURM of its own")
     for tool in SLURM_TOOLS:
         if not shutil.which(tool):
-            pytest.skip(f"there is no `{tool}` (Debian: slurm-wlm)")
+            pytest.skip(f"needs `{tool}`: make test-tools")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
     controller, first, second = free_ports(3)

@@ -258,7 +258,7 @@ def test_a_slow_link_is_one_that_carries_far_less_than_the_others(
     assert all(one.problem.kind is Kind.SLOW for one in found if one.problem)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces")
 def test_a_link_at_a_tenth_of_the_others_is_named(namespaces: None) -> None:
     from lab import Lab  # noqa: PLC0415 (needs nothing where it is skipped)
 

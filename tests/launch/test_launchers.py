@@ -75,14 +75,14 @@ def settings(pool: list[str]) -> dict[str, str]:
 @pytest.mark.timeout(600)
 def test_mpirun(settings: dict[str, str]) -> None:
     if not shutil.which("mpirun"):
-        pytest.skip("there is no `mpirun` (Debian: openmpi-bin)")
+        pytest.skip("needs `mpirun`: make test-tools")
     train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], settings)
 
 
 @pytest.mark.timeout(600)
 def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
     if not shutil.which("mpirun"):
-        pytest.skip("there is no `mpirun` (Debian: openmpi-bin)")
+        pytest.skip("needs `mpirun`: make test-tools")
     batch = {
         "AZ_BATCH_MASTER_NODE": "127.0.0.1:6000",
         "AZUREML_RUN_ID": "digits_1700000000_ab",
@@ -101,7 +101,7 @@ def test_srun(settings: dict[str, str], slurm: dict[str, str]) -> None:
 @pytest.mark.timeout(600)
 def test_the_batch_script_for_nodes_of_one_kind(tmp_path: Path, slurm: dict[str, str]) -> None:
     if not shutil.which("sbatch"):
-        pytest.skip("there is no `sbatch` (Debian: slurm-wlm)")
+        pytest.skip("needs `sbatch`: make test-tools")
     section = (ROOT / "docs" / "deployment.md").read_text().partition("\n## SLURM\n")[2]
     found = re.search(r"^```bash\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert found, "docs/deployment.md has no batch script"
