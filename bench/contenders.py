@@ -110,8 +110,12 @@ class AllReduce(Protocol):
     def join(self, offers: Sequence[str]) -> None:
         """Connect, given the offers of all ranks in rank order."""
 
-    def bind(self, array: Array) -> Callable[[], object]:
-        """Return a call that sums `array` over all ranks, in place, and waits for the end."""
+    def bind(self, *arrays: Array) -> Callable[[], object]:
+        """Return a call that sums arrays over all ranks, in place, and waits for the end.
+
+        Those of several arrays are begun one after the other, before the first one is waited for,
+        where the implementation can do that.
+        """
 
     def close(self) -> None:
         """Leave."""
@@ -143,10 +147,9 @@ class Pool:
             keys=place.keys or None,
         )
 
-    def bind(self, array: Array) -> Callable[[], object]:
+    def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""
-        client = self._client
-        return lambda: client.all_reduce(array, op="sum").wait()
+        return _bound(self._client, arrays)
 
     def close(self) -> None:
         """Say goodbye to the reducers."""
@@ -183,10 +186,20 @@ class Gloo:
             world_size=place.world_size,
         )
 
-    def bind(self, array: Array) -> Callable[[], object]:
+    def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""
-        tensor, all_reduce = self._torch.from_numpy(array), self._dist.all_reduce
-        return lambda: all_reduce(tensor)
+        tensors, all_reduce = (
+            [self._torch.from_numpy(array) for array in arrays],
+            self._dist.all_reduce,
+        )
+        if len(tensors) == 1:
+            return lambda: all_reduce(tensors[0])
+
+        def call() -> None:
+            for work in [all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+        return call
 
     def close(self) -> None:
         """End the process group."""
@@ -221,10 +234,9 @@ class Embedded(Gloo):
 
         self._client = worker_client.init(servers=self._place.servers or None, embedded=True)
 
-    def bind(self, array: Array) -> Callable[[], object]:
+    def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""
-        client = self._client
-        return lambda: client.all_reduce(array, op="sum").wait()
+        return _bound(self._client, arrays)
 
     def close(self) -> None:
         """Leave when all have their last result, as a rank that hosts a reducer should."""
@@ -253,14 +265,25 @@ class Mpi:
     def join(self, offers: Sequence[str]) -> None:
         """Nothing to do."""
 
-    def bind(self, array: Array) -> Callable[[], object]:
+    def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""
         world, in_place, op = self._mpi.COMM_WORLD, self._mpi.IN_PLACE, self._mpi.SUM
-        return lambda: world.Allreduce(in_place, array, op=op)
+        return lambda: [world.Allreduce(in_place, array, op=op) for array in arrays]
 
     def close(self) -> None:
         """End MPI."""
         self._mpi.Finalize()
+
+
+def _bound(client: Any, arrays: Sequence[Array]) -> Callable[[], object]:
+    if len(arrays) == 1:
+        return lambda: client.all_reduce(arrays[0], op="sum").wait()
+
+    def call() -> None:
+        for work in [client.all_reduce(array, op="sum") for array in arrays]:
+            work.wait()
+
+    return call
 
 
 def _interface(address: str) -> str:

@@ -35,6 +35,30 @@ def hosts_needed(workers: int, contenders: Sequence[Contender]) -> int:
     return workers + max((contender.reducers for contender in contenders), default=0)
 
 
+@dataclass(frozen=True)
+class Step:
+    """Several all-reduces that are measured as one.
+
+    Attributes:
+        name: as it was written, such as ``64B+64MiB``.
+        groups: bytes of the buffers that are begun together, group by group; each group is waited
+            for before the next one begins.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(map(sum, self.groups))
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """Elements of the buffers."""
+        return [[nbytes // ITEM for nbytes in group] for group in self.groups]
+
+
 @dataclass
 class Tally:
     """What was measured of one contender at one size.
@@ -128,11 +152,11 @@ class Contest:
     ) -> None:
         self._stack.close()
 
-    def measure(self, nbytes: int, *, rounds: int, iterations: int | None = None) -> list[Row]:
+    def measure(self, size: int | Step, *, rounds: int, iterations: int | None = None) -> list[Row]:
         """Measure all contenders at one size, in turn and back, `rounds` times in all.
 
         Args:
-            nbytes: of the buffer at each rank.
+            size: bytes of the buffer at each rank, or a step of several all-reduces.
             rounds: how often each has its turn.
             iterations: all-reduces per turn; None for as many as take about `BLOCK_S`.
 
@@ -142,8 +166,9 @@ class Contest:
         tallies = {crew.name: Tally() for crew in self._crews}
         for turn in range(rounds):
             for crew in self._crews[:: -1 if turn % 2 else 1]:
-                self._attempt(crew, self._block, crew, tallies[crew.name], nbytes, iterations)
+                self._attempt(crew, self._block, crew, tallies[crew.name], size, iterations)
         alive = [crew.contender for crew in self._crews if not crew.failure]
+        nbytes = size if isinstance(size, int) else size.nbytes
         rows = [self._row(each, tallies[each.name], nbytes) for each in alive]
         baselines = [row for row in rows if not row.ours]
         for row in rows:
@@ -195,14 +220,16 @@ class Contest:
         except CrewError as error:
             self.skipped[crew.name] = str(error)
 
-    def _block(self, crew: Crew, tally: Tally, nbytes: int, iterations: int | None) -> None:
+    def _block(self, crew: Crew, tally: Tally, size: int | Step, iterations: int | None) -> None:
+        step = {} if isinstance(size, int) else {"groups": size.counts}
+        nbytes = size if isinstance(size, int) else size.nbytes
         count = nbytes // ITEM
         estimate = tally.time_s if tally.rounds else 0.0
         slow_s = estimate or self._workers * nbytes / next(iter(self.payload_rates), SLOW)
         # Comparing costs a further all-reduce: where that takes long, the first round's must do.
         check = estimate < BLOCK_S
         patience_s = REPLY_S + 10 * slow_s
-        replies = crew.ask("prepare", patience_s=patience_s, count=count, check=check)
+        replies = crew.ask("prepare", patience_s=patience_s, count=count, check=check, **step)
         if "ends" not in replies[0]:
             crew.fail("it is older than this way of timing: copy bench/worker.py to its checkout")
             raise CrewError(crew.failure)

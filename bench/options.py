@@ -11,6 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from bench import report, results
 from bench.contenders import Contender
+from bench.contest import Step
 from bench.results import NEAR, Distance, Results, Run, Settings
 from lab import Lab
 
@@ -31,6 +32,29 @@ def sizes(text: str) -> list[int]:
         raise typer.BadParameter(f"write sizes such as 4KiB,1MiB, not {text!r}") from None
     if not found or any(size < 4 or size % 4 for size in found):
         raise typer.BadParameter(f"sizes are multiples of 4 bytes, got {text!r}")
+    return found
+
+
+def steps(text: str) -> list[int | Step]:
+    """Read sizes as `sizes` does, and steps such as ``64B+64MiB`` or ``1MiB&24x4MiB``.
+
+    What ``+`` joins is done one after the other; what ``&`` joins, or ``N x`` repeats, is begun
+    together.
+    """
+    found: list[int | Step] = []
+    for word in _words(text):
+        groups = []
+        for group in word.split("+"):
+            parts = [part.rpartition("x") for part in group.split("&")]
+            groups.append(
+                tuple(
+                    nbytes
+                    for times, _, size in parts
+                    for nbytes in sizes(size) * (counts(times)[0] if times else 1)
+                )
+            )
+        alone = len(groups) == len(groups[0]) == 1
+        found.append(groups[0][0] if alone else Step(word, tuple(groups)))
     return found
 
 

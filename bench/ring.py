@@ -53,9 +53,10 @@ class Ring:
         """Connect to the rank after this one."""
         self._after.connect(offers[(self._place.rank + 1) % len(offers)])
 
-    def bind(self, array: Array) -> Callable[[], object]:
-        """Return a call that sums `array` over the ring, in place."""
-        return partial(self.all_reduce, array, self._cut(array))
+    def bind(self, *arrays: Array) -> Callable[[], object]:
+        """As `AllReduce.bind`."""
+        calls = [partial(self.all_reduce, array, self._cut(array)) for array in arrays]
+        return lambda: [call() for call in calls]
 
     def close(self) -> None:
         """Close the sockets."""

@@ -30,12 +30,14 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     unshaped: Annotated[
         bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
     ] = False,
-    sizes: Annotated[str, typer.Option(help="Bytes per rank.")] = "4KiB,256KiB,1MiB,64MiB",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes per rank; A+B: in turn, A&B and NxA: begun together.")
+    ] = "4KiB,256KiB,1MiB,64MiB,64B+64MiB,1MiB&24x4MiB,32x4KiB",
     chunks: Annotated[str, typer.Option(help="Sizes to set.")] = "64KiB,256KiB,1MiB",
-    windows: Annotated[str, typer.Option(help="Sizes to set, each with each.")] = "2MiB,16MiB",
+    windows: Annotated[str, typer.Option(help="Sizes to set, each with each.")] = "2MiB,8MiB,16MiB",
     iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
     rounds: Annotated[int, typer.Option(min=3, help="How often each has its turn.")] = 7,
-    least: Annotated[float, typer.Option(help="What is enough, of the best one's speed.")] = 0.95,
+    least: Annotated[float, typer.Option(help="What is enough, of the best one's speed.")] = 0.98,
 ) -> None:
     """Compare ``auto`` with settings of chunk and window in one run, alternating."""
     auto = Contender("pool", reducers) if reducers else Contender("embedded")
@@ -51,10 +53,11 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             options.lab(hosts_needed(workers, [auto]), None if unshaped else mbit) as lab,
             Contest(lab, workers, [auto, *fixed]) as contest,
         ):
-            for nbytes in options.sizes(sizes):
+            for size in options.steps(sizes):
                 mine, *others = contest.measure(
-                    nbytes, rounds=rounds, iterations=options.iterations(iterations)
+                    size, rounds=rounds, iterations=options.iterations(iterations)
                 )
+                name = report.size(size) if isinstance(size, int) else size.name
                 wrong = {row.contender: row.wrong for row in (mine, *others) if row.wrong}
                 if contest.skipped or wrong:
                     sys.exit(f"bench.tune_check: {contest.skipped or f'wrong elements: {wrong}'}")
@@ -62,11 +65,11 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                 best = min(found, key=lambda name: found[name][1])
                 low, speed, high = found[best]
                 print(
-                    f"{report.size(nbytes)}: auto takes {mine.time_us:.1f} us, "
+                    f"{name}: auto takes {mine.time_us:.1f} us, "
                     f"{speed:.3f} of the speed of {best} ({low:.3f} to {high:.3f})",
                     flush=True,
                 )
-                behind += [report.size(nbytes)] * (speed < least)
+                behind += [name] * (speed < least)
     except (CrewError, LabUnavailable) as error:
         sys.exit(f"bench.tune_check: {error}")
     if behind:

@@ -46,22 +46,35 @@ class Worker:
         self._contender.join(offers)
         return {}
 
-    def prepare(self, count: int, check: bool) -> dict[str, Any]:
-        """Make a buffer of `count` elements and all-reduce it once.
+    def prepare(
+        self, count: int, check: bool, groups: list[list[int]] | None = None
+    ) -> dict[str, Any]:
+        """Make a buffer of `count` elements, or those of a step, and all-reduce once.
 
-        With `check` every element of the result is compared. The time of this first all-reduce is
-        a hint for how many make a good block; memory and connections are cold.
+        Args:
+            count: elements of the buffer; with `groups`, of all together.
+            check: whether to compare every element of the results.
+            groups: of a step: elements of the buffers that are begun together, group by group.
+
+        Returns:
+            As `run`. The time of this first run is a hint for how many make a good block; memory
+            and connections are cold.
         """
-        self._array = oracle.contribution(self._place.rank, count)
-        self._call = self._contender.bind(self._array)
+        rank = self._place.rank
+        arrays = [[oracle.contribution(rank, n) for n in group] for group in groups or [[count]]]
+        calls = [self._contender.bind(*group) for group in arrays]
+        self._array = arrays[0][0]
+        self._call = calls[0] if len(calls) == 1 else lambda: [call() for call in calls]
         reply = self.run(1)
         if check:
-            size = self._place.world_size
-            wire = self._place.wire_dtype
-            if wire and self._array.nbytes < _smallest_cast():
-                wire = ""
-            reply["wrong"] = oracle.wrong(self._array, size, exact=self._exact, wire_dtype=wire)
+            reply["wrong"] = sum(self._wrong(array) for group in arrays for array in group)
         return reply
+
+    def _wrong(self, array: oracle.Array) -> int:
+        wire = self._place.wire_dtype
+        if wire and array.nbytes < _smallest_cast():
+            wire = ""
+        return oracle.wrong(array, self._place.world_size, exact=self._exact, wire_dtype=wire)
 
     def run(self, iterations: int) -> dict[str, Any]:
         """All-reduce the buffer `iterations` times; note when it began, and when each has ended.

@@ -16,7 +16,7 @@ import typer
 
 from bench import options, oracle, plan, report, theory, versus
 from bench.contenders import Contender
-from bench.contest import durations
+from bench.contest import Step, durations
 from bench.crew import unavailable
 from bench.results import Distance, Sample, Settings, read
 from bench.soak import trends
@@ -293,19 +293,30 @@ def test_checkouts_side_by_side() -> None:
 
 @pytest.mark.parametrize("reducers", [0, 2])
 def test_auto_is_compared_with_what_could_be_set(reducers: int) -> None:
-    given = "--unshaped", "--workers", "2", "--reducers", str(reducers), "--sizes", "4KiB,256KiB"
+    sizes = "4KiB", "64B+8KiB&2x64KiB"
+    given = "--unshaped", "--workers", "2", "--reducers", str(reducers), "--sizes", ",".join(sizes)
     few = "--chunks", "64KiB,128KiB", "--windows", "1MiB", "--iterations", "3", "--rounds", "3"
     done = run("tune_check", *given, *few, "--least", "100")
     lines = [line for line in done.stdout.splitlines() if "auto" in line]
     kind = "pool-2" if reducers else "embedded"
-    for line, size in zip(lines, ("4KiB", "256KiB"), strict=True):
+    for line, size in zip(lines, sizes, strict=True):
         assert re.fullmatch(
-            rf"{size}: auto takes [0-9.]+ us, [0-9.]+ of the speed of {kind}-(64|128)KiB-1MiB "
-            r"\([0-9.]+ to [0-9.]+\)",
+            rf"{re.escape(size)}: auto takes [0-9.]+ us, [0-9.]+ of the speed of "
+            rf"{kind}-(64|128)KiB-1MiB \([0-9.]+ to [0-9.]+\)",
             line,
         )
     assert done.returncode != 0
-    assert "auto is below 100 of the best at 4KiB, 256KiB" in done.stderr
+    assert f"auto is below 100 of the best at {', '.join(sizes)}" in done.stderr
+
+
+def test_a_step_is_of_calls_in_turn_and_of_calls_that_are_begun_together() -> None:
+    alone, step = options.steps("4KiB, 64B+1KiB&2x4KiB")
+    assert alone == 4096
+    assert isinstance(step, Step)
+    assert step.groups == ((64,), (1024, 4096, 4096))
+    assert step.nbytes == 9280
+    with pytest.raises(typer.BadParameter, match="sizes are multiples"):
+        options.steps("4KiB+")
 
 
 @pytest.mark.parametrize("text", ["here", "=.", "lost=/nowhere"])
