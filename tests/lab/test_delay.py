@@ -81,7 +81,7 @@ def ask(server: Host, client: Host, listen: str, talk: str) -> tuple[str, str]:
         port = listening.stdout.readline().strip()
         talking = client.start([*PYTHON, talk, server.address, port], stdout=PIPE)
         told, _ = talking.communicate(timeout=20)
-        heard, _ = listening.communicate(timeout=20)
+        heard, _ = listening.communicate(timeout=40)
     return told, heard
 
 
