@@ -34,6 +34,14 @@ def is_lost(silent_s: float, patience_s: float, round_trip_s: float) -> bool:
     return silent_s > min(patience_s + SPARE_ROUND_TRIPS * round_trip_s, longest_s)
 
 
+def no_heartbeat(silent_s: float) -> str:
+    """Say for how long a peer was silent, and what to do if it had only been stopped."""
+    return (
+        f"no heartbeat for {silent_s:.1f} s (if it was only stopped, "
+        "set REDUCTION_PATIENCE to more than that)"
+    )
+
+
 class ServingTime:
     """A clock that stands still while its process does not run.
 

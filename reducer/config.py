@@ -103,8 +103,8 @@ class ReducerConfig(BaseSettings):
 
     drain_timeout: Seconds = 8.0
     """How long the reducer goes on after a SIGTERM for jobs that have no other reducer, until
-    another one is back (rolling restart). Keep it below the time after which it is killed, such as
-    Docker's 10 s."""
+    another one is back (rolling restart). Keep it well below the time after which it is killed,
+    such as the 10 s of `docker stop`."""
 
     keys: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory of the pool's keys and allow-list, from ``reducer keygen`` (docs/security.md).

@@ -275,6 +275,14 @@ class _Lane(threading.Thread):
                     self._mind_keys(self._keyring, loop)
                 if self._timeline is not None:
                     _show_rounds(self._timeline, self.engine.take_times())
+            if self.engine.jobs:
+                names = ", ".join(repr(job.name) for job in self.engine.jobs)
+                log.info(
+                    "told to stop: goes on for job %s for %g s at most, or until all its ranks "
+                    "have left or use another reducer",
+                    names,
+                    self.grace_s or DRAIN_S,
+                )
             loop.send(self.engine.drain())
             self._serve_last(loop, self.grace_s, self._hurry.is_set)
             self.engine.close()

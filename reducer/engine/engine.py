@@ -10,6 +10,7 @@ import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.clock import no_heartbeat
 from reducer.engine.jobs import Job, Membership, is_another
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.engine.rounds import Counters, Reductions, Send
@@ -675,7 +676,7 @@ class Engine:
         """Say who is lost, and how that was found out."""
         rank, heard = member.rank, self._heard.get(member.peer)
         where = f" on {job.host_names[rank]}" if job.host_names[rank] else ""
-        silent = "" if heard is None else f": no heartbeat for {self._now - heard:.1f} s"
+        silent = "" if heard is None else f": {no_heartbeat(self._now - heard)}"
         why = f"rank {rank}{where} died or cannot be reached{silent}"
         return RankLostError(why, rank=rank)
 

@@ -343,5 +343,6 @@ def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer: Reduc
     (job,) = (job for job in reducer.engine.jobs if job.name == "another")
     _, lost = job.lost[1]
     assert str(lost) == (
-        f"rank 1 on node-1 died or cannot be reached: no heartbeat for {1.25 + AWAY_S:.1f} s"
+        f"rank 1 on node-1 died or cannot be reached: no heartbeat for {1.25 + AWAY_S:.1f} s "
+        "(if it was only stopped, set REDUCTION_PATIENCE to more than that)"
     )

@@ -72,7 +72,8 @@ def test_the_module_is_the_command() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
     # The job has no other reducer.
-    with serving("--drain-timeout", 1, command=[COMMAND]) as (process, address, _):
+    with serving("--drain-timeout", 1, command=[COMMAND], stderr=subprocess.PIPE) as served:
+        process, address, _ = served
         common = {"servers": address, "world_size": 2, "job": "signalled"}
         with connect(rank=0, **common) as zero, connect(rank=1, **common) as one:
             error: ReductionError | None = None
@@ -91,6 +92,8 @@ def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
             assert address in str(error)
             assert process.wait(20) == 0
             within_s(9, start)  # before the calls would time out
+        grace = "1 s" if number == signal.SIGTERM else "0.5 s"
+        assert f"goes on for job 'signalled' for {grace} at most" in process.stderr.read()
 
 
 def test_lines_for_programs() -> None:

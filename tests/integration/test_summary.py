@@ -109,3 +109,21 @@ def test_the_straggler_is_told_by_one_rank() -> None:
         f"went on without rank 0, {straggler}"
     )
     assert str(replace(found, rank=2)).endswith("went on without rank 0")
+
+
+def test_the_last_line_of_a_rank_that_fails_is_the_error(pool: list[str]) -> None:
+    script = """
+import numpy as np
+import worker_client
+client = worker_client.init()
+client.all_reduce(np.ones(2)).wait()
+client.all_reduce(np.ones(2 + client.rank)).wait()
+"""
+    with ranks(environments(2, pool, REDUCTION_JOB="fails"), "-c", script) as job:
+        for rank in job:
+            rank.wait(30)
+        for said in (rank.err for rank in job):
+            *_, raised, last = said.splitlines()
+            assert raised.startswith("reducer.errors.MismatchError: ")
+            assert last.startswith("reduction: rank ")
+            assert last.endswith(f"the last one failed: {raised.removeprefix('reducer.errors.')}")

@@ -118,6 +118,7 @@ class Client:
         self._calls = 0
         self._since = 0.0  # the latest call, or end of one, in seconds of the monotonic clock
         self._waited_s = 0.0
+        self._failure: Exception | None = None  # of the call that has ended last
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
         self._trace = trace
@@ -220,6 +221,7 @@ class Client:
             losses=self.losses,
             fallbacks=self.counters.fallbacks,
             straggler=self.straggler,
+            failure=self._failure,
         )
 
     @property
@@ -636,6 +638,7 @@ class Client:
 
     def _note_end(self, nbytes: int, error: Exception | None) -> None:
         """Take note that a call ends whose buffer has so many bytes; perhaps once more."""
+        self._failure = error
         if error is None:
             self._bytes_reduced += nbytes
         if not self._ordered.busy:

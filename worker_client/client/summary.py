@@ -19,6 +19,7 @@ class Summary:
         calls, bytes_reduced, waited_s, losses: as of `Client`.
         fallbacks: all-reduces that the process group did, as no reducer was left.
         straggler: the rank that the others wait for again and again, and why, if there is one.
+        failure: error of the all-reduce that has ended last, named ones apart.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Summary:
     losses: int
     fallbacks: int
     straggler: Straggler | None
+    failure: Exception | None = None
 
     def __str__(self) -> str:
         """Say all of it."""
@@ -44,6 +46,8 @@ class Summary:
             said.append(f"went on without rank {', '.join(map(str, lost))}")
         if self.straggler is not None and self.rank == self.present[0]:  # once a job
             said.append(f"{self.straggler}")
+        if self.failure is not None:
+            said.append(f"the last one failed: {type(self.failure).__name__}: {self.failure}")
         return ", ".join(said)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.clock import no_heartbeat
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -174,7 +176,7 @@ class Transport(ABC):
 
 def silence(silent_s: float) -> str:
     """Say why a connection to a reducer that was silent for so long was ended."""
-    return f"died or cannot be reached: no heartbeat for {silent_s:.1f} s"
+    return f"died or cannot be reached: {no_heartbeat(silent_s)}"
 
 
 HUNG_UP = "closed the connection, died or cannot be reached"
