@@ -55,5 +55,5 @@ def pytest_terminal_summary(
         for report in terminalreporter.stats.get("failed", [])
         if getattr(report, "too_late", False)
     ]
-    if config.cache is not None:
+    if getattr(config, "cache", None) is not None:  # there is none with -p no:cacheprovider
         config.cache.set("reduction/too-late", late)

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
+from worker_client.collectives import broadcast_bytes
 from worker_client.staging.weighted import check_weight
 from worker_client.staging.wire_rule import SMALLEST_BYTES, WIRE_DTYPES
 
@@ -411,9 +412,64 @@ def attach(
         model.register_comm_hook(state, hook)
     except RuntimeError as error:  # torch's own answer to a second (built-in) hook
         raise ConfigError(f"{_SECOND_HOOK} ({error})") from None
+    if model.modules_buffers and model.broadcast_buffers and not grows:
+        # What DDP calls before a forward pass, and `Join` for a rank that has joined early.
+        model._sync_module_buffers = BufferSync(model, state)  # noqa: SLF001 (no public name)
     if state.client.rank == 0:  # once a job: all ranks wrap alike
         _advise(model)
     return state.client
+
+
+class BufferSync:
+    """Gives every rank the buffers of one, such as the running means of BatchNorm, by the client.
+
+    Over the process group, ranks would wait there for a late one: all gradients would then come at
+    the same time, and reducers could not tell who is late. Buffers on a device stay with the
+    process group, where the host need not wait for them.
+
+    Args:
+        model: attached.
+        state: of its hook.
+    """
+
+    def __init__(self, model: DistributedDataParallel, state: ReductionState) -> None:
+        self._model, self._state = model, state
+        # Dynamo would trace it as a part of the forward pass, and cannot.
+        self._untraced = torch.compiler.disable(self._sync)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[type["BufferSync"], tuple[object, ...]]:
+        return type(self), (self._model, self._state)
+
+    def __call__(self, authoritative_rank: int) -> None:
+        """Replace all buffers by those of a rank, or of the first one if the job has lost that.
+
+        Raises:
+            ReductionError: as `Client.all_reduce`.
+        """
+        self._untraced(authoritative_rank)
+
+    def _sync(self, authoritative_rank: int) -> None:
+        model, client = self._model, self._state.client
+        buffers = model.modules_buffers
+        if not client.usable or any(buffer.device.type != "cpu" for buffer in buffers):
+            model._default_broadcast_coalesced(  # noqa: SLF001 (what is in place of this)
+                authoritative_rank=authoritative_rank
+            )
+            return
+        present = client.present
+        root = authoritative_rank if authoritative_rank in present else present[0]
+        with torch.no_grad():
+            whole = [buffer.contiguous() for buffer in buffers]
+            parts = [each.view(-1).view(torch.uint8) for each in whole]
+            sent = torch.cat(parts).numpy()
+            found = broadcast_bytes(client, sent, root, f"the model's {len(parts)} buffers")
+            if client.rank == root:
+                return
+            split = torch.from_numpy(found).split([part.numel() for part in parts])
+            for buffer, each, part, theirs in zip(buffers, whole, parts, split, strict=True):
+                part.copy_(theirs)
+                if each is not buffer:  # a copy of one whose elements are apart
+                    buffer.copy_(each)
 
 
 def state_of(ddp_model: DistributedDataParallel) -> ReductionState:

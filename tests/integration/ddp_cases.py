@@ -130,6 +130,27 @@ def errors() -> dict[str, object]:
     return {"seen": seen, "raised_after": raised_after}
 
 
+def buffers() -> dict[str, object]:
+    """Rank 1 is late before each forward pass; then the ranks' buffers before and after one."""
+    client, rank = worker_client.init(), dist.get_rank()
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    layers.register_buffer("transposed", torch.arange(12.0).reshape(3, 4).t())
+    ddp = DistributedDataParallel(layers)
+    worker_client.attach(ddp)
+    waited_s = client.waited_s
+    for _ in range(10):
+        if rank == 1:
+            time.sleep(0.1)
+        ddp(torch.randn(8, 4)).sum().backward()
+    waited_s = client.waited_s - waited_s
+    layers.transposed.add_(-float(rank))
+    mine = {name: buffer.tolist() for name, buffer in layers.named_buffers()}
+    ddp.eval()
+    ddp(torch.ones(1, 4))
+    theirs = {name: buffer.tolist() for name, buffer in layers.named_buffers()}
+    return {"waited_s": waited_s, "mine": mine, "theirs": theirs}
+
+
 def sparse_in_hook() -> str:
     ddp = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
     ddp.register_comm_hook(ReductionState(), reduction_hook)
@@ -228,6 +249,7 @@ def main(group: str) -> None:
     else:
         results["errors"] = errors()
         results["sparse_in_hook"] = sparse_in_hook()
+        results["buffers"] = buffers()
         results["copies"] = copies()
         results["profiled"] = profiled()
         results["refusals"] = refusals()

@@ -22,8 +22,10 @@ from tests.integration.elastic_rank import listen, say
 
 def build() -> DistributedDataParallel:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Linear(512, 1))
-    return DistributedDataParallel(layers, broadcast_buffers=False, bucket_cap_mb=0.5)
+    layers = nn.Sequential(
+        *(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 512), nn.Linear(512, 1))
+    )
+    return DistributedDataParallel(layers, bucket_cap_mb=0.5)
 
 
 def train(stop_at: list[int]) -> None:

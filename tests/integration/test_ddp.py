@@ -67,6 +67,15 @@ def test_backward_raises_the_typed_error_and_the_next_step_works(failures: list[
     assert failures[0]["errors"]["raised_after"][0] < 30
 
 
+def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(
+    failures: list[dict],
+) -> None:
+    first, second = (rank["buffers"] for rank in failures)
+    assert first["mine"] != second["mine"]
+    assert first["theirs"] == second["theirs"] == first["mine"]
+    assert first["waited_s"] > 0.5, "rank 1 was late by 1 s, and the client did not see it"
+
+
 def test_sparse_gradients_end_in_an_error_of_backward(failures: list[dict]) -> None:
     assert all("sparse" in rank["sparse_in_hook"] for rank in failures)
 
