@@ -43,7 +43,6 @@ THREADED_TESTS = (
     "tests/transport",
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
-    "tests/integration/test_embedded.py",
 )
 _COPIED = ("reducer", "worker_client", "fuzz", "tests", "bench", "lab")
 _COPIED_TOO = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # setup.py reads the others
