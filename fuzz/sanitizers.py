@@ -37,6 +37,17 @@ TESTS = (
     "tests/zmtp",
     "tests/fuzz",
 )
+# Of these, the ones that reach the most of it in a minute.
+SHORT_TESTS = (
+    "tests/engine/test_engine.py",
+    "tests/engine/test_intruders.py",
+    "tests/worker_client/test_flight.py",
+    "tests/transport/test_hang_up.py",
+    "tests/transport/test_lifetimes.py",
+    "tests/transport/test_pairs.py",
+    "tests/transport/test_resume.py",
+    "tests/zmtp/test_codec.py",
+)
 # What several threads of one process use: heartbeats beside the loops, pairs between a reducer's
 # threads and a worker's, a client's callers beside its own thread.
 THREADED_TESTS = (
@@ -52,6 +63,7 @@ def main() -> int:
     """Build, test and fuzz; 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="fuzz.sanitizers", description=__doc__)
     parser.add_argument("inputs", type=int, nargs="?", default=2000, help="for every fuzz target")
+    parser.add_argument("--short", action="store_true", help="fewer tests, a tenth of the inputs")
     parser.add_argument("--threads", action="store_true", help="look for data races instead")
     given = parser.parse_args()
     tree = THREADS_TREE if given.threads else TREE
@@ -64,9 +76,10 @@ def main() -> int:
             print(report.read_text(encoding="utf-8"))
             failed = 1
     else:
-        failed = run(tree, "pytest", *tests, *TESTS)
+        failed = run(tree, "pytest", *tests, *(SHORT_TESTS if given.short else TESTS))
+        inputs = given.inputs // 10 if given.short else given.inputs
         for name in TARGETS:
-            failed |= run(tree, "fuzz", name, "--blind", "--runs", str(given.inputs))
+            failed |= run(tree, "fuzz", name, "--blind", "--runs", str(inputs))
     print("sanitizers: something was found" if failed else "sanitizers: nothing was found")
     return failed
 
