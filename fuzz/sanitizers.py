@@ -69,7 +69,7 @@ def main() -> int:
     tree = THREADS_TREE if given.threads else TREE
     copy(tree)
     build(tree, threads=given.threads)
-    tests = ("-q", "-p", "no:cacheprovider", "-o", "timeout=600")
+    tests = ("-q", "-o", "timeout=600")
     if given.threads:
         failed = run(tree, "pytest", *tests, *THREADED_TESTS, threads=True)
         for report in sorted(tree.glob("report.*")):  # of each process
