@@ -10,7 +10,11 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-DEBUG = os.environ.get("REDUCTION_BUILD_DEBUG") == "1"
+# What a debug build is watched by: memory, and what no C program may do; or data races.
+WATCHED = {"1": "address,undefined", "threads": "thread"}.get(
+    os.environ.get("REDUCTION_BUILD_DEBUG", "")
+)
+DEBUG = WATCHED is not None
 # What is built for others is to be fast, or not to be built.
 REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
 # For every Python from 3.11 on, whose stable ABI has all that the extensions use; it has no buffers
@@ -21,12 +25,12 @@ REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
-FLAGS = ["-O0", "-g", "-fsanitize=address,undefined"] if DEBUG else ["-O3", "-g0"]
+FLAGS = ["-O0", "-g", f"-fsanitize={WATCHED}"] if DEBUG else ["-O3", "-g0"]
 FLAGS += ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-ffp-contract=off"]
 
 if ABI3:
     FLAGS.append("-DPy_LIMITED_API=0x030b0000")
-LINK_FLAGS = ["-fsanitize=address,undefined"] if DEBUG else []
+LINK_FLAGS = [f"-fsanitize={WATCHED}"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
 # What speaks ZMTP, sans I/O, and over sockets.

@@ -63,6 +63,7 @@ def sound(header: Header, payload_bytes: int, max_chunk_bytes: int) -> bool:
         and header.sequence != NO_SEQUENCE
         and payload_bytes == header.nbytes <= max_chunk_bytes
         and (header.nbytes > 0 or header.total_bytes == 0)
+        and header.total_bytes <= 1 << 48
         and header.offset <= header.total_bytes - header.nbytes
         and not any(n % size for n in (header.offset, header.nbytes, header.total_bytes))
     )

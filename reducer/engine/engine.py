@@ -557,12 +557,16 @@ class Engine:
         Raises:
             ReductionError: it is refused.
         """
-        main, stream = self._shown(MessageType.RESUME, peer, payload)
+        main, stream = self._shown(MessageType.RESUME, peer, payload, header.offset)
         broken = self._members.stream(main, stream.number, key)
+        if self._secret and not self._members.is_new_attempt(main, stream):
+            raise AuthError("this RESUME, or a later one, was said before")
         self._resumed.append((broken, peer, header.offset))
         return []
 
-    def _shown(self, kind: MessageType, peer: bytes, payload: Buffer) -> tuple[bytes, Stream]:
+    def _shown(
+        self, kind: MessageType, peer: bytes, payload: Buffer, offset: int = 0
+    ) -> tuple[bytes, Stream]:
         """Return the member's peer whose ticket a STREAM or RESUME shows, and what that says."""
         joins = any(peer == contest.peer for contest in self._contests)
         if joins or self._members.find(self._members.main(peer)) is not None:
@@ -572,8 +576,11 @@ class Engine:
         if main in self._unreachable:
             raise MembershipError("the first connection of that link has ended")
         if self._secret:
-            word = kind.name.lower()
-            expected = authentication.prove_stream(self._secret, stream.ticket, stream.number, word)
+            said = (self._secret, stream.ticket, stream.number)
+            if kind is MessageType.STREAM:
+                expected = authentication.prove_stream(*said)
+            else:
+                expected = authentication.prove_resume(*said, stream.attempt, offset)
             if not authentication.proves(stream.auth, expected):
                 raise AuthError(f"who says {kind.name} has to prove that it knows the secret")
         return main, stream

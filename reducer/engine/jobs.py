@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reducer.engine.limits import Limits
     from reducer.engine.slots import Member, Round, Rounds, RoundTimes, SlotsModule
     from reducer.errors import ReductionError
-    from reducer.wire.messages import Hello, Loss
+    from reducer.wire.messages import Hello, Loss, Stream
 
 GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
 GRANT = 1024  # rounds that a job may begin before it has to ask again
@@ -216,11 +216,13 @@ class Streams(NamedTuple):
         ticket: the member's.
         peers: of the streams.
         resumes: the member's connections may go on when they break.
+        attempts: the latest RESUME that was taken for each, by its number.
     """
 
     ticket: str
     peers: dict[int, bytes]
     resumes: bool
+    attempts: dict[int, int]
 
 
 class Membership:
@@ -280,7 +282,7 @@ class Membership:
         if resumes:
             self.resumable.append(peer)
         self._tickets[ticket] = peer
-        self._streams[peer] = Streams(ticket, {}, resumes)
+        self._streams[peer] = Streams(ticket, {}, resumes, {})
         return ticket
 
     def ticket_holder(self, ticket: str) -> bytes:
@@ -314,6 +316,19 @@ class Membership:
         if found is None:
             raise MembershipError(f"this link has had no stream {number}")
         return found
+
+    def is_new_attempt(self, main: bytes, said: Stream) -> bool:
+        """Whether a RESUME is later than all that were taken for a connection; then it is taken.
+
+        Args:
+            main: the member's peer.
+            said: what the RESUME says of the connection, which there is.
+        """
+        attempts = self._streams[main].attempts
+        if said.attempt <= attempts.get(said.number, 0):
+            return False
+        attempts[said.number] = said.attempt
+        return True
 
     def tie(self, peer: bytes, main: bytes, number: int, key: str) -> None:
         """Make a peer a further stream of a member.

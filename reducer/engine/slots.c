@@ -16,6 +16,7 @@ static struct payloads *payloads_take(struct rounds *rounds)
     struct payloads *taken = rounds->spare;
     if (taken != NULL) {
         rounds->spare = taken->next;
+        rounds->spares--;
         return taken;
     }
     size_t n = rounds->world_size;
@@ -36,6 +37,7 @@ static void payloads_release(struct rounds *rounds, struct payloads *payloads)
     memset(payloads->present, 0, rounds->world_size);
     payloads->next = rounds->spare;
     rounds->spare = payloads;
+    rounds->spares++;
 }
 
 /* -- rounds ------------------------------------------------------------------------------------ */
@@ -86,6 +88,7 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
         free(round);
         return NULL;
     }
+    round->slots.multiplier = rounds->by_sequence.multiplier; /* to draw one takes a system call */
     round->born = rounds->exits;
     round_touch(rounds, round);
     return round;
@@ -271,7 +274,8 @@ uint64_t rounds_taken(const struct rounds *rounds)
     uint64_t n = rounds->world_size;
     return (rounds->lateness.ranks == NULL ? 0 : n * LATENESS_BYTES) +
            rounds->by_sequence.count * (ROUND_BYTES + n * RANK_BYTES) +
-           rounds->open * SLOT_BYTES + rounds->missing * PLACE_BYTES + rounds->done * DONE_BYTES;
+           rounds->open * SLOT_BYTES + rounds->missing * PLACE_BYTES + rounds->done * DONE_BYTES +
+           rounds->spares * (SPARE_RECORD_BYTES + n * SPARE_RANK_BYTES);
 }
 
 /* Whether the records of one more slot fit into what is reserved for the job. */
@@ -340,13 +344,13 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
     if (watermark > member->watermark && !may_advance(rounds, member, watermark))
         return IRREGULAR;
     if (in == NULL && (in = rounds_open(rounds, header->sequence, header)) == NULL)
-        return IRREGULAR;
+        return OUT_OF_MEMORY;
+    at = round_place(rounds, in, header, payload);
+    if (at == NULL)
+        return OUT_OF_MEMORY;
     if (watermark > member->watermark)
         advance(rounds, member, watermark); /* the round is above, so it stays */
     in->spoke[header->rank] = 1;
-    at = round_place(rounds, in, header, payload);
-    if (at == NULL)
-        return IRREGULAR;
     member->held += window_charge(header->nbytes);
     *round = in;
     *slot = at;

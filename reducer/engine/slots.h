@@ -25,8 +25,10 @@ struct member {
 
 /* Bytes that the records of an all-reduce take besides payloads, counted generously; slots.py says
  * the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank. */
-enum { ROUND_BYTES = 640, SLOT_BYTES = 256, PLACE_BYTES = 72, DONE_BYTES = 96 };
+enum { ROUND_BYTES = 640, SLOT_BYTES = 256, PLACE_BYTES = 72, DONE_BYTES = 192 };
 enum { RANK_BYTES = 1, LATENESS_BYTES = 416 };
+/* Of a record of payloads that waits for the next slot, and of it for each rank. */
+enum { SPARE_RECORD_BYTES = 48, SPARE_RANK_BYTES = 9 };
 
 enum { ABSENT, PRESENT, CLAIMED }; /* a rank's contribution; CLAIMED: it holds the result already */
 
@@ -100,6 +102,7 @@ struct rounds {
     uint64_t missing;  /* contributions that these wait for */
     uint64_t done;     /* slots whose result is on its way, until their round is forgotten */
     struct payloads *spare;
+    uint64_t spares; /* how many these are */
     uint64_t now_us; /* when what is taken next has come */
     struct lateness lateness;
     /* Rounds that are over and that nobody has asked for yet; there is no room while none are kept. */

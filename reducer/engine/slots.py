@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 # Bytes that the records of an all-reduce take besides payloads, counted generously; `slots.h` says
 # the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank.
-ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 96
+ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 192
 RANK_BYTES, LATENESS_BYTES = 1, 416
+# Of a record of payloads that waits for the next slot, and of it for each rank.
+SPARE_RECORD_BYTES, SPARE_RANK_BYTES = 48, 9
 MOST_TIMES = 4096  # of rounds of a job that have ended, until somebody takes them
 MAX_MISSING = 1024  # ranks that are named; to look for all of a huge job would take too long
 
@@ -126,11 +128,13 @@ class Tally:
 
     Attributes:
         open: slots that wait for contributions.
+        most: of these, at a time.
         missing: contributions that these wait for.
         done: slots whose result is on its way, until their round is forgotten.
     """
 
     open: int = 0
+    most: int = 0
     missing: int = 0
     done: int = 0
 
@@ -189,6 +193,7 @@ class Round:
         if slot is None:
             slot = self._slots[header.offset] = Slot(header, self._world_size)
             self._tally.open += 1
+            self._tally.most = max(self._tally.most, self._tally.open)
             self._tally.missing += self._world_size
             self._of.touch(self._sequence)
         check_size(header, slot.first_rank, slot.nbytes)
@@ -341,7 +346,11 @@ class Rounds:
         rounds = len(self._rounds) * (ROUND_BYTES + self.world_size * RANK_BYTES)
         waiting = self.tally.open * SLOT_BYTES + self.tally.missing * PLACE_BYTES
         lateness = self.world_size * LATENESS_BYTES if self._touches else 0
-        return lateness + rounds + waiting + self.tally.done * DONE_BYTES
+        # The compiled twin keeps as many records of payloads as it has needed at a time.
+        spare = (self.tally.most - self.tally.open) * (
+            SPARE_RECORD_BYTES + self.world_size * SPARE_RANK_BYTES
+        )
+        return lateness + rounds + waiting + self.tally.done * DONE_BYTES + spare
 
     @property
     def oldest(self) -> int | None:

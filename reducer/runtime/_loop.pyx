@@ -1,5 +1,6 @@
 """The compiled loop of a reducer's thread; see `loop.py`, its plain twin, and `loop.h`."""
 
+cimport cython
 from cpython.bytes cimport PyBytes_AsString
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.errno cimport errno
@@ -20,7 +21,6 @@ from reducer.engine._slots cimport (
     map_free,
     map_get,
     map_put,
-    member_t,
     peer_key,
     rounds,
 )
@@ -42,6 +42,10 @@ cdef extern from "reducer/engine/slots.h" nogil:
         PLACED
         COMPLETE
         OUT_OF_MEMORY
+
+
+cdef extern from "<string.h>" nogil:
+    void explicit_bzero(void *wiped, size_t nbytes)
 
 
 cdef extern from "reducer/zmtp/connection.h" nogil:
@@ -115,7 +119,7 @@ cdef extern from "reducer/runtime/loop.h" nogil:
         size_t change_count
         const curve_keys *keys
         uint64_t max_frame_bytes, handshake_ns
-        member_t **lost
+        uint64_t *lost
         size_t lost_count
         uint64_t contributions, results, bytes_in, bytes_out, unfinished
         int error
@@ -130,8 +134,8 @@ cdef extern from "reducer/runtime/loop.h" nogil:
     void loop_trust(loop_t *self, uint64_t peer) noexcept
     void loop_tie(loop_t *self, uint64_t peer, uint64_t stream) noexcept
     void loop_keep(loop_t *self, uint64_t peer, uint64_t resume_ns) noexcept
-    bint loop_is_suspended(const loop_t *self, uint64_t peer) noexcept
-    int loop_socket(const loop_t *self, uint64_t peer) noexcept
+    bint loop_is_suspended(loop_t *self, uint64_t peer) noexcept
+    int loop_socket(loop_t *self, uint64_t peer) noexcept
     void loop_splice(loop_t *self, uint64_t peer, uint64_t fresh, uint64_t peer_read,
                      const header_t *header) noexcept
     void loop_give_up(loop_t *self, uint64_t peer) noexcept
@@ -199,21 +203,23 @@ cdef class Sockets:
 
     def __cinit__(self, listener=None, double every_s=1.0, double handshake_s=1.0,
                   uint64_t max_frame_bytes=0, keys=None):
-        cdef bytes packed
+        cdef bytes public_key, secret_key
         self.its.pool.most_spare_bytes = SPARE_BYTES
         self.its.max_frame_bytes = max_frame_bytes
         self.its.handshake_ns = <uint64_t>(handshake_s * 1e9)
         if keys is not None:
-            packed = b"".join(keys)
-            if len(packed) != 2 * sizeof(self._keys.public_key):
+            public_key, secret_key = keys
+            if {len(key) for key in keys} != {sizeof(self._keys.public_key)}:
                 raise ValueError("a key has 32 bytes")
-            memcpy(&self._keys, PyBytes_AsString(packed), len(packed))
+            memcpy(self._keys.public_key, PyBytes_AsString(public_key), len(public_key))
+            memcpy(self._keys.secret_key, PyBytes_AsString(secret_key), len(secret_key))
             self.its.keys = &self._keys
         if listener is not None and not loop_listen(&self.its, listener, <uint64_t>(every_s * 1e9)):
             raise OSError(errno, "the loop cannot be set up")
 
     def __dealloc__(self):
         loop_end(&self.its, 0)
+        explicit_bzero(&self._keys, sizeof(self._keys))
 
     def end(self, long linger_ms):
         """Give what has yet to be sent so much time, and close all connections."""
@@ -287,6 +293,7 @@ cdef class Sockets:
         return found
 
 
+@cython.no_gc_clear  # a collector leaves it its sockets and rounds until it has let go of them
 cdef class Core:
     """The struct and what its pointers point to, over one engine."""
 
@@ -445,16 +452,10 @@ cdef class Core:
         return name
 
     cdef list unreachable(self):
-        """Take the peers that could not be sent to."""
-        cdef size_t count = self.its.lost_count
+        """Take the peers that could not be sent to; the engine may not know some any more."""
+        lost = {self.its.lost[place] for place in range(self.its.lost_count)}
         self.its.lost_count = 0
-        lost = {self.its.lost[place].peer for place in range(count)}
-        return [
-            member.peer
-            for _, members, _ in self._served
-            for member in members
-            if (<Member>member).its.peer in lost
-        ]
+        return [key.to_bytes(8, "little")[:ID_BYTES] for key in sorted(lost)]
 
     def run(self, timeout_s):
         """Serve for some time; yield what is to be sent besides."""

@@ -93,17 +93,17 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
 
 /* -- send ------------------------------------------------------------------------------------ */
 
-static void note_lost(struct loop *loop, struct member *member)
+static void note_lost(struct loop *loop, uint64_t peer)
 {
     if (loop->lost_count == loop->lost_room) {
         size_t room = 2 * loop->lost_room + 16;
-        struct member **lost = realloc(loop->lost, room * sizeof *lost);
+        uint64_t *lost = realloc(loop->lost, room * sizeof *lost);
         if (lost == NULL)
             return; /* the end of its connection, or a PING, will tell as well */
         loop->lost = lost;
         loop->lost_room = room;
     }
-    loop->lost[loop->lost_count++] = member;
+    loop->lost[loop->lost_count++] = peer;
 }
 
 /* Of the streams of a link, that with the least on its way, in turn. */
@@ -162,7 +162,7 @@ static void send_results(struct loop *loop, struct rounds *rounds, const struct 
         if (step == 1 && failpoint(REDUCER_BETWEEN_RESULTS))
             continue;
         if (!send_block(loop, member->peer, header, result))
-            note_lost(loop, member);
+            note_lost(loop, member->peer);
     }
     if (n > 0)
         failpoint(REDUCER_AFTER_RESULTS);
@@ -410,16 +410,22 @@ void loop_keep(struct loop *loop, uint64_t key, uint64_t resume_ns)
     pulse_release(&loop->pulse);
 }
 
-bool loop_is_suspended(const struct loop *loop, uint64_t key)
+bool loop_is_suspended(struct loop *loop, uint64_t key)
 {
+    pulse_hold(&loop->pulse); /* loop_meet of another thread may put a peer beside it */
     const struct peer *peer = map_get(&loop->peers, key);
-    return peer != NULL && peer->connection.suspended;
+    bool suspended = peer != NULL && peer->connection.suspended;
+    pulse_release(&loop->pulse);
+    return suspended;
 }
 
-int loop_socket(const struct loop *loop, uint64_t key)
+int loop_socket(struct loop *loop, uint64_t key)
 {
+    pulse_hold(&loop->pulse);
     const struct peer *peer = map_get(&loop->peers, key);
-    return peer == NULL || peer->connection.pair != NULL ? -1 : peer->connection.fd;
+    int fd = peer == NULL || peer->connection.pair != NULL ? -1 : peer->connection.fd;
+    pulse_release(&loop->pulse);
+    return fd;
 }
 
 void loop_give_up(struct loop *loop, uint64_t key)

@@ -19,7 +19,7 @@ enum loop_event {
     LOOP_MESSAGE,     /* `peer` has a message for the engine: see loop_next */
     LOOP_ADMIT,       /* `peer` has shown its key: see loop_admit */
     LOOP_ENDED,       /* the connection of `peer` has ended: see loop_forget */
-    LOOP_UNREACHABLE, /* `lost` holds a member that could not be sent to */
+    LOOP_UNREACHABLE, /* `lost` holds a peer that could not be sent to */
     LOOP_FAILED,      /* the kernel refused to poll; `error` says why */
     LOOP_OUT_OF_MEMORY
 };
@@ -74,7 +74,7 @@ struct loop {
     uint64_t max_frame_bytes, handshake_ns;
     uint64_t expired_ns; /* when handshakes that take too long were looked for */
     bool suspends;       /* perhaps a peer is suspended */
-    struct member **lost;
+    uint64_t *lost;      /* peer keys: a member may be gone before anybody looks */
     size_t lost_count, lost_room;
     const void **inputs; /* scratch, world_size places */
     uint32_t inputs_room;
@@ -108,9 +108,9 @@ void loop_tie(struct loop *loop, uint64_t peer, uint64_t stream);
 /* Keeps a peer, and its further streams, for so long when its socket breaks. */
 void loop_keep(struct loop *loop, uint64_t peer, uint64_t resume_ns);
 /* Whether a kept peer waits for another socket. */
-bool loop_is_suspended(const struct loop *loop, uint64_t peer);
+bool loop_is_suspended(struct loop *loop, uint64_t peer);
 /* The number of a peer's socket; -1: it has none. */
-int loop_socket(const struct loop *loop, uint64_t peer);
+int loop_socket(struct loop *loop, uint64_t peer);
 /* Has a kept peer go on over the socket of another one, which ends, as soon as all is read that came
  * before its own broke. The worker has read `peer_read` bytes; it is told how many were read of its own,
  * with `header`. If that is not possible, both end. */

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reducer.wire.states import Role
 
 _SAID = struct.Struct("<5Q")
+_RESUMED = struct.Struct("<3Q")
 
 
 def nonce() -> str:
@@ -41,16 +42,29 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
     return hmac.new(secret, nonces.encode() + said + address.encode(), "sha256").hexdigest()
 
 
-def prove_stream(secret: bytes, ticket: str, number: int, word: str = "stream") -> str:
-    """Return what shows that who says STREAM or RESUME knows the secret, 64 hexadecimal digits.
+def prove_stream(secret: bytes, ticket: str, number: int) -> str:
+    """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits.
 
     Args:
         secret: of the job.
         ticket: of the link.
         number: of the stream.
-        word: "stream", or "resume" of who says RESUME.
     """
-    return hmac.new(secret, f"{word}\0{ticket}{number}".encode(), "sha256").hexdigest()
+    return hmac.new(secret, f"stream\0{ticket}{number}".encode(), "sha256").hexdigest()
+
+
+def prove_resume(secret: bytes, ticket: str, number: int, attempt: int, offset: int) -> str:
+    """Return what shows that who says RESUME knows the secret, 64 hexadecimal digits.
+
+    Args:
+        secret: of the job.
+        ticket: of the link.
+        number: of the stream, or 0.
+        attempt: which RESUME for that connection this is.
+        offset: bytes that its sender has read over it.
+    """
+    said = f"resume\0{ticket}".encode() + _RESUMED.pack(number, attempt, offset)
+    return hmac.new(secret, said, "sha256").hexdigest()
 
 
 def proves(shown: str, expected: str) -> bool:

@@ -17,6 +17,7 @@ TYPE_AT = 5  # where a header says what type of message it is
 SHARD_ALIGNMENT = 64  # bytes; a cache line, and a multiple of the size of smaller elements
 BLOCK_VALUES = 252  # of one block, whose size so is a power of two
 MAX_CHUNK_BYTES = 4 << 20  # heartbeats are seen only between frames, so a frame must be short
+MAX_TOTAL_BYTES = 1 << 48  # of a buffer; more than any machine has
 MAX_BODY_BYTES = 4096  # of a control message's JSON
 MAX_JOB_NAME_BYTES = 128
 NONCE_DIGITS, PROOF_DIGITS = 32, 64  # hexadecimal, of HELLO, CHALLENGE and WELCOME

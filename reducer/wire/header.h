@@ -35,6 +35,7 @@ enum {
 };
 static const uint8_t HEADER_MAGIC[4] = {'R', 'D', 'S', 'V'};
 static const uint64_t NO_SEQUENCE = UINT64_MAX;
+static const uint64_t MAX_TOTAL_BYTES = UINT64_C(1) << 48;
 
 struct header {
     uint8_t magic[4];
@@ -103,7 +104,8 @@ static inline bool header_chunk_is_sound(const struct header *h, size_t payload,
         return false;
     if (payload != h->nbytes || h->nbytes > max_chunk || (h->nbytes == 0 && h->total_bytes > 0))
         return false;
-    if (h->offset > h->total_bytes || h->nbytes > h->total_bytes - h->offset)
+    if (h->total_bytes > MAX_TOTAL_BYTES || h->offset > h->total_bytes ||
+        h->nbytes > h->total_bytes - h->offset)
         return false;
     return (h->offset | h->nbytes | h->total_bytes) % dtype_itemsize(h->dtype) == 0;
 }

@@ -10,6 +10,7 @@ from reducer.errors import RemoteProtocolError, VersionError
 from reducer.wire.constants import (
     HEADER_BYTES,
     MAGIC,
+    MAX_TOTAL_BYTES,
     NO_SEQUENCE,
     VERSION_MAJOR,
     VERSION_MINOR,
@@ -121,6 +122,8 @@ def check_chunk(header: Header, payload_bytes: int, max_chunk_bytes: int) -> Non
         raise RemoteProtocolError(f"a chunk has at most {max_chunk_bytes} bytes")
     if header.nbytes == 0 and header.total_bytes > 0:
         raise RemoteProtocolError("an empty chunk of a buffer that is not empty")
+    if header.total_bytes > MAX_TOTAL_BYTES:
+        raise RemoteProtocolError(f"a buffer has at most {MAX_TOTAL_BYTES} bytes")
     if header.offset + header.nbytes > header.total_bytes:
         raise RemoteProtocolError("the chunk ends after its buffer")
     if (header.offset | header.nbytes | header.total_bytes) % dtype.itemsize:

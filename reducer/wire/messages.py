@@ -181,16 +181,19 @@ class Stream:
         ticket: what the WELCOME of that link has told.
         number: of the stream, from 1; 0 is the link's first connection, which may go on.
         auth: proof that the worker knows the job's secret; "" without one.
+        attempt: which RESUME for that connection it is, from 1; 0 in STREAM.
     """
 
     ticket: str
     number: int
     auth: str = ""
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         _check_digits(self.ticket, (NONCE_DIGITS,), "ticket")
         _check(self.number, int, 0, MAX_STREAMS - 1, "number")
         _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
+        _check(self.attempt, int, 0, (1 << 31) - 1, "attempt")
 
 
 @dataclass(frozen=True, slots=True)

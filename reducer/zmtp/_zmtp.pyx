@@ -12,6 +12,10 @@ from libc.string cimport memcpy
 from reducer.zmtp.sodium import FUNCTIONS, addresses
 
 
+cdef extern from "<string.h>" nogil:
+    void explicit_bzero(void *wiped, size_t nbytes)
+
+
 cdef extern from "reducer/zmtp/zmtp.h" nogil:
     const int CURVE_KEY_BYTES
 
@@ -48,7 +52,6 @@ cdef extern from "reducer/zmtp/zmtp.h" nogil:
 
     ctypedef struct zmtp_t "struct zmtp":
         bint ready, sealed
-        uint8_t peer_minor
         zmtp_fault fault
         char *peer_mechanism
         char *reason
@@ -146,7 +149,9 @@ cdef class Zmtp:
         memcpy(pair.public_key, PyBytes_AsString(public_key), CURVE_KEY_BYTES)
         memcpy(pair.secret_key, PyBytes_AsString(secret_key), CURVE_KEY_BYTES)
         memcpy(pair.server_key, PyBytes_AsString(server_key), CURVE_KEY_BYTES)
-        if not zmtp_init(&self.its, server, &pair, max_frame_bytes):
+        cdef bint begun = zmtp_init(&self.its, server, &pair, max_frame_bytes)
+        explicit_bzero(&pair, sizeof(pair))
+        if not begun:
             raise MemoryError
 
     def __dealloc__(self):
@@ -161,11 +166,6 @@ cdef class Zmtp:
     def sealed(self):
         """Whether frames are encrypted."""
         return self.its.sealed
-
-    @property
-    def peer_minor(self):
-        """The peer's minor version of ZMTP 3."""
-        return self.its.peer_minor
 
     def take(self, data):
         """Take bytes of the peer, however they were cut, and return the events."""

@@ -20,13 +20,13 @@ enum {
 };
 
 /* What another thread may read meanwhile, if this is an end of a pair. */
-static void hold(struct connection *connection)
+static void hold(const struct connection *connection)
 {
     if (connection->pair != NULL)
         pthread_mutex_lock(&connection->pair->lock);
 }
 
-static void release(struct connection *connection)
+static void release(const struct connection *connection)
 {
     if (connection->pair != NULL)
         pthread_mutex_unlock(&connection->pair->lock);
@@ -74,9 +74,18 @@ static void drop_first(struct connection *connection)
     connection->count--;
 }
 
-uint64_t connection_unsent(const struct connection *connection)
+/* With the lock of a pair. */
+static uint64_t unsent(const struct connection *connection)
 {
     return connection->bytes_queued - connection->sent;
+}
+
+uint64_t connection_unsent(const struct connection *connection)
+{
+    hold(connection);
+    uint64_t nbytes = unsent(connection);
+    release(connection);
+    return nbytes;
 }
 
 void connection_next(struct connection *connection)
@@ -219,7 +228,7 @@ static bool send_reply(struct connection *connection)
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
     /* PONGs, which a peer that reads none may ask for without end; what waits is heard as well. */
-    if (zmtp->ready && (connection->muted || connection_unsent(connection) > PENDING_BYTES))
+    if (zmtp->ready && (connection->muted || unsent(connection) > PENDING_BYTES))
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
 }

@@ -219,7 +219,6 @@ static enum zmtp_event take_greeting(struct zmtp *zmtp, const uint8_t **at, cons
         return fail(zmtp, ZMTP_MALFORMED);
     if (!whole)
         return ZMTP_MORE;
-    zmtp->peer_minor = greeting[MINOR];
     size_t name_bytes = 0;
     while (name_bytes < MECHANISM_BYTES && greeting[MECHANISM + name_bytes] != 0)
         name_bytes++;

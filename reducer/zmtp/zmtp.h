@@ -59,7 +59,6 @@ struct zmtp {
     bool ready;
     bool sealed;         /* frames are encrypted */
     uint8_t state;       /* of the handshake; see zmtp.c */
-    uint8_t peer_minor;  /* of ZMTP 3: a peer of 3.0 need not know PING */
     enum zmtp_fault fault;
     char peer_mechanism[21];
     char reason[256];    /* that the peer has given with ERROR, as text */

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
+import struct
+
 import pytest
 
 from reducer.errors import AuthError, MembershipError, RemoteProtocolError
@@ -18,9 +21,16 @@ TICKET = "a" * 32
 
 
 def resume(
-    reducer: Reducer, peer: bytes, ticket: str, number: int = 0, *, key: str = "", auth: str = ""
+    reducer: Reducer,
+    peer: bytes,
+    ticket: str,
+    number: int = 0,
+    *,
+    key: str = "",
+    auth: str = "",
+    attempt: int = 0,
 ) -> list:
-    body = encode(Stream(ticket, number, auth))
+    body = encode(Stream(ticket, number, auth, attempt))
     return reducer.engine.receive(peer, Header(M.RESUME, offset=77).pack(), body, key)
 
 
@@ -76,12 +86,38 @@ def test_who_goes_on_shows_the_key_of_the_link() -> None:
 def test_who_goes_on_proves_that_it_knows_the_secret(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
     reducer.engine._secret = secret = b"s" * 32
+
+    def proof(number: int = 0, attempt: int = 1, offset: int = 77) -> str:
+        said = f"resume\0{ticket}".encode() + struct.pack("<3Q", number, attempt, offset)
+        return hmac.new(secret, said, "sha256").hexdigest()
+
     of_a_stream = authentication.prove_stream(secret, ticket, 0)
-    proof = authentication.prove_stream(secret, ticket, 0, "resume")
-    for number, auth in enumerate(["", of_a_stream]):
+    wrong = ["", of_a_stream, proof(number=1), proof(attempt=2), proof(offset=78)]
+    for number, auth in enumerate(wrong):
         peer = b"x%d" % number
-        assert isinstance(refusal(resume(reducer, peer, ticket, auth=auth), peer), AuthError)
-    assert resume(reducer, b"y", ticket, auth=proof) == []
+        refused = resume(reducer, peer, ticket, auth=auth, attempt=1)
+        assert isinstance(refusal(refused, peer), AuthError)
+    assert resume(reducer, b"y", ticket, auth=proof(), attempt=1) == []
+
+
+def test_a_proof_that_was_overheard_is_good_for_nothing(two: tuple[Reducer, str]) -> None:
+    reducer, ticket = two
+    reducer.engine._secret = secret = b"s" * 32
+
+    def said(peer: bytes, number: int, attempt: int) -> list:
+        auth = authentication.prove_resume(secret, ticket, number, attempt, 77)
+        return resume(reducer, peer, ticket, number, auth=auth, attempt=attempt)
+
+    assert said(b"x", 0, 2) == said(b"y", 1, 1) == []
+    resumed = reducer.engine.newly_resumed()
+    assert resumed == [(b"0", b"x", 77), (b"0b", b"y", 77)]
+    for number, attempt in enumerate([2, 1, 0]):  # again, a late one, and one without a number
+        peer = b"z%d" % number
+        refused = refusal(said(peer, 0, attempt), peer)
+        assert isinstance(refused, AuthError)
+        assert "was said before" in str(refused)
+    assert reducer.engine.newly_resumed() == [], "the healthy connection is left alone"
+    assert said(b"w", 0, 3) == []
 
 
 def test_a_rank_that_others_ask_for(two: tuple[Reducer, str]) -> None:
@@ -112,6 +148,6 @@ def test_a_worker_asks_for_it_where_the_reducer_is_far(
     assert [type(action) for action in actions if isinstance(action, AddStreams)] == [AddStreams]
     assert len(kept) == asks
     for action in kept:
-        assert Header.unpack(action.header).type is M.RESUME
-        said = [decode(Stream, payload) for payload in action.payloads]
-        assert said == [Stream(TICKET, number) for number in range(3)]
+        header, payload = action.resumption.message(2, 1, 77)
+        assert (Header.unpack(header).type, Header.unpack(header).offset) == (M.RESUME, 77)
+        assert decode(Stream, payload) == Stream(TICKET, 2, attempt=1)

@@ -6,8 +6,17 @@ import socket
 import struct
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-from bench.zmtp import GREETING, HANDSHAKE, dial, frame
+import pytest
+
+from bench.zmtp import GREETING, HANDSHAKE, MORE, dial, frame
+from reducer.wire.constants import DType, MessageType, ReduceOp
+
+if TYPE_CHECKING:
+    from tests.transport.guarded import Post
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
 # libzmq aborts its process if a heartbeat is due on a connection that it has stopped reading
 # because too many messages wait, and whose peer has hung up: so no number is too many.
@@ -50,9 +59,35 @@ def test_a_peer_that_hangs_up_with_much_unread() -> None:
                 peer.recv(length, socket.MSG_WAITALL)  # READY: now it takes messages
                 peer.sendall(MESSAGES)
                 assert reducer.stdout.readline() == "has read it\n"
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             out, err = reducer.communicate("\n", timeout=60)
         finally:
             reducer.kill()
     assert reducer.returncode == 0, err
     assert out == "2500\n"
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+def test_a_member_that_leaves_with_results_that_nobody_could_take(post: Post) -> None:
+    # Its results fail one after the other, and its GOODBYE is read before anybody hears of that:
+    # under the address sanitizer nothing may be read of the member, which is freed then.
+    worker = post.member("alone", world_size=1)
+    chunk = worker.common._replace(
+        type=MessageType.CONTRIBUTION,
+        sequence=1,
+        total_bytes=12,
+        nbytes=4,
+        dtype=DType.FLOAT32,
+        op=ReduceOp.SUM,
+        wire_dtype=DType.FLOAT32,
+    )
+    said = [chunk._replace(offset=offset) for offset in (0, 4, 8)]
+    words = b"".join(frame(header.pack(), MORE) + frame(bytes(4)) for header in said)
+    goodbye = worker.common._replace(type=MessageType.GOODBYE)
+    with worker.line.connection as connection:
+        connection.sendall(words + frame(goodbye.pack()))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    post.until(lambda: not post.members)
+    assert post.engine.counters.contributions == 3
+    post.until(lambda: post.guard.connections == 0)
+    post.member("next", world_size=1)

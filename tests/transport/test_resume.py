@@ -314,9 +314,10 @@ class Reducer(by_hand.Reducer):
     Attributes:
         said, heard: bytes.
         before: bytes read before the connection broke, to be parsed first.
+        attempts: RESUMEs that the worker has said.
     """
 
-    said = heard = 0
+    said = heard = attempts = 0
     before = b""
 
     def __init__(self) -> None:
@@ -356,7 +357,9 @@ class Reducer(by_hand.Reducer):
         broken.close()
         self.hear_greeting()
         header, payload = self.hear(M.RESUME)
-        assert decode(Stream, payload.tobytes()) == Stream("a" * 32, 0)
+        self.attempts += 1
+        said = decode(Stream, payload.tobytes())
+        assert said == Stream("a" * 32, 0, attempt=self.attempts)
         self.heard, self.before = counted
         return header.offset
 

@@ -97,6 +97,7 @@ def test_flags_of_no_agreed_feature_are_refused() -> None:
 def test_a_chunk_in_order_passes() -> None:
     check_chunk(CHUNK, 512, MAX_CHUNK_BYTES)
     check_chunk(CHUNK._replace(total_bytes=0, offset=0, nbytes=0), 0, MAX_CHUNK_BYTES)
+    check_chunk(CHUNK._replace(total_bytes=1 << 48, offset=(1 << 48) - 512), 512, MAX_CHUNK_BYTES)
     for blocks in (BLOCKS, E4M3):
         check_chunk(CHUNK._replace(**blocks), 512, MAX_CHUNK_BYTES)
 
@@ -118,6 +119,7 @@ def test_a_chunk_in_order_passes() -> None:
         ({"sequence": (1 << 64) - 1}, 512, "sequence"),
         ({}, 511, "announced 512 bytes, got 511"),
         ({"nbytes": 0}, 0, "empty chunk"),
+        ({"total_bytes": (1 << 48) + 4}, 512, "a buffer has at most 281474976710656 bytes"),
         ({"nbytes": 8 << 20, "total_bytes": 1 << 30}, 8 << 20, "at most"),
         ({"offset": 3600}, 512, "ends after"),
         ({"offset": (1 << 64) - 512}, 512, "ends after"),

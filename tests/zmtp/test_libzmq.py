@@ -117,7 +117,6 @@ def test_messages_reach_a_server_of_libzmq_and_come_back(libzmq: Libzmq, keys: K
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     with connected(router, keys) as wire:
         assert wire.next() == ("ready",)
-        assert wire.side.peer_minor == 1
         for message in MESSAGES:
             wire.send(wire.side.send(message))
             name, *frames = router.recv_multipart()

@@ -5,7 +5,11 @@ The rules are those of `reducer/wire/README.md`, section 5.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reducer.wire.authentication import prove_resume
+from reducer.wire.messages import Stream, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,18 +201,45 @@ class Connect(NamedTuple):
     endpoint: str
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a worker says of a link's connection that is to go on over another one.
+
+    Attributes:
+        header: of the RESUME, but for the bytes read.
+        ticket: of the link.
+        secret: of the job, if the reducer demands a proof.
+    """
+
+    header: Header
+    ticket: str
+    secret: bytes = field(repr=False)
+
+    def message(self, number: int, attempt: int, read: int) -> tuple[bytes, bytes]:
+        """Return the header and the payload of a RESUME.
+
+        Args:
+            number: of the stream; 0 is the link's first connection.
+            attempt: which RESUME for that connection this is, from 1.
+            read: bytes that were read over it.
+        """
+        proof = ""
+        if self.secret:
+            proof = prove_resume(self.secret, self.ticket, number, attempt, read)
+        body = encode(Stream(self.ticket, number, proof, attempt))
+        return self.header._replace(offset=read).pack(), body
+
+
 class Keep(NamedTuple):
     """Have a link's connections go on over others when they break.
 
     Attributes:
         link: which.
-        header: of the messages with which the others begin, but for the bytes read of the first.
-        payloads: of each: for the link's first connection, and for its further streams.
+        resumption: what the others begin with.
     """
 
     link: int
-    header: bytes
-    payloads: tuple[bytes, ...]
+    resumption: Resumption
 
 
 class AddStreams(NamedTuple):

@@ -12,7 +12,7 @@ from reducer.wire import authentication
 from reducer.wire.constants import FAR_S, FEATURES, Feature, MessageType
 from reducer.wire.messages import Challenge, Hello, Stream, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
-from worker_client.protocol.flight import AddStreams, Connect, Keep, Send
+from worker_client.protocol.flight import AddStreams, Connect, Keep, Resumption, Send
 from worker_client.protocol.link import Link
 
 if TYPE_CHECKING:
@@ -182,26 +182,19 @@ class Joining:
         if link.hello is None or not (link.member and link.ticket):
             return []
         header = link.hello[0]._replace(window=0, watermark=0)
-
-        def opening(kind: MessageType, first: int) -> tuple[int, bytes, tuple[bytes, ...]]:
-            payloads = (self._opening(link, kind, number) for number in range(first, streams))
-            return link.index, header._replace(type=kind).pack(), tuple(payloads)
-
+        secret = self._spec.secret if self._has_secret(link) else b""
         asked: list[Keep | AddStreams] = []
         if link.resumes:
-            asked.append(Keep(*opening(MessageType.RESUME, 0)))
+            resume = header._replace(type=MessageType.RESUME)
+            asked.append(Keep(link.index, Resumption(resume, link.ticket, secret)))
         if streams > 1:
-            asked.append(AddStreams(*opening(MessageType.STREAM, 1)))
+            payloads = []
+            for number in range(1, streams):
+                proof = authentication.prove_stream(secret, link.ticket, number) if secret else ""
+                payloads.append(encode(Stream(link.ticket, number, proof)))
+            opening = header._replace(type=MessageType.STREAM).pack()
+            asked.append(AddStreams(link.index, opening, tuple(payloads)))
         return asked
-
-    def _opening(self, link: Link, kind: MessageType, number: int) -> bytes:
-        """Return the body of a STREAM or RESUME."""
-        proof = ""
-        if self._has_secret(link):
-            proof = authentication.prove_stream(
-                self._spec.secret, link.ticket, number, kind.name.lower()
-            )
-        return encode(Stream(link.ticket, number, proof))
 
     def _features(self, link: Link) -> Feature:
         """Return what a reducer is told that we speak, of what is of use over this connection."""

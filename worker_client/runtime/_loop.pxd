@@ -47,6 +47,10 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         uint64_t bytes_read
 
 
+cdef extern from "<string.h>" nogil:
+    void explicit_bzero(void *wiped, size_t nbytes)
+
+
 cdef extern from "worker_client/runtime/loop.h" nogil:
     enum loop_event:
         LOOP_QUIET
@@ -68,6 +72,7 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
 
     bint loop_init(loop_t *self, flight_t *within, uint64_t every_ns) noexcept
     void loop_end(loop_t *self, long linger_ms) noexcept
+    void loop_free(loop_t *self) noexcept
     bint loop_add(loop_t *self, uint32_t link, bint apart) noexcept
     bint loop_open(loop_t *self, uint32_t line, int fd, const curve_keys *keys) noexcept
     bint loop_join(loop_t *self, uint32_t line, pair *pair) noexcept

@@ -1,5 +1,6 @@
 """The loop over a worker's connections, over the structs of `loop.h`."""
 
+cimport cython
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
@@ -66,6 +67,7 @@ def hit(place):
     return pass_place(place)
 
 
+@cython.no_gc_clear  # a collector leaves it its flight until its connections have ended
 cdef class Loop:
     """The loop over all connections of a worker; one thread at a time uses it, but for `wake`.
 
@@ -86,7 +88,7 @@ cdef class Loop:
             raise OSError(errno, "the loop cannot be set up")
 
     def __dealloc__(self):
-        loop_end(&self.its, 0)
+        loop_free(&self.its)
 
     def end(self, long linger_ms):
         """Give what has yet to be sent so much time, and close all connections."""
@@ -124,14 +126,19 @@ cdef class Loop:
             OSError: it cannot be polled, or there is no memory.
         """
         cdef curve_keys curve
-        cdef bytes packed
+        cdef uint32_t number = self.check(line)
+        cdef bytes public_key, secret_key, server_key
         if keys is not None:
-            packed = b"".join(keys)
-            if len(packed) != sizeof(curve):
+            public_key, secret_key, server_key = keys
+            if {len(key) for key in keys} != {sizeof(curve.public_key)}:
                 raise ValueError("a key has 32 bytes")
-            memcpy(&curve, PyBytes_AsString(packed), sizeof(curve))
-        if not loop_open(&self.its, self.check(line), descriptor,
-                         NULL if keys is None else &curve):
+            memcpy(curve.public_key, PyBytes_AsString(public_key), len(public_key))
+            memcpy(curve.secret_key, PyBytes_AsString(secret_key), len(secret_key))
+            memcpy(curve.server_key, PyBytes_AsString(server_key), len(server_key))
+        cdef bint opened = loop_open(&self.its, number, descriptor,
+                                     NULL if keys is None else &curve)
+        explicit_bzero(&curve, sizeof(curve))
+        if not opened:
             raise OSError(errno, "the connection cannot be set up")
 
     def join(self, line, met):

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
     from worker_client.protocol import _flight
+    from worker_client.protocol.flight import Resumption
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import Heartbeats
     from worker_client.runtime.credentials import Curve
@@ -74,6 +75,7 @@ class _Way:
         address: ``host:port``, or an endpoint in this process.
         opening: header and payload of the message with which another one begins.
         resumes: the line whose connection is to go on over this one; None of a further stream.
+        attempts: how often that was asked for of this line's own, since it was made.
         until: when that must be done.
         carries: of a further stream: the reducer has agreed to that.
         fewer: of a link's first one: that others were not made was said.
@@ -93,6 +95,7 @@ class _Way:
     address: str
     opening: tuple[bytes, bytes] | None = None
     resumes: int | None = None
+    attempts: int = 0
     until: float = 0.0
     carries: bool = False
     fewer: bool = False
@@ -155,11 +158,11 @@ class CompiledTransport(Transport):
         self._ways.append(_Way(link, address))
         self._mind(time.monotonic())
 
-    def keep(self, link: int, header: bytes, payloads: Sequence[bytes]) -> None:
+    def keep(self, link: int, resumption: Resumption) -> None:
         main = self._lines[link][0]
         if self._ways[main].socket is not None:
             far_s = SPARE_ROUND_TRIPS * self.round_trip_s(link)
-            self._kept[link] = _Kept(Header.unpack(header), payloads, RESUME_S + far_s)
+            self._kept[link] = _Kept(resumption, RESUME_S + far_s)
             self._loop.keep(main)
 
     def add_streams(self, link: int, header: bytes, payloads: Sequence[bytes]) -> None:
@@ -319,13 +322,19 @@ class CompiledTransport(Transport):
         fresh = self._ways[self._fresh[line]]
         if fresh.resumes is not None:
             return  # it is about to
-        number, (read, _) = self._lines[way.link].index(line), self._loop.received(line)
         way.silence = None  # nothing can come
-        fresh.opening = kept.header._replace(offset=read).pack(), kept.payloads[number]
+        fresh.opening = self._resume(line, kept.resumption)
         fresh.resumes, fresh.places, fresh.retry_at = line, [way.place], 0.0
         now = time.monotonic()
         fresh.until = now + kept.most_s
         self._mind(now)
+
+    def _resume(self, line: int, resumption: Resumption) -> tuple[bytes, bytes]:
+        """Return the next RESUME for a line whose connection has broken."""
+        way = self._ways[line]
+        way.attempts += 1
+        read, _ = self._loop.received(line)
+        return resumption.message(self._lines[way.link].index(line), way.attempts, read)
 
     def _resumed(self, line: int, broken: int, header: bytes) -> None:
         """Go on with a broken connection over a fresh line, as the reducer agrees to."""
@@ -469,6 +478,7 @@ class CompiledTransport(Transport):
             error: errno of the latest one, 0 if there is none.
         """
         if way.resumes is not None and way.place is not None:
+            way.opening = self._resume(way.resumes, self._kept[way.link].resumption)
             way.places, way.retry_at = [way.place], time.monotonic() + RECONNECT_MS / 1000
             if way.retry_at > way.until or error == errno.ECONNREFUSED:  # nobody is there any more
                 self._give_up(way)
@@ -508,13 +518,11 @@ class _Kept(NamedTuple):
     """How a link's connections go on when they break.
 
     Attributes:
-        header: of the messages with which the others begin, but for the bytes read.
-        payloads: of these, by the connections' numbers.
+        resumption: what the others begin with.
         most_s: how long that may take.
     """
 
-    header: Header
-    payloads: Sequence[bytes]
+    resumption: Resumption
     most_s: float
 
 

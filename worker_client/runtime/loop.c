@@ -108,16 +108,23 @@ void loop_end(struct loop *loop, long linger_ms)
         return; /* this is a child of a fork, and all of it the parent's */
     if (loop->epoll >= 0)
         close(loop->epoll);
-    if (loop->waker >= 0)
-        close(loop->waker);
-    if (loop->resumer >= 0)
-        close(loop->resumer);
-    loop->epoll = loop->waker = loop->resumer = -1;
+    loop->epoll = -1;
     free(loop->line);
     free(loop->main);
     loop->line = NULL;
     loop->main = NULL;
     loop->lines = loop->links = 0;
+}
+
+void loop_free(struct loop *loop)
+{
+    loop_end(loop, 0);
+    if (loop->pulse.runs)
+        return;
+    if (loop->waker >= 0)
+        close(loop->waker);
+    if (loop->resumer >= 0)
+        close(loop->resumer);
 }
 
 static bool add(struct loop *loop, uint32_t link, bool apart)

@@ -51,8 +51,11 @@ struct loop {
 
 /* False, with errno: out of files, memory or threads. */
 bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns);
-/* Gives what has yet to be sent so much time, then ends everything. May be called again. */
+/* Gives what has yet to be sent so much time, then ends everything. May be called again; meanwhile and
+ * afterwards others may wake it, which does nothing. */
 void loop_end(struct loop *loop, long linger_ms);
+/* Ends it, when nobody has it any more. */
+void loop_free(struct loop *loop);
 
 /* Adds a line, without a connection: that of the next link of the flight, or a further stream of an
  * earlier link, or one apart, over which another one is to go on. False: out of memory. */

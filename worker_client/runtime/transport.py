@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
+    from worker_client.protocol.flight import Resumption
     from worker_client.protocol.operation import Operation
     from worker_client.runtime import _loop
 
@@ -90,14 +91,13 @@ class Transport(ABC):
         """
 
     def keep(  # noqa: B027 (the plain one cannot)
-        self, link: int, header: bytes, payloads: Sequence[bytes]
+        self, link: int, resumption: Resumption
     ) -> None:
         """Have a link's connections go on over others when they break, until the link ends.
 
         Args:
             link: that the reducer has welcomed.
-            header: of the messages with which the others begin; its `offset` is the transport's.
-            payloads: of these: for the first connection, and for the further streams.
+            resumption: what the others begin with.
         """
 
     def add_streams(  # noqa: B027 (the plain one has none)
