@@ -73,7 +73,8 @@ def roll(count: int, gap_s: float, pace: float, number: signal.Signals) -> list[
         pool = Pool(lab.hosts[WORKERS:])
         try:
             arguments = {"pace": pace, "warm": WARM}
-            with Ranks("bench.rolling_rank", hosts, arguments, pool.addresses) as ranks:
+            job = {"REDUCTION_JOB": "rolling"}
+            with Ranks("bench.rolling_rank", hosts, arguments, pool.addresses, job) as ranks:
                 _hear(ranks)  # they are warm
                 for reducer in range(count):
                     time.sleep(gap_s)

@@ -174,6 +174,7 @@ class Training:
             "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": str(free_port()),
             "GLOO_SOCKET_IFNAME": DEVICE,
+            "REDUCTION_JOB": "sites",
             **environment,
         }
         self._hosts = hosts

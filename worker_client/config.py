@@ -114,8 +114,8 @@ class WorkerConfig(BaseSettings):
     job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default the ranks agree through the process group on a
     name that no other run has; without a process group it is the launcher's name for the job
-    (docs/launchers.md), or is made of MASTER_ADDR and MASTER_PORT. A run that has none of these
-    must be given a name that no other run has at that time."""
+    (docs/launchers.md). A run that has neither must be given a name that no other run has at that
+    time: MASTER_ADDR and MASTER_PORT alone are no name."""
 
     generation: int = Field(default=0, ge=0, lt=1 << 32)
     """Version of the job's membership: a later one ends an earlier one of the same job. By default

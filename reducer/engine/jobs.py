@@ -549,8 +549,9 @@ class Membership:
                 raise MismatchError.between(f"job {job.name!r}", name, one, other, called=what)
         if header.rank in job.members:
             raise DuplicateRankError(
-                f"job {job.name!r} already has a live rank {header.rank}: give each process its "
-                "own rank, or each run its own REDUCTION_JOB",
+                f"job {job.name!r} already has a live rank {header.rank}: another run uses this "
+                "job's name, or another process of this run has the same rank: set another "
+                "REDUCTION_JOB for each run, and another rank for each process",
                 rank=header.rank,
             )
         if header.rank in job.lost and (

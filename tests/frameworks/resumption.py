@@ -96,6 +96,8 @@ def run(
         # Where a framework's own runtime meets.
         hosts = ",".join(f"127.0.0.1:{free_port()}" for _ in range(workers))
         given = environments(workers, servers, STOCK_HOSTS=hosts, REDUCTION_TIMEOUT="60s")
+        if fresh:  # no process group gives the job a name
+            given = [{**rank, "REDUCTION_JOB": f"{module}-{part}"} for rank in given]
         with ranks(given, *command, part, folder, fresh=fresh) as job:
             for result in job.results(90):
                 for training, trained in result.items():

@@ -53,7 +53,7 @@ def call(job: Ranks) -> list[str]:
 
 
 def test_a_pause_of_all_processes_loses_nobody_and_of_one_reducer_that_one() -> None:
-    settings = {"REDUCTION_PATIENCE": f"{PATIENCE_S:g}s"}
+    settings = {"REDUCTION_JOB": "pauses", "REDUCTION_PATIENCE": f"{PATIENCE_S:g}s"}
     with local_pool(2) as servers:
         reducers = [process_of(server).pid for server in servers]
         with ranks(environments(2, servers, **settings), "-c", RANK, talk=True) as job:

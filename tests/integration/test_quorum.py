@@ -57,7 +57,11 @@ def training(
 ) -> Iterator[Ranks]:
     """Ranks that train; the last one has the failpoints."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = environments(world_size, servers, **{"REDUCTION_TIMEOUT": "60s", **(more or {})})
+    given = environments(
+        world_size,
+        servers,
+        **{"REDUCTION_JOB": f"quorum-{store.port}", "REDUCTION_TIMEOUT": "60s", **(more or {})},
+    )
     given[-1]["REDUCTION_FAILPOINTS"] = failpoints
     said = json.dumps({"port": store.port, **settings})  # the test may have one of its own
     with ranks(given, "-m", MODULE, said, talk=True) as job:

@@ -18,6 +18,7 @@ from tests.conftest import local_pool
 from tests.integration import restarted_training
 from tests.ranks import Loopback, environments, ranks
 from tests.waits import within_s
+from worker_client.commands.demo.ranks import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,14 +187,15 @@ def test_torchrun_starts_a_job_again_on_the_same_pool(tmp_path: Path) -> None:
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     whole.mkdir()
     disturbed.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--master-port", str(free_port())]
     torchrun += ["--max-restarts", "2", "--nproc-per-node", "3"]
     torchrun += [restarted_training.__file__, disturbed]
     with local_pool(2) as servers:
         given = environments(1, servers, KILL_IN_STEP="6")
         with ranks(given, *torchrun, fresh=True) as launcher:
             launcher.finish()
-        with ranks(environments(3, servers), restarted_training.__file__, whole) as job:
+        given = environments(3, servers, REDUCTION_JOB="whole")
+        with ranks(given, restarted_training.__file__, whole) as job:
             job.finish()
     for before, after in zip(facts(whole), facts(disturbed), strict=True):
         assert (before["restarts"], before["generation"], before["first"]) == (0, 0, 0)

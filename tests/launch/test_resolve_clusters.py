@@ -99,6 +99,16 @@ CASES: dict[str, Case] = {
             "job": "host0",
         },
     ),
+    "TF_CONFIG of machines that other jobs may use": (
+        {"TF_CONFIG": spec({"worker": ["10.0.0.4:2222", "[::1]:2222"]}, "worker", 1)},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "node_rank": 1,
+            "nodes": 2,
+            "master_addr": "10.0.0.4",
+            "master_port": 2222,
+        },
+    ),
     "TF_CONFIG of one machine": (
         {"TF_CONFIG": spec({}, "master", 0)},
         {"launcher": Launcher.TF_CONFIG, "node_rank": 0, "nodes": 1},

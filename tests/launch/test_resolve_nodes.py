@@ -26,6 +26,10 @@ OF_SLURM: dict[str, Any] = {
 }
 CASES: dict[str, Case] = {
     "SLURM": (SLURM, OF_SLURM),
+    "SLURM, one of several clusters": (
+        {**SLURM, "SLURM_CLUSTER_NAME": "east"},
+        {**OF_SLURM, "job": "slurm-east-4711.0", "master_port": 28912},
+    ),
     "SLURM, whose srun speaks PMI": ({**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"}, OF_SLURM),
     "SLURM, a shell that srun opened": (
         {**SLURM, "SLURM_PTY_PORT": "17154", "SLURM_STEP_NUM_TASKS": "1"},

@@ -56,6 +56,14 @@ CASES: dict[str, Case] = {
         {**ENV, "TORCHELASTIC_RUN_ID": "none"},
         {**OF_ENV, "launcher": Launcher.TORCHRUN},
     ),
+    "torchrun, which lets the ranks meet itself": (
+        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        {**OF_TORCHRUN, "holds_port": True},
+    ),
+    "torchrun, which has the ranks do so": (
+        {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "False"},
+        OF_TORCHRUN,
+    ),
     "env://": (ENV, OF_ENV),
     "env:// with a rank alone": ({"RANK": "3"}, {"rank": 3}),
     "Azure ML, a PyTorch job's process": (

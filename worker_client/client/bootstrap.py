@@ -448,13 +448,15 @@ def job_name(settings: WorkerConfig, group: Rendezvous | None, keys: Keys, *, al
     if group is None:
         if alone:
             base = base or secrets.token_hex(8)
-        base = base or (_meeting_place(launched) and f"run-{_meeting_place(launched)}")
+        if launched.holds_port and (place := _meeting_place(launched)):
+            base = base or f"run-{place}"
         if not base:
             raise ConfigError(
                 "this run has no name, so nothing tells its ranks from those of another run that "
-                f"uses the same reducers: set REDUCTION_JOB={prefix}NAME, the same at every rank "
-                "and another one for each run; or start it with a launcher such as torchrun, set "
-                "MASTER_ADDR and MASTER_PORT, or call torch.distributed.init_process_group() first"
+                "uses the same reducers (MASTER_ADDR and MASTER_PORT do not: another run may have "
+                f"the same): set REDUCTION_JOB={prefix}NAME, the same at every rank and another "
+                "one for each run; or start it with a launcher such as torchrun, or call "
+                "torch.distributed.init_process_group() first"
             )
         return f"{prefix}{base}"
     if group.rank == 0:
@@ -477,14 +479,15 @@ def _run(group: Rendezvous | None, world_size: int) -> str:
 
 
 def _meeting_place(launched: Resolved) -> str:
-    """Return what stands for where the ranks meet, which other runs cannot use meanwhile; or ""."""
-    if launched.master_addr is None or launched.reasons.get("master_port") != "MASTER_PORT":
-        return ""  # a port that all runs find is nobody's own
+    """Return what stands for where the ranks meet; "" if they may call that differently."""
+    if launched.master_addr is None or launched.master_port is None:
+        return ""
     place = f"{launched.master_addr}:{launched.master_port}"
-    if is_loopback(place):
-        if launched.local_world_size not in {None, launched.world_size}:
-            return ""  # on another node it is called something else
-        place = f"{place} of {host_identity()}"
+    local = launched.local_world_size
+    if is_loopback(place) and local not in {None, launched.world_size}:
+        return ""  # on another node it is called something else
+    if is_loopback(place) or (local is not None and local == launched.world_size):
+        place = f"{place} of {host_identity()}"  # another host may have the same name
     return f"{fingerprint(place):016x}"
 
 

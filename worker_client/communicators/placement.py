@@ -65,7 +65,10 @@ def host_name() -> str:
 
 def host_identity() -> str:
     """Return what tells this host from others of a job."""
+    # Machines made from one image have the same names and numbers, but boot for themselves.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    booted = boot.read_text().strip() if boot.exists() else ""
     # Containers on one machine have network namespaces, and so loopbacks, of their own.
     namespace = Path("/proc/self/ns/net")
     inode = namespace.stat().st_ino if namespace.exists() else 0
-    return f"{socket.gethostname()}/{inode}"
+    return f"{socket.gethostname()}/{booted}/{inode}"

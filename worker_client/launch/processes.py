@@ -56,6 +56,8 @@ def env(notes: Notes) -> None:
     notes.number("local_world_size", "LOCAL_WORLD_SIZE", least=1)
     notes.number("node_rank", "GROUP_RANK", "NODE_RANK")
     notes.meeting_point()
+    if notes.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        notes.put("holds_port", True, "TORCHELASTIC_USE_AGENT_STORE")
 
 
 def open_mpi(notes: Notes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.constants import PORT
@@ -102,9 +103,19 @@ def _name(notes: Notes, cluster: Cluster | None) -> None:
             notes.put("job", f"mpi-{number}", name)
     if slurm.is_task(environment):
         notes.put("job", slurm.job(environment), "SLURM_JOB_ID")
-    if cluster is not None and cluster.workers:
+    if cluster is not None and cluster.workers and _is_of_job(cluster.workers[0]):
         trial = f"-trial-{cluster.trial}" if cluster.trial else ""
         notes.put("job", cluster.workers[0].rpartition(":")[0] + trial, "the first that trains")
+
+
+def _is_of_job(address: str) -> bool:
+    """Whether a platform may have given a host its name for one job, and no other job has it."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip_address(host)
+    except ValueError:
+        return host != "localhost"
+    return False
 
 
 def _count_restarts(notes: Notes) -> None:

@@ -29,9 +29,10 @@ def is_task(environment: Mapping[str, str]) -> bool:
 
 
 def job(environment: Mapping[str, str]) -> str:
-    """Return the step's name."""
+    """Return the step's name; clusters that share a pool count their jobs alike."""
+    cluster = environment.get("SLURM_CLUSTER_NAME", "").strip()
     step = environment.get("SLURM_STEP_ID", "0")
-    return f"slurm-{environment['SLURM_JOB_ID']}.{step}"
+    return f"slurm-{cluster and f'{cluster}-'}{environment['SLURM_JOB_ID']}.{step}"
 
 
 def task(notes: Notes) -> None:
