@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
 import pytest
 
-from reducer.errors import LocalProtocolError
-from tests.conftest import joined, local_pool
+from reducer.errors import LocalProtocolError, RankLostError
+from tests.conftest import joined, local_pool, reducer_here
+from tests.ranks import environments, ranks
+from tests.waits import eventually
+from worker_client.communicators.node_sockets import connect_node
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -54,10 +60,22 @@ def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_forked_child_closes_its_copies_and_no_other_socket() -> None:
-    with local_pool(2) as servers, joined(2, servers=servers) as clients:
-        ports = {int(server.rpartition(":")[2]) for server in servers}
-        assert connections(ports) >= 4
+@pytest.mark.parametrize(
+    ("impl", "threads", "streams"), [("compiled", 3, 1), ("compiled", 1, 3), ("plain", 3, 1)]
+)
+def test_a_forked_child_closes_its_copies_and_no_other_socket(
+    monkeypatch: pytest.MonkeyPatch, impl: str, threads: int, streams: int
+) -> None:
+    """A reducer's further threads, and a link's further streams, are not known at the start."""
+    monkeypatch.setenv("REDUCTION_IMPL", impl)
+    monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
+    with (
+        reducer_here(threads=threads) as server,
+        joined(2, servers=[server.address]) as clients,
+    ):
+        ports = {int(lane.rpartition(":")[2]) for lane in server.lanes}
+        made = 2 * threads * (streams if impl == "compiled" else 1)
+        eventually(lambda: connections(ports) == made)
         ours, theirs = socket.socketpair()
         reader, writer = os.pipe()
         child = os.fork()
@@ -74,3 +92,57 @@ def test_a_forked_child_closes_its_copies_and_no_other_socket() -> None:
             os.close(descriptor)
         ours.close()
         theirs.close()
+
+
+def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node() -> None:
+    names: dict[int, queue.Queue[str]] = {rank: queue.Queue() for rank in range(2)}
+    with ThreadPoolExecutor(2) as pool:
+        both = list(
+            pool.map(
+                lambda rank: connect_node(
+                    (0, 1), rank, names[rank].put, lambda other: names[other].get(timeout=20)
+                ),
+                range(2),
+            )
+        )
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    both[1].close()  # as its process would by ending
+    message = [memoryview(bytearray(1))] * 2
+    with pytest.raises(RankLostError, match="rank 1, of this node"):
+        both[0].exchange(0, message, message, time.monotonic() + 2)
+    both[0].close()
+    os.close(end)
+    os.close(ended)
+    os.waitpid(child, 0)
+
+
+EMBEDDED = """
+import os, sys
+import psutil, torch.distributed as dist
+import worker_client
+
+dist.init_process_group("gloo")
+client = worker_client.init()
+port = int(client.spec.reducers[0].rpartition(":")[2])
+
+def found():
+    ends = [(one.laddr, one.raddr) for one in psutil.Process().net_connections("tcp")]
+    return sum(any(end and end.port == port for end in both) for both in ends)
+
+print(found() > 0, flush=True)
+if not os.fork():
+    print(found(), flush=True)
+    os._exit(0)
+os.wait()
+client.shutdown()
+"""
+
+
+def test_a_forked_child_closes_its_copies_of_what_its_parents_reducer_has() -> None:
+    with ranks(environments(1), "-c", EMBEDDED) as job:
+        assert job.outputs() == ["True\n0\n"]

@@ -7,7 +7,9 @@ import json
 import logging
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
@@ -15,10 +17,10 @@ from worker_client import config
 from worker_client.client.interfaces import addresses, choose
 from worker_client.communicators.placement import host_identity
 from worker_client.runtime.credentials import Curve, make_pair
-from worker_client.runtime.service_thread import leave_in_child
+from worker_client.runtime.service_thread import close_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from reducer.config import ReducerConfig
     from reducer.keyfiles import KeyPair
@@ -75,8 +77,7 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
     pair = make_pair() if encrypt and not is_loopback(settings.bind) else None
     server = Server(settings, None if pair is None else _keyring(pair, others), secret)
     server.start()
-    for address in server.lanes:
-        leave_in_child("", int(address.rpartition(":")[2]))
+    close_in_child(server, _descriptors)
     try:
         told = json.dumps([server.address, list(server.lanes), pair and pair.public])
         offers = [json.loads(offer) for offer in group.gather("reducer", told)]
@@ -96,6 +97,21 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
         for address in threads
     }
     return Hosted(server, tuple(address for address, _, _ in offers), curves, secret)
+
+
+def _descriptors(server: Server) -> Iterator[int]:
+    """Yield those of what a reducer's threads listen at, and of what they have accepted there."""
+    ports = {int(address.rpartition(":")[2]) for address in server.lanes}
+    folder = Path("/proc/self/fd")
+    for number in [int(path.name) for path in folder.iterdir()] if folder.is_dir() else ():
+        with suppress(OSError):  # it is no socket, or was what the folder was read by
+            known = socket.socket(fileno=number)
+            try:
+                internet = known.family in {socket.AF_INET, socket.AF_INET6}
+                if internet and known.getsockname()[1] in ports:
+                    yield number
+            finally:
+                known.detach()
 
 
 def _settings(interface: str, *, several_hosts: bool) -> ReducerConfig:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
 from worker_client.runtime.driver import SHUT_DOWN, Driver
-from worker_client.runtime.service_thread import leave_in_child
 from worker_client.runtime.trace import Trace
 
 if TYPE_CHECKING:
@@ -284,18 +283,16 @@ def _resolve(address: str, until: float) -> None:
     host, _, port = address.rpartition(":")
     while True:
         try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            break
+            socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except OSError as error:
-            if time.monotonic() < until:
-                time.sleep(LOOK_S)
-                continue
-            raise ConfigError(
-                f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): "
-                "check REDUCTION_SERVERS"
-            ) from None
-    for *_, place in found:
-        leave_in_child(str(place[0]), int(place[1]))
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): "
+                    "check REDUCTION_SERVERS"
+                ) from None
+        else:
+            return
+        time.sleep(LOOK_S)
 
 
 def _diagnose(address: str) -> str:

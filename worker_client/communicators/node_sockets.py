@@ -27,6 +27,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import decode_error, encode_error
+from worker_client.runtime.service_thread import close_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ class NodeSockets:
         for kind in sockets:
             for connection in kind.values():
                 connection.setblocking(False)
+        close_in_child(self, NodeSockets._descriptors)
 
     def exchange(
         self,
@@ -165,6 +167,11 @@ class NodeSockets:
         for kind in (*self._streams, self._alarms):
             for connection in kind.values():
                 connection.close()
+
+    def _descriptors(self) -> list[int]:
+        kinds = (*self._streams, self._alarms)
+        numbers = (connection.fileno() for kind in kinds for connection in kind.values())
+        return [number for number in numbers if number >= 0]
 
     def _listen(self) -> ReductionError | None:
         for at, connection in self._alarms.items():

@@ -30,6 +30,7 @@ from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
 from worker_client.runtime.credentials import Keys
+from worker_client.runtime.service_thread import close_in_child
 from worker_client.runtime.transport import (
     CONNECT_S,
     HANDSHAKE_S,
@@ -151,6 +152,7 @@ class CompiledTransport(Transport):
         self._looked = 0.0  # when `listen` looked last, by that clock
         # Not the module's own, whose numbers may be a user's training.
         self._random = random.Random()  # noqa: S311 (of no secret)
+        close_in_child(self, CompiledTransport._descriptors)
 
     def connect(self, address: str) -> None:
         link = len(self._lines)
@@ -260,6 +262,10 @@ class CompiledTransport(Transport):
                 way.socket = None
 
     # -- connections --------------------------------------------------------------------------
+
+    def _descriptors(self) -> list[int]:
+        """Return those of all connections, and of attempts to make one."""
+        return [way.socket.fileno() for way in self._ways if way.socket is not None]
 
     def _changed(self, change: _loop.Change) -> Iterator[Event]:
         """Say what a change means, and connect anew if that is to be done."""

@@ -21,6 +21,7 @@ from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MAX_CHUNK_
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import credentials
 from worker_client.runtime.credentials import Keys
+from worker_client.runtime.service_thread import close_in_child
 from worker_client.runtime.transport import (
     CONNECT_S,
     HANDSHAKE_S,
@@ -103,6 +104,7 @@ class PlainTransport(Transport):
         self._poller = zmq.Poller()
         self._poller.register(self._wakened, zmq.POLLIN)
         self._ready: dict[Any, int] = {}
+        close_in_child(self, PlainTransport._descriptors)
 
     def connect(self, address: str) -> None:
         self._endpoints.append(address if address.startswith(_INPROC) else f"tcp://{address}")
@@ -209,6 +211,12 @@ class PlainTransport(Transport):
                 line.listen(passed, self._told.get(link, 0), now)
                 if self._is_lost(line):
                     tcp_connections.end(line.descriptor, line.name)
+
+    def _descriptors(self) -> list[int]:
+        """Return those of all connections that libzmq has told of, unless it has closed them."""
+        lines = self._lines.values()
+        named = [(line.descriptor, tcp_connections.name(line.descriptor)) for line in lines]
+        return [at for (at, name), line in zip(named, lines, strict=True) if name == line.name]
 
     def _tell(self, link: int, header: Buffer, payload: Buffer) -> Message:
         """Count a message."""

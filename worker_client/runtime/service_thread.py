@@ -3,31 +3,29 @@
 Every call asks whether this process is a fork of another one, made by Python; asking the system for
 the process's number takes as long as all else that a call of a small tensor does.
 
-A forked child, such as a DataLoader's worker, cannot use the connections to reducers. But as long
-as it has copies of them the system does not end them with its parent, and the other ranks hear of
-the parent's death only when heartbeats are missing. So the child closes its copies.
+A forked child, such as a DataLoader's worker, cannot use the parent's connections. But as long as
+it has copies of them the system does not end them with its parent, and the other ranks hear of the
+parent's death only when heartbeats are missing. So the child closes its copies of all that is open
+at the fork.
 """
 
 from __future__ import annotations
 
 import os
 import queue
-import socket
 import threading
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 T = TypeVar("T")
 
 STOP_S = 5.0  # several times what a farewell takes, or a thread to end
 
 forks = 0  # between this process and the one that imported this module
-_left: set[tuple[str, int]] = set()  # addresses of reducers, and "" with the ports of our own
-_MAPPED = "::ffff:"  # how IPv6 writes an address of IPv4
+_owners: WeakKeyDictionary[Any, Callable[[Any], Iterable[int]]] = WeakKeyDictionary()
 
 
 class ServiceThread(threading.Thread, Generic[T]):
@@ -64,38 +62,27 @@ class ServiceThread(threading.Thread, Generic[T]):
         return self.is_current or not self.is_alive()
 
 
-def leave_in_child(address: str, port: int) -> None:
-    """Have children close their copies of connections to there.
+def close_in_child(owner: T, descriptors: Callable[[T], Iterable[int]]) -> None:
+    """Have a forked child close its copies of what an object has open, as long as that lives.
 
     Args:
-        address: IP address; "" for what a port of this process accepts, and that itself.
-        port: TCP port.
+        owner: of connections.
+        descriptors: returns those that it has; called with it, in the child.
     """
-    _left.add((address, port))
+    _owners[owner] = descriptors
 
 
 def _begin_child() -> None:
     global forks  # noqa: PLW0603 (of the process)
     forks += 1
-    descriptors = Path("/proc/self/fd")
-    if _left and descriptors.is_dir():
-        for number in [int(path.name) for path in descriptors.iterdir()]:
-            with suppress(OSError):  # no socket, or one that is not connected
-                if _is_left(number):
-                    os.close(number)
-
-
-def _is_left(number: int) -> bool:
-    known = socket.socket(fileno=number)
-    try:
-        if known.family not in {socket.AF_INET, socket.AF_INET6}:
-            return False
-        if ("", known.getsockname()[1]) in _left:
-            return True
-        host, port, *_ = known.getpeername()
-        return (host.removeprefix(_MAPPED), port) in _left
-    finally:
-        known.detach()
+    copies = [number for owner, its in list(_owners.items()) for number in its(owner)]
+    if not copies:
+        return
+    # Owners in this process think that the numbers are theirs, and may close them: they stay taken.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number in copies:
+        os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)
 
 
 os.register_at_fork(after_in_child=_begin_child)
