@@ -90,10 +90,12 @@ class Job:
 
     Attributes:
         wrong: elements that were not what they should be, so far.
+        longest: time of an all-reduce so far, seconds.
     """
 
     def __init__(self, ranks: list[subprocess.Popen[str]]) -> None:
         self.wrong = 0
+        self.longest = 0.0
         self._ranks = ranks
 
     def begin(self, count: int) -> None:
@@ -106,6 +108,7 @@ class Job:
         """Wait until they are made; return their median time, seconds, of the slowest rank."""
         reports = [json.loads(pipe(rank.stdout).readline()) for rank in self._ranks]
         self.wrong += sum(report["wrong"] for report in reports)
+        self.longest = max(self.longest, *(report["longest"] for report in reports))
         return float(max(report["median"] for report in reports))
 
     def median(self, count: int) -> float:

@@ -1,4 +1,4 @@
-"""A worker that breaks the rules, or a crowd of strangers, until its standard input ends.
+"""A worker that breaks the rules, or strangers, until its standard input ends.
 
     python -m bench.intruder flood 127.0.0.1:5555 [KEYS]
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.lines import Bare, Encrypted
-from bench.zmtp import STRANGERS
+from bench.zmtp import STRANGERS, mutated
 from reducer.wire.constants import PATIENCE_MS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
@@ -157,6 +157,21 @@ TENANTS: dict[str, Callable[[str, Path | None], None]] = {
 }
 
 
+def mutate(address: str, keys: Path | None = None) -> None:
+    """Come as a stranger who has half learned to speak, and go."""
+    del keys
+    mutated(address)
+
+
+def spin(address: str, keys: Path | None = None) -> None:
+    """Take processor time, and nothing of the reducer's."""
+    del address, keys
+    sum(range(10_000))
+
+
+HASTY: dict[str, Callable[[str, Path | None], None]] = {act.__name__: act for act in (mutate, spin)}
+
+
 def _crowd(kind: str, address: str, stop: threading.Event) -> int:
     """Keep many connections of strangers, and make new ones when they are full."""
     count = 0
@@ -188,7 +203,7 @@ def main() -> None:
         count = 0
         while not stop.is_set():
             with suppress(OSError):  # it was dropped, or did not get in
-                TENANTS[kind](address, Path(*keys) if keys else None)
+                (TENANTS | HASTY)[kind](address, Path(*keys) if keys else None)
             count += 1
     print(json.dumps({"kind": kind, "count": count}), flush=True)
 

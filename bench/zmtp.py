@@ -10,8 +10,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from reducer.wire.constants import MessageType
+from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
+from reducer.wire.messages import Hello, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +114,33 @@ def pings(address: str) -> socket.socket:
     """Shake hands, and send 4 MiB of PINGs; no answer is read."""
     ping = frame(b"\x04PING\0\0" + bytes(16), COMMAND)
     return say(address, HANDSHAKE, ping * ((4 << 20) // len(ping)))
+
+
+def mutated(address: str) -> None:
+    """Say what a worker says, with some of it changed or cut off, and hang up."""
+    name = "mutated"
+    common = Header(MessageType.HELLO, job=fingerprint(name), window=1 << 20)
+    hello = Hello(name, world_size=1, reducers=1, reducer_index=0, chunk_bytes=0, patience_ms=5000)
+    said = bytearray(HANDSHAKE + frame(common.pack(), MORE) + frame(encode(hello)))
+    for chunk in range(4):
+        contribution = common._replace(
+            type=MessageType.CONTRIBUTION,
+            sequence=chunk * PLACES + 1,
+            total_bytes=256,
+            nbytes=256,
+            dtype=DType.FLOAT32,
+            op=ReduceOp.SUM,
+            wire_dtype=DType.FLOAT32,
+        )
+        said += frame(contribution.pack(), MORE) + frame(bytes(256))
+    for _ in range(random.choice((1, 2, 5, 20))):  # noqa: S311 (no secret)
+        said[random.randrange(len(GREETING), len(said))] = random.randrange(256)  # noqa: S311
+    if random.random() < 0.3:  # noqa: S311
+        del said[random.randrange(len(said)) :]  # noqa: S311
+    with suppress(OSError), dial(address) as connection:
+        connection.sendall(said)
+        connection.settimeout(0.01)
+        connection.recv(4096)
 
 
 STRANGERS: dict[str, Callable[[str], socket.socket]] = {

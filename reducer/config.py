@@ -90,7 +90,8 @@ class ReducerConfig(BaseSettings):
 
     max_connections: int = Field(default=8192, ge=1)
     """Connections to all threads together, but for further streams; fewer if the process may not
-    open so many files. Beyond the limit the oldest connections that belong to no job are closed."""
+    open so many files. At the limit the oldest connection that belongs to no job makes way for
+    another one; while all belong to jobs, no other is accepted."""
 
     max_connections_per_key: int | None = Field(default=None, ge=1)
     """Connections that the members with one key may have on a pool with keys; by default half of

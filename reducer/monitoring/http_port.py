@@ -182,6 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with what the path has to say."""
+        if not page.may_name(self.headers.get("Host", "")):
+            self.send_error(421, "ask by an address, this host's name or one of a private network")
+            return
         path, _, query = self.path.partition("?")
         answer = self._paths.get(path)
         if answer is None:

@@ -26,6 +26,7 @@ from reducer.engine._slots cimport (
 )
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
 
+import sys
 import time
 
 from reducer.engine.allow_list import LOCAL
@@ -119,9 +120,10 @@ cdef extern from "reducer/runtime/loop.h" nogil:
         size_t change_count
         const curve_keys *keys
         uint64_t max_frame_bytes, handshake_ns
+        size_t max_first, max_open
         uint64_t *lost
         size_t lost_count
-        uint64_t contributions, results, bytes_in, bytes_out, unfinished
+        uint64_t contributions, results, bytes_in, bytes_out, unfinished, crowded_out
         int error
         block_pool pool
 
@@ -207,6 +209,7 @@ cdef class Sockets:
         self.its.pool.most_spare_bytes = SPARE_BYTES
         self.its.max_frame_bytes = max_frame_bytes
         self.its.handshake_ns = <uint64_t>(handshake_s * 1e9)
+        self.limit(sys.maxsize, sys.maxsize)
         if keys is not None:
             public_key, secret_key = keys
             if {len(key) for key in keys} != {sizeof(self._keys.public_key)}:
@@ -220,6 +223,11 @@ cdef class Sockets:
     def __dealloc__(self):
         loop_end(&self.its, 0)
         explicit_bzero(&self._keys, sizeof(self._keys))
+
+    def limit(self, size_t max_first, size_t max_open):
+        """Say how many connections are accepted, but for further streams, and with these."""
+        self.its.max_first = max_first
+        self.its.max_open = max_open
 
     def end(self, long linger_ms):
         """Give what has yet to be sent so much time, and close all connections."""
@@ -491,7 +499,9 @@ cdef class Core:
         counters.results += self.its.results
         counters.bytes_in += self.its.bytes_in
         counters.bytes_out += self.its.bytes_out
+        counters.closed += self.its.crowded_out
         self.its.contributions = self.its.results = self.its.bytes_in = self.its.bytes_out = 0
+        self.its.crowded_out = 0
 
 
 def arm(failpoints):

@@ -47,7 +47,6 @@ class _Line(Line):
         silence: its peer's.
     """
 
-    name: tuple[object, ...]
     descriptor: int
     sockets: _loop.Sockets
     number: int
@@ -62,9 +61,12 @@ class _Line(Line):
         silent_s = self.silence.listen(read, now, partial=unread >= tcp_connections.PARTIAL_BYTES)
         if waits or silent_s < SHORTEST_PATIENCE_MS / 1000:
             return Load(read, unread, unsent, 0.0 if waits else silent_s)
-        passed = tcp_connections.traffic(self.descriptor, self.name)
-        far_s = passed.round_trip_s if passed else 0.0
+        far_s = tcp_connections.shortest_round_trip_s(self.descriptor)
         return Load(read, unread, unsent, silent_s, round_trip_s=far_s)
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        return tcp_connections.name(self.descriptor) or NAMELESS
 
     @property
     def suspended(self) -> bool:
@@ -145,6 +147,9 @@ class CompiledTransport(Transport):
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "that reducer has ended")
             return self.sockets.meet()
 
+    def limit(self, max_connections: int, max_open: int) -> None:
+        self.sockets.limit(max_connections, max_open)
+
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
         return self.sockets.send(peer, header, payload)
 
@@ -162,11 +167,8 @@ class CompiledTransport(Transport):
                 self._open.discard(number)
                 changes.append((number, None))
             else:
-                name = tcp_connections.name(descriptor) or NAMELESS
                 self._open.add(number)
-                changes.append(
-                    (number, _Line(name, descriptor, self.sockets, number, Silence(now)))
-                )
+                changes.append((number, _Line(descriptor, self.sockets, number, Silence(now))))
         return changes
 
     def refuse(self, why: str) -> None:

@@ -9,7 +9,9 @@ be found. One guard belongs to one thread.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from reducer.clock import is_lost
@@ -17,7 +19,7 @@ from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.errors import CapacityError, RemoteProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, KeysView
 
     from reducer.engine.engine import Engine
     from reducer.engine.jobs import Job
@@ -66,11 +68,6 @@ class Connection:
     stuck: int = 0
     still: float = 0.0
 
-    def end(self) -> bool:
-        """End it; return whether it was still there."""
-        self.ended = True
-        return self.line.end()
-
     def is_stuck(self, patience: int, now: float, *, endless: bool) -> bool:
         """Whether nothing was taken from it for long, though more waits than a message has."""
         if endless:
@@ -93,9 +90,13 @@ class Guard:
         self._engine = engine
         self._transport = transport
         self._patience = patience
+        transport.limit(patience.max_connections, patience.max_open)
         self._connections: dict[int, Connection] = {}  # by the transport's numbers
+        self._leaving = 0  # of these: that were told to go
+        self._strangers: OrderedDict[int, Connection] = OrderedDict()  # to stay, by `since`
+        self._turns: OrderedDict[int, None] = OrderedDict()  # theirs: whose load is asked for next
+        self._members: set[int] = set()  # at the latest look
         self._farewells: dict[bytes, float] = {}  # peers that were dropped: when to close
-        self._turn = 0
         self._looks = 0
         self._soon = False
         self._log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Guard:
     @property
     def connections(self) -> int:
         """How many there are, but for those that were told to go."""
-        return len(self._here())
+        return len(self._connections) - self._leaving
 
     @property
     def wait_s(self) -> float:
@@ -130,22 +131,44 @@ class Guard:
             most, found = self._of_job(job, members, every, now)
             held = max(held, found)
             sends += most
-        strangers = [c for n, c in self._connections.items() if n not in members and not c.ended]
+        self._part(members.keys())
         self._dismiss(now)
-        self._judge(strangers, now)
-        self._soon = bool(strangers) or held > 2 * SLACK_BYTES
+        self._judge(now)
+        self._soon = bool(self._strangers) or held > 2 * SLACK_BYTES
         return sends
 
     def _hear(self, now: float) -> None:
         """Learn which connections have come and gone."""
         for number, line in self._transport.changes(now):
-            if line is None:
-                self._connections.pop(number, None)
-            else:  # of one that goes on over another socket, too
-                known = self._connections.get(number)
-                self._connections[number] = Connection(line, now, known.born if known else now)
+            known = self._connections.pop(number, None)
+            self._leaving -= known is not None and known.ended
+            self._unsuspect(number)
+            if line is not None:  # of one that goes on over another socket, too
+                connection = Connection(line, now, known.born if known else now)
+                self._connections[number] = connection
+                self._suspect(number, connection)
         members = {m.peer for job in self._engine.jobs for m in job.members.values()}
         self._transport.forget(members)
+
+    def _suspect(self, number: int, connection: Connection) -> None:
+        """Watch a connection as a stranger's."""
+        self._strangers[number] = connection
+        self._turns[number] = None
+
+    def _unsuspect(self, number: int) -> None:
+        """Watch it as a stranger's no longer, if that was so."""
+        if self._strangers.pop(number, None) is not None:
+            del self._turns[number]
+
+    def _part(self, members: KeysView[int]) -> None:
+        """Tell strangers from the members of this look."""
+        for number in members & self._strangers.keys():
+            self._unsuspect(number)
+        for number in self._members - members:
+            connection = self._connections.get(number)
+            if connection is not None and not connection.ended:
+                self._suspect(number, connection)
+        self._members = set(members)
 
     def _of_job(
         self, job: Job, members: dict[int, Member], every: int, now: float
@@ -189,7 +212,7 @@ class Guard:
             error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
             sends += self._drop(member, error)
         for member, connection, silent_s in silent:
-            connection.end()
+            self._hang_up(connection)
             sends += self._engine.silent(member.peer, silent_s)
         if not (stuck or silent) and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
@@ -224,42 +247,41 @@ class Guard:
         self._log.warning("%s", error)
         return self._engine.drop(member.peer, error)
 
-    def _judge(self, strangers: list[Connection], now: float) -> None:
+    def _judge(self, now: float) -> None:
         """End connections of nobody that are too many, too old, or have sent too much."""
-        for connection in strangers:
-            if now - connection.since > self._patience.hello_s:
-                self._end(connection, "it joined no job in time")
-        for connection in self._slice(strangers):
+        while self._strangers:
+            number = next(iter(self._strangers))
+            if now - self._strangers[number].since <= self._patience.hello_s:
+                break
+            self._end(number, "it joined no job in time")
+        for number in list(islice(self._turns, STRANGERS_PER_LOOK)):
+            self._turns.move_to_end(number)
+            connection = self._strangers[number]
             load = connection.line.load(None, now)
             if load is not None and connection.window:  # it was a member at the latest look
                 connection.base, connection.window = load.read + connection.window, 0
             elif load is not None and load.read - connection.base > STRANGER_BYTES:
-                self._end(connection, "it sent more than a HELLO, and belongs to no job")
-        here = self._here()
-        first = [connection for connection in here if not connection.further]
+                self._end(number, "it sent more than a HELLO, and belongs to no job")
+        if self.connections > self._patience.max_connections:
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """End connections that are too many, where the transport has accepted them."""
+        here = {n: c for n, c in self._connections.items() if not c.ended}
+        first = {n: c for n, c in here.items() if not c.further}
         patience = self._patience
         surplus = max(len(first) - patience.max_connections, len(here) - patience.max_open)
         if surplus > 0:  # who goes on needs another socket for a moment
-            surplus -= sum(connection.line.suspended for connection in here)
+            surplus -= sum(connection.line.suspended for connection in here.values())
         if surplus > 0:
             # The oldest strangers: who has just come may be about to say who it is. Then those
             # that joined last, so that nobody pushes out a job that was here before.
-            waiting = sorted((c for c in strangers if not c.ended), key=lambda c: c.since)
+            waiting = list(islice(self._strangers, surplus))
             if len(waiting) < surplus:
-                those = set(map(id, waiting))
-                waiting += sorted((c for c in first if id(c) not in those), key=lambda c: -c.born)
-            for connection in waiting[:surplus]:
-                self._end(connection, "there are too many (REDUCTION_MAX_CONNECTIONS)")
-
-    def _here(self) -> list[Connection]:
-        return [connection for connection in self._connections.values() if not connection.ended]
-
-    def _slice(self, strangers: list[Connection]) -> Iterable[Connection]:
-        waiting = [connection for connection in strangers if not connection.ended]
-        if len(waiting) <= STRANGERS_PER_LOOK:
-            return waiting
-        self._turn = (self._turn + STRANGERS_PER_LOOK) % len(waiting)
-        return (waiting + waiting)[self._turn : self._turn + STRANGERS_PER_LOOK]
+                others = sorted(first.keys() - self._strangers.keys(), key=lambda n: -first[n].born)
+                waiting += others[: surplus - len(waiting)]
+            for number in waiting:
+                self._end(number, "there are too many (REDUCTION_MAX_CONNECTIONS)")
 
     def _dismiss(self, now: float) -> None:
         """End the connections of peers that the engine has dropped and that know why."""
@@ -273,14 +295,23 @@ class Guard:
         due = [peer for peer, at in self._farewells.items() if at <= now]
         for peer in due:
             del self._farewells[peer]
-            connection = self._connections.get(self._transport.connection(peer))
+            number = self._transport.connection(peer)
+            connection = self._connections.get(number)
             if connection is None:
                 self._transport.hang_up(peer)
             elif not connection.ended:
-                self._end(connection, "it broke the protocol")
+                self._end(number, "it broke the protocol")
 
-    def _end(self, connection: Connection, why: str) -> None:
-        if connection.end():
+    def _hang_up(self, connection: Connection) -> bool:
+        """End a connection; return whether it was still there."""
+        self._leaving += not connection.ended
+        connection.ended = True
+        return connection.line.end()
+
+    def _end(self, number: int, why: str) -> None:
+        connection = self._connections[number]
+        self._unsuspect(number)
+        if self._hang_up(connection):
             self._engine.counters.closed += 1
             self._log.debug("closed a connection of %s: %s", connection.line.name[-2:], why)
 

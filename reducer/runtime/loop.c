@@ -13,9 +13,10 @@
 
 enum {
     EVENTS = 256,           /* that one look at the sockets brings */
-    ACCEPTED_PER_TURN = 64, /* so that a flood of connections leaves time for the others */
+    STRANGERS_PER_LOOK = 16, /* that are accepted, noted or served before members have their turn */
     MESSAGES_PER_TURN = 16, /* so that no peer starves the others */
     MESSAGES_PER_LOOK = 64, /* at the clock, so that a flood cannot stop it */
+    BEATS_PER_HOLD = 64,    /* of the lock: a heartbeat takes 3 to 5 us */
     LINGER_LOOK_MS = 2      /* at what has been sent, at the end: no poll tells of that in a pair */
 };
 
@@ -187,35 +188,86 @@ static bool note_change(struct loop *loop, const struct peer *peer, bool came)
 }
 
 /* Puts a peer into the list of those to receive from. */
-static void enqueue(struct loop *loop, struct peer *peer)
+static void enqueue(struct peer *peer)
 {
+    struct group *group = peer->group;
     if (peer->waits || peer->ended)
         return;
     peer->waits = true;
     peer->next = NULL;
-    if (loop->last == NULL)
-        loop->first = peer;
+    peer->previous = group->last;
+    if (group->last == NULL)
+        group->first = peer;
     else
-        loop->last->next = peer;
-    loop->last = peer;
+        group->last->next = peer;
+    group->last = peer;
 }
 
-static struct peer *dequeue(struct loop *loop)
+static struct peer *dequeue(struct peer *peer)
 {
-    struct peer *peer = loop->first;
-    loop->first = peer->next;
-    if (loop->first == NULL)
-        loop->last = NULL;
+    struct group *group = peer->group;
+    if (peer->previous == NULL)
+        group->first = peer->next;
+    else
+        peer->previous->next = peer->next;
+    if (peer->next == NULL)
+        group->last = peer->previous;
+    else
+        peer->next->previous = peer->previous;
     peer->waits = false;
     return peer;
 }
 
 /* Has the poll tell of a peer's socket; false: it cannot. */
-static bool watch(struct loop *loop, struct peer *peer)
+static bool watch(struct peer *peer)
 {
     struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
                                 .data.ptr = peer};
-    return epoll_ctl(loop->epoll, EPOLL_CTL_ADD, peer->connection.fd, &event) == 0;
+    return epoll_ctl(peer->group->epoll, EPOLL_CTL_ADD, peer->connection.fd, &event) == 0;
+}
+
+/* Puts a peer into its group, as the latest. */
+static void enter(struct peer *peer)
+{
+    struct group *group = peer->group;
+    peer->after = NULL;
+    peer->before = group->latest;
+    if (group->latest == NULL)
+        group->oldest = peer;
+    else
+        group->latest->after = peer;
+    group->latest = peer;
+}
+
+/* The peer behind another one, all around; NULL: there is no other. */
+static struct peer *following(const struct loop *loop, const struct peer *peer)
+{
+    struct peer *next = peer->after;
+    if (next == NULL && peer->group == &loop->joined)
+        next = loop->strangers.oldest;
+    if (next == NULL)
+        next = loop->joined.oldest != NULL ? loop->joined.oldest : loop->strangers.oldest;
+    return next == peer ? NULL : next;
+}
+
+/* Takes a peer out of its group. */
+static void quit(struct loop *loop, struct peer *peer)
+{
+    struct group *group = peer->group;
+    if (loop->to_beat == peer)
+        loop->to_beat = following(loop, peer);
+    if (peer->before == NULL)
+        group->oldest = peer->after;
+    else
+        peer->before->after = peer->after;
+    if (peer->after == NULL)
+        group->latest = peer->before;
+    else
+        peer->after->before = peer->before;
+    if (peer->waits)
+        dequeue(peer);
+    /* A forked child may have the socket open still, and then closing it would not do that. */
+    epoll_ctl(group->epoll, EPOLL_CTL_DEL, peer->connection.fd, NULL);
 }
 
 /* Makes a peer of a socket, which it then owns, or of the server's end of a pair. False: out of memory
@@ -231,29 +283,27 @@ static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
         return false;
     }
     peer->connection.most_bytes = STRANGER_BYTES;
+    peer->group = &loop->strangers;
     peer->beside = peer->picked = peer;
     peer->number = ++loop->accepted;
     peer->key = peer_key(&peer->number, 7); /* the wire is little-endian, and so is this CPU */
     peer->since_ns = now;
     bool known = map_put(&loop->peers, peer->key, peer);
-    bool watched = known && watch(loop, peer);
+    bool watched = known && watch(peer);
     if (!watched || (pair == NULL && !note_change(loop, peer, true))) {
         if (watched)
-            epoll_ctl(loop->epoll, EPOLL_CTL_DEL, fd, NULL);
+            epoll_ctl(loop->strangers.epoll, EPOLL_CTL_DEL, fd, NULL);
         if (known)
             map_remove(&loop->peers, peer->key);
         connection_free(&peer->connection);
         free(peer);
         return false;
     }
-    if (pair != NULL)
+    if (pair != NULL) {
         connection_join(&peer->connection, pair, 0);
-    peer->before = loop->latest;
-    if (loop->latest == NULL)
-        loop->oldest = peer;
-    else
-        loop->latest->after = peer;
-    loop->latest = peer;
+        peer->heard = true; /* `changes` tell nobody that it has gone */
+    }
+    enter(peer);
     return true;
 }
 
@@ -277,14 +327,40 @@ struct pair *loop_meet(struct loop *loop)
 static void heed_listener(struct loop *loop, bool heeds)
 {
     struct epoll_event event = {.events = heeds ? EPOLLIN : 0, .data.ptr = NULL};
-    epoll_ctl(loop->epoll, EPOLL_CTL_MOD, loop->listener, &event);
+    epoll_ctl(loop->strangers.epoll, EPOLL_CTL_MOD, loop->listener, &event);
     loop->accept_again_ns = heeds ? 0 : now_ns() + REST_NS;
+}
+
+/* Whether one more would be too many. Who goes on over another connection needs two for a moment. */
+static bool is_full(const struct loop *loop)
+{
+    size_t open = loop->peers.count - loop->suspended;
+    return open >= loop->max_open || open >= loop->max_first + loop->further;
+}
+
+/* Has the oldest stranger end, when those have been heard that wait: who has just come may be about
+ * to say who it is. */
+static void make_room(struct loop *loop)
+{
+    struct peer *oldest = loop->strangers.oldest;
+    if (oldest == NULL) {
+        heed_listener(loop, false);
+    } else if (!oldest->connection.refused) {
+        oldest->connection.refused = true;
+        loop->crowded_out++;
+        enqueue(oldest);
+    }
 }
 
 static void accept_some(struct loop *loop)
 {
     uint64_t now = now_ns();
-    for (int tried = 0; tried < ACCEPTED_PER_TURN && loop->accept_again_ns == 0; tried++) {
+    for (int tried = 0; tried < STRANGERS_PER_LOOK && loop->accept_again_ns == 0; tried++) {
+        if (is_full(loop)) {
+            if (tried == 0) /* else the poll tells whether there is another one */
+                make_room(loop);
+            return;
+        }
         int fd = accept4(loop->listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
         if (fd < 0 && errno == EAGAIN)
             return;
@@ -308,16 +384,9 @@ static void leave(struct loop *loop, struct peer *peer)
     for (; last->beside != peer; last = last->beside)
         last->beside->picked = last->beside;
     last->beside = peer->beside;
-    if (peer->before == NULL)
-        loop->oldest = peer->after;
-    else
-        peer->before->after = peer->after;
-    if (peer->after == NULL)
-        loop->latest = peer->before;
-    else
-        peer->after->before = peer->before;
-    /* A forked child may have the socket open still, and then closing it would not do that. */
-    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, peer->connection.fd, NULL);
+    loop->further -= peer->further;
+    loop->suspended -= peer->connection.suspended;
+    quit(loop, peer);
     if (peer->connection.pair == NULL) {
         note_change(loop, peer, false); /* else the guard finds that it is gone */
         close(peer->connection.fd);
@@ -336,19 +405,19 @@ void loop_forget(struct loop *loop)
 }
 
 /* Gives up a peer whose socket has broken. */
-static void give_up(struct loop *loop, struct peer *peer)
+static void give_up(struct peer *peer)
 {
     connection_break(&peer->connection, ECONNRESET);
-    enqueue(loop, peer);
+    enqueue(peer);
 }
 
 /* Closes a connection over which another one was to go on. */
-static void turn_away(struct loop *loop, struct peer *fresh)
+static void turn_away(struct peer *fresh)
 {
     if (fresh == NULL || fresh->ended)
         return;
     fresh->connection.refused = true;
-    enqueue(loop, fresh);
+    enqueue(fresh);
 }
 
 /* Has a peer go on over the socket of a fresh one, which ends. If that has broken meanwhile there may
@@ -365,16 +434,18 @@ static void go_on(struct loop *loop, struct peer *peer)
     answer.offset = connection->bytes_read;
     if (can && connection_send(&fresh->connection, &answer, NULL, 0, NULL, NO_SEQUENCE))
         connection_flush(&fresh->connection);
-    turn_away(loop, fresh); /* the other one has its socket then */
+    turn_away(fresh); /* the other one has its socket then */
     if (can && !connection_is_between(&fresh->connection))
         return;
-    epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
-    if (can && connection_splice(connection, &fresh->connection, peer->peer_read) &&
-        note_change(loop, peer, true) && watch(loop, peer)) {
+    epoll_ctl(peer->group->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
+    bool suspended = connection->suspended;
+    can = can && connection_splice(connection, &fresh->connection, peer->peer_read);
+    loop->suspended -= suspended && can;
+    if (can && note_change(loop, peer, true) && watch(peer)) {
         connection_flush(connection);
-        enqueue(loop, peer);
+        enqueue(peer);
     } else {
-        give_up(loop, peer);
+        give_up(peer);
     }
 }
 
@@ -385,16 +456,16 @@ void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t peer_
     struct peer *peer = map_get(&loop->peers, key);
     loop->resumed = *header;
     if (peer == NULL || peer->ended) {
-        turn_away(loop, map_get(&loop->peers, fresh));
+        turn_away(map_get(&loop->peers, fresh));
     } else {
-        turn_away(loop, map_get(&loop->peers, peer->fresh)); /* an earlier one, if there is one */
+        turn_away(map_get(&loop->peers, peer->fresh)); /* an earlier one, if there is one */
         peer->fresh = fresh;
         peer->peer_read = peer_read;
         if (peer->connection.suspended)
             go_on(loop, peer);
         else
             peer->connection.readable = true; /* what came, and perhaps that it has broken */
-        enqueue(loop, peer);
+        enqueue(peer);
     }
     pulse_release(&loop->pulse);
 }
@@ -433,7 +504,7 @@ void loop_give_up(struct loop *loop, uint64_t key)
     pulse_hold(&loop->pulse);
     struct peer *peer = map_get(&loop->peers, key);
     if (peer != NULL && peer->connection.suspended)
-        give_up(loop, peer);
+        give_up(peer);
     pulse_release(&loop->pulse);
 }
 
@@ -453,49 +524,80 @@ static void expire(struct loop *loop, uint64_t now)
     if (now - loop->expired_ns < REST_NS)
         return;
     loop->expired_ns = now;
-    bool suspends = loop->suspends;
-    loop->suspends = false;
-    for (struct peer *peer = loop->oldest; suspends && peer != NULL; peer = peer->after) {
-        if (!peer->connection.suspended || peer->ended)
-            continue;
-        loop->suspends = true;
-        if (now >= peer->until_ns)
-            give_up(loop, peer);
-    }
-    for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after) {
+    struct peer *joined = loop->suspended > 0 ? loop->joined.oldest : NULL;
+    for (struct peer *peer = joined; peer != NULL; peer = peer->after)
+        if (peer->connection.suspended && !peer->ended && now >= peer->until_ns)
+            give_up(peer);
+    for (struct peer *peer = loop->strangers.oldest; peer != NULL; peer = peer->after) {
         if (now - peer->since_ns < loop->handshake_ns)
             return;
         if (peer->connection.zmtp.ready || peer->connection.broken)
             continue;
         loop->unfinished++;
         connection_break(&peer->connection, ETIMEDOUT);
-        enqueue(loop, peer);
+        enqueue(peer);
     }
 }
 
-static void beat_all(void *argument)
+/* Sends the heartbeats that are due, a few at a time: who waits for the lock has data to move.
+ * Returns when the next are due. */
+static uint64_t beat_some(void *argument, uint64_t now)
 {
     struct loop *loop = argument;
-    for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after)
+    if (now < loop->beat_ns)
+        return loop->beat_ns;
+    size_t count = loop->peers.count, some = count < BEATS_PER_HOLD ? count : BEATS_PER_HOLD;
+    for (size_t beats = 0; beats < some; beats++) {
+        struct peer *peer = loop->to_beat;
+        if (peer == NULL)
+            peer = loop->joined.oldest != NULL ? loop->joined.oldest : loop->strangers.oldest;
         if (!peer->ended)
             connection_beat(&peer->connection);
+        loop->to_beat = following(loop, peer);
+    }
+    uint64_t pause_ns = count == 0 ? loop->beat_every_ns : loop->beat_every_ns * some / count;
+    loop->beat_ns += pause_ns;
+    if (loop->beat_ns + loop->beat_every_ns < now)
+        loop->beat_ns = now; /* what was missed has no use any more */
+    return loop->beat_ns;
+}
+
+static void close_polls(struct loop *loop)
+{
+    if (loop->joined.epoll >= 0)
+        close(loop->joined.epoll);
+    if (loop->strangers.epoll >= 0)
+        close(loop->strangers.epoll);
+    loop->joined.epoll = loop->strangers.epoll = -1;
 }
 
 bool loop_listen(struct loop *loop, int listener, uint64_t every_ns)
 {
-    loop->epoll = epoll_create1(EPOLL_CLOEXEC);
+    loop->joined.epoll = epoll_create1(EPOLL_CLOEXEC);
+    loop->strangers.epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->listener = listener;
-    if (loop->epoll < 0)
-        return false;
+    loop->beat_every_ns = every_ns / 2;
+    loop->beat_ns = now_ns() + loop->beat_every_ns;
+    /* NULL is what lets peers come: a listener to strangers, and these to members. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
-    if (epoll_ctl(loop->epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
-        pulse_start(&loop->pulse, every_ns / 2, beat_all, loop))
+    if (loop->joined.epoll >= 0 && loop->strangers.epoll >= 0 &&
+        epoll_ctl(loop->strangers.epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
+        epoll_ctl(loop->joined.epoll, EPOLL_CTL_ADD, loop->strangers.epoll, &event) == 0 &&
+        pulse_start(&loop->pulse, beat_some, loop))
         return true;
     int error = errno;
-    close(loop->epoll);
-    loop->epoll = -1;
+    close_polls(loop);
     errno = error;
     return false;
+}
+
+/* Whether something is left to be sent. */
+static bool drain_group(const struct group *group)
+{
+    bool unsent = false;
+    for (struct peer *peer = group->oldest; peer != NULL; peer = peer->after)
+        unsent |= connection_drain(&peer->connection);
+    return unsent;
 }
 
 /* Waits until everything is with the kernel. */
@@ -503,11 +605,9 @@ static void linger(struct loop *loop, long timeout_ms)
 {
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     for (bool unsent = true; unsent && now_ns() < until;) {
-        unsent = false;
-        for (struct peer *peer = loop->oldest; peer != NULL; peer = peer->after)
-            unsent |= connection_drain(&peer->connection);
+        unsent = drain_group(&loop->joined) | drain_group(&loop->strangers);
         struct epoll_event events[EVENTS];
-        int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
+        int found = unsent ? epoll_wait(loop->joined.epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
             if (events[at].data.ptr != NULL)
                 ((struct peer *)events[at].data.ptr)->connection.writable = true;
@@ -517,13 +617,15 @@ static void linger(struct loop *loop, long timeout_ms)
 void loop_end(struct loop *loop, long linger_ms)
 {
     if (pulse_stop(&loop->pulse)) {
-        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, loop->listener, NULL);
+        epoll_ctl(loop->strangers.epoll, EPOLL_CTL_DEL, loop->listener, NULL);
         linger(loop, linger_ms);
-        while (loop->oldest != NULL)
-            leave(loop, loop->oldest);
+        while (loop->joined.oldest != NULL)
+            leave(loop, loop->joined.oldest);
+        while (loop->strangers.oldest != NULL)
+            leave(loop, loop->strangers.oldest);
         free_forgotten(loop);
-        close(loop->epoll);
-        loop->first = loop->last = loop->peer = NULL;
+        close_polls(loop);
+        loop->peer = NULL;
     }
     if (loop->pulse.runs)
         return; /* this is a child of a fork, and all of it the parent's */
@@ -592,10 +694,26 @@ bool loop_hang_up(struct loop *loop, uint64_t key)
     bool here = peer != NULL && !peer->ended;
     if (here) {
         peer->connection.refused = true;
-        enqueue(loop, peer);
+        enqueue(peer);
     }
     pulse_release(&loop->pulse);
     return here;
+}
+
+/* Has a peer be served as members are, from now on. */
+static void join(struct loop *loop, struct peer *peer)
+{
+    peer->connection.most_bytes = loop->max_frame_bytes;
+    if (peer->group == &loop->joined || peer->ended)
+        return;
+    bool waits = peer->waits;
+    quit(loop, peer);
+    peer->group = &loop->joined;
+    enter(peer);
+    if (waits)
+        enqueue(peer);
+    if (!peer->connection.suspended && !watch(peer))
+        give_up(peer);
 }
 
 void loop_trust(struct loop *loop, uint64_t key)
@@ -603,7 +721,7 @@ void loop_trust(struct loop *loop, uint64_t key)
     pulse_hold(&loop->pulse);
     struct peer *peer = map_get(&loop->peers, key);
     if (peer != NULL)
-        peer->connection.most_bytes = loop->max_frame_bytes;
+        join(loop, peer);
     pulse_release(&loop->pulse);
 }
 
@@ -615,7 +733,8 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
         other->beside = peer->beside;
         peer->beside = other;
         other->further = true;
-        other->connection.most_bytes = loop->max_frame_bytes;
+        loop->further++;
+        join(loop, other);
         other->resume_ns = peer->resume_ns;
         if (peer->connection.kept)
             connection_keep(&other->connection);
@@ -625,11 +744,11 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
 
 /* Has further streams end as the first one of their link has. Not the other way round: a GOODBYE may
  * be on its way there. */
-static void end_beside(struct loop *loop, struct peer *peer)
+static void end_beside(struct peer *peer)
 {
     for (struct peer *other = peer->beside; other != peer && !peer->further; other = other->beside) {
         other->connection.refused = true;
-        enqueue(loop, other);
+        enqueue(other);
     }
 }
 
@@ -657,6 +776,19 @@ static enum verdict take(struct loop *loop, struct peer *peer)
     return verdict;
 }
 
+/* Has the connection of a peer end. It is an event if anybody knows of the peer: of a stranger the
+ * engine that has heard it, and who counts those without a key. */
+static enum loop_event end(struct loop *loop, struct peer *peer)
+{
+    peer->ended = true;
+    if (!peer->heard && (loop->keys == NULL || peer->connection.zmtp.ready)) {
+        leave(loop, peer);
+        return LOOP_TIMEOUT;
+    }
+    end_beside(peer);
+    return LOOP_ENDED;
+}
+
 /* Receives from one peer until it has nothing more, or others have waited long enough. */
 static enum loop_event serve(struct loop *loop, struct peer *peer)
 {
@@ -671,66 +803,98 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
             if (peer->fresh != 0)
                 go_on(loop, peer);
             if (connection->readable) /* the other end of a pair had queued as much already */
-                enqueue(loop, peer);
+                enqueue(peer);
             return LOOP_TIMEOUT;
         }
         if (event == CONNECTION_BUSY)
             break;
         if (event == CONNECTION_SUSPENDED) {
             peer->until_ns = now_ns() + peer->resume_ns;
-            loop->suspends = true;
+            loop->suspended++;
             if (peer->fresh != 0)
                 go_on(loop, peer);
             return LOOP_TIMEOUT;
         }
         loop->peer = peer;
-        if (event == CONNECTION_ENDED) {
-            peer->ended = true;
-            end_beside(loop, peer);
-            return LOOP_ENDED;
-        }
+        if (event == CONNECTION_ENDED)
+            return end(loop, peer);
         if (event == CONNECTION_READY)
             continue;
+        if (event == CONNECTION_MESSAGE && connection->hung_up && peer->group == &loop->strangers) {
+            connection_next(connection); /* nobody is there to hear the answer */
+            continue;
+        }
         enum verdict verdict = event == CONNECTION_MESSAGE ? take(loop, peer) : IRREGULAR;
         if (verdict == PLACED || verdict == COMPLETE)
             continue;
-        enqueue(loop, peer);
+        enqueue(peer);
         if (verdict == OUT_OF_MEMORY)
             return LOOP_OUT_OF_MEMORY;
-        return event == CONNECTION_ADMIT ? LOOP_ADMIT : LOOP_MESSAGE;
+        if (event == CONNECTION_ADMIT)
+            return LOOP_ADMIT;
+        peer->heard = true;
+        return LOOP_MESSAGE;
     }
-    enqueue(loop, peer);
+    enqueue(peer);
     return LOOP_TIMEOUT;
 }
 
-/* Waits until a socket has news. */
-static enum loop_event wait(struct loop *loop, int timeout_ms)
+/* Waits until sockets of a group have news, and takes note of `most` at most. `knocks`: NULL was
+ * among them. */
+static enum loop_event look(struct loop *loop, struct group *group, int most, int timeout_ms,
+                            bool *knocks)
 {
     struct epoll_event events[EVENTS];
-    free_forgotten(loop);
-    if (timeout_ms > 0)
-        pulse_release(&loop->pulse);
-    int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);
+    int found = epoll_wait(group->epoll, events, most, timeout_ms);
     int error = errno;
     if (timeout_ms > 0)
         pulse_hold(&loop->pulse);
+    *knocks = false;
     if (found < 0 && error != EINTR) {
         loop->error = error;
         return LOOP_FAILED;
     }
-    bool knocks = false;
     for (int at = 0; at < found; at++) {
         struct peer *peer = events[at].data.ptr;
         if (peer == NULL) {
-            knocks = true;
+            *knocks = true;
             continue;
         }
         connection_note(&peer->connection, events[at].events);
         if (peer->connection.readable)
-            enqueue(loop, peer);
+            enqueue(peer);
     }
+    return LOOP_TIMEOUT;
+}
+
+/* Waits until a socket has news: those of all members, and then those of a few strangers. */
+static enum loop_event wait(struct loop *loop, int timeout_ms)
+{
+    bool strangers, knocks = false;
+    free_forgotten(loop);
+    if (timeout_ms > 0)
+        pulse_release(&loop->pulse);
+    enum loop_event event = look(loop, &loop->joined, EVENTS, timeout_ms, &strangers);
+    if (event == LOOP_TIMEOUT && strangers)
+        event = look(loop, &loop->strangers, STRANGERS_PER_LOOK, 0, &knocks);
     if (knocks)
         accept_some(loop);
+    return event;
+}
+
+/* Serves those of a group that have something, for so many turns at most, or for as long as the
+ * sockets need no look. */
+static enum loop_event serve_some(struct loop *loop, struct group *group, int most, uint64_t looked)
+{
+    for (int turns = 0; group->first != NULL && turns < most; turns++) {
+        enum loop_event event = serve(loop, dequeue(group->first));
+        if (event != LOOP_TIMEOUT)
+            return event;
+        if (loop->lost_count > 0)
+            return LOOP_UNREACHABLE;
+        if (now_ns() - looked >= LOOK_NS)
+            break;
+    }
     return LOOP_TIMEOUT;
 }
 
@@ -742,8 +906,9 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
             return LOOP_UNREACHABLE;
         uint64_t now = now_ns();
         expire(loop, now);
-        bool rests = loop->first == NULL;
-        if (rests || now - polled >= LOOK_NS) {
+        beat_some(loop, now);
+        bool strange = loop->strangers.first != NULL, rests = loop->joined.first == NULL && !strange;
+        if (rests || strange || now - polled >= LOOK_NS) {
             long left_ms = rests && until > now ? (long)((until - now + 999999) / 1000000) : 0;
             if (loop->accept_again_ns != 0 && now >= loop->accept_again_ns)
                 heed_listener(loop, true);
@@ -751,20 +916,16 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
             if (event != LOOP_TIMEOUT)
                 return event;
             polled = now_ns();
-            if (polled >= until && loop->first == NULL)
+            if (polled >= until && loop->joined.first == NULL && loop->strangers.first == NULL)
                 return LOOP_TIMEOUT;
         }
         if (polled >= until && now >= until)
             return LOOP_TIMEOUT;
-        for (int turns = 0; loop->first != NULL && turns < MESSAGES_PER_LOOK; turns++) {
-            enum loop_event event = serve(loop, dequeue(loop));
-            if (event != LOOP_TIMEOUT)
-                return event;
-            if (loop->lost_count > 0)
-                return LOOP_UNREACHABLE;
-            if (now_ns() - polled >= LOOK_NS)
-                break;
-        }
+        enum loop_event event = serve_some(loop, &loop->joined, MESSAGES_PER_LOOK, polled);
+        if (event == LOOP_TIMEOUT)
+            event = serve_some(loop, &loop->strangers, STRANGERS_PER_LOOK, now_ns());
+        if (event != LOOP_TIMEOUT)
+            return event;
     }
 }
 

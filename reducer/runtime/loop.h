@@ -24,18 +24,27 @@ enum loop_event {
     LOOP_OUT_OF_MEMORY
 };
 
+/* Connections that are served alike: those of members, before those of strangers. */
+struct group {
+    int epoll;
+    struct peer *oldest, *latest; /* of all */
+    struct peer *first, *last;    /* that may have something to receive, in turn */
+};
+
 /* One connection. */
 struct peer {
     uint64_t key;               /* as of peer_key */
     uint64_t number;            /* from 1, in the order in which they came */
     uint64_t since_ns;          /* when it was accepted */
-    struct peer *before, *after; /* of all, the oldest first */
+    struct group *group;
+    struct peer *before, *after; /* in it, the oldest first */
     struct peer *beside;        /* another stream of the same link, around */
     struct peer *picked;        /* of these, the latest that a result was sent over */
     bool further;               /* it is not the first of them */
-    struct peer *next;          /* in the list of those to receive from, or to free */
+    struct peer *previous, *next; /* in the list of those to receive from; `next`: or to free */
     bool waits;                 /* it is in that list */
-    bool ended;                 /* the engine is to hear that it has */
+    bool heard;                 /* the engine knows of it, and is to hear when it has ended */
+    bool ended;                 /* it has, and is to be forgotten */
     uint64_t resume_ns;         /* for so long it may be suspended */
     uint64_t until_ns;          /* it is: until then */
     uint64_t fresh;             /* key of the peer whose socket it is to have; 0: there is none */
@@ -57,29 +66,32 @@ struct load {
 };
 
 struct loop {
-    int epoll, listener;
+    int listener;
+    struct group joined, strangers; /* peers are strangers until they are trusted, or tied */
     const struct fold_table *kernels;
     struct map members; /* by peer key: those of jobs where every rank is here */
     struct map rounds;  /* of the same members */
     struct map peers;   /* all connections, by peer key */
-    struct peer *oldest, *latest;
-    struct peer *first, *last; /* that may have something to receive, in turn */
     struct peer *forgotten;    /* to be freed when nothing speaks of them any more */
     struct peer *peer;         /* of the event at hand */
     uint64_t accepted;
-    uint64_t accept_again_ns;  /* for want of files none is accepted before; 0: there is no want */
+    uint64_t accept_again_ns;  /* for want of room none is accepted before; 0: there is no want */
+    size_t max_first, max_open; /* connections that are no further streams, and all */
+    size_t further, suspended; /* peers that are */
     struct change *changes;    /* that nobody has been told of */
     size_t change_count, change_room;
     const struct curve_keys *keys; /* the reducer's, if peers must have some */
     uint64_t max_frame_bytes, handshake_ns;
+    struct peer *to_beat; /* whose heartbeat is next; NULL: that of the oldest */
+    uint64_t beat_every_ns, beat_ns; /* time for all of them, and when the next ones are due */
     uint64_t expired_ns; /* when handshakes that take too long were looked for */
-    bool suspends;       /* perhaps a peer is suspended */
     uint64_t *lost;      /* peer keys: a member may be gone before anybody looks */
     size_t lost_count, lost_room;
     const void **inputs; /* scratch, world_size places */
     uint32_t inputs_room;
     uint64_t contributions, results, bytes_in, bytes_out;
     uint64_t unfinished; /* handshakes that took too long, and were ended */
+    uint64_t crowded_out; /* strangers that had to make way for others */
     int error;
     struct block_pool pool; /* of payloads */
     struct pulse pulse; /* held while connections are used, but not while the loop waits */

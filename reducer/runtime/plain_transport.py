@@ -229,6 +229,9 @@ class PlainTransport(Transport):
         self._router.bind(self.inproc)
         self._shared: tuple[object, zmq.Frame] | None = None
 
+    def limit(self, max_connections: int, max_open: int) -> None:
+        """Do nothing: libzmq accepts any number, and the guard ends those that are too many."""
+
     def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:
         """Wait for messages and yield ``(peer, header frame, payload frame, key)`` of each.
 

@@ -49,14 +49,14 @@ class Load(NamedTuple):
 
 
 class Line(ABC):
-    """One connection, as the guard sees it.
-
-    Attributes:
-        name: both ends' addresses.
-    """
+    """One connection, as the guard sees it."""
 
     __slots__ = ()
-    name: tuple[object, ...]
+
+    @property
+    @abstractmethod
+    def name(self) -> tuple[object, ...]:
+        """Both ends' addresses."""
 
     @property
     def suspended(self) -> bool:
@@ -89,6 +89,10 @@ class Transport(ABC):
     inproc: str
     host: str
     port: int
+
+    @abstractmethod
+    def limit(self, max_connections: int, max_open: int) -> None:
+        """Accept no more connections than these; see `Patience`."""
 
     @abstractmethod
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:

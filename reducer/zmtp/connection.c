@@ -11,6 +11,7 @@
 enum {
     GATHERED = 16,               /* messages that one system call sends */
     LARGE = CONNECTION_IN_BYTES, /* after such a payload only the next header is read ahead */
+    ASKED = 16 << 10,            /* bytes at least, from one look at what was acknowledged to the next */
     SEALED_BYTES = 33,           /* that CURVE adds to a frame */
     PENDING_BYTES = 1 << 10,     /* a peer that asks on without reading is answered no more */
     FRAMES = 16,                 /* of a message; what is behind the second is dropped */
@@ -68,6 +69,10 @@ static void drop_first(struct connection *connection)
     size_t nbytes = whole_bytes(sent);
     connection->bytes_queued -= nbytes;
     connection->sent = connection->sent > nbytes ? connection->sent - nbytes : 0;
+    if (connection->sent_whole > 0)
+        connection->sent_whole--;
+    else
+        connection->sent_part = 0;
     if (sent->block != NULL)
         block_drop(connection->pool, sent->block);
     connection->first++;
@@ -265,17 +270,21 @@ static uint64_t unacknowledged(const struct connection *connection)
     return (uint64_t)nbytes;
 }
 
-/* Drops what was sent; of a kept connection, what the peer's kernel has. */
+/* Drops what was sent; of a kept connection, what the peer's kernel has. That is asked when twice as
+ * much was sent as it had left: so the cost of asking does not grow with what is on its way. */
 static void drop_sent(struct connection *connection)
 {
     size_t kept = 0;
     if (connection->kept && connection->count > 0) {
         if (connection->suspended || connection->hung_up)
             return; /* its socket tells nothing any more */
+        if (connection->sent < connection->ask_bytes)
+            return;
         kept = (size_t)unacknowledged(connection);
     }
     while (connection->count > 0 && connection->sent >= whole_bytes(first(connection)) + kept)
         drop_first(connection);
+    connection->ask_bytes = 2 * connection->sent > ASKED ? 2 * connection->sent : ASKED;
 }
 
 /* Takes note that the kernel sends nothing more; what has come may still be read. */
@@ -294,8 +303,8 @@ static void lose(struct connection *connection, int error)
 static int gather_all(const struct connection *connection, struct iovec *places)
 {
     int count = 0;
-    size_t skip = connection->sent;
-    for (size_t at = 0; at < connection->count && count < 2 * GATHERED - 1; at++) {
+    size_t skip = connection->sent_part;
+    for (size_t at = connection->sent_whole; at < connection->count && count < 2 * GATHERED - 1; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         gather(places, &count, next->head, next->head_bytes, &skip);
         gather(places, &count, next->body, next->body_bytes, &skip);
@@ -303,10 +312,24 @@ static int gather_all(const struct connection *connection, struct iovec *places)
     return count;
 }
 
+/* Finds the first message that is not sent as a whole, from `sent_part` bytes behind the others on. */
+static void pass_whole(struct connection *connection)
+{
+    for (; connection->sent_whole < connection->count; connection->sent_whole++) {
+        size_t at = connection->first + connection->sent_whole;
+        size_t nbytes = whole_bytes(&connection->queue[at & connection->mask]);
+        if (connection->sent_part < nbytes)
+            return;
+        connection->sent_part -= nbytes;
+    }
+}
+
 static void count_sent(struct connection *connection, size_t nbytes)
 {
     connection->bytes_written += nbytes;
     connection->sent += nbytes;
+    connection->sent_part += nbytes;
+    pass_whole(connection);
 }
 
 static void advance(struct iovec **places, int *count, size_t nbytes)
@@ -469,6 +492,9 @@ bool connection_splice(struct connection *connection, struct connection *fresh, 
     connection->end = ahead;
     connection->bytes_read += ahead;
     connection->sent -= (size_t)(connection->bytes_written - from);
+    connection->sent_part = connection->sent;
+    connection->sent_whole = connection->ask_bytes = 0;
+    pass_whole(connection);
     connection->bytes_written = connection->beaten = from;
     connection->hung_up = fresh->hung_up;
     connection->readable = connection->writable = true;
@@ -518,6 +544,7 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
     if (!displace(connection, sequence))
         return false;
     hold(connection);
+    connection->ask_bytes = 0;
     drop_sent(connection);
     bool detached = detach_queued(connection, sequence);
     release(connection);
@@ -761,7 +788,8 @@ static uint64_t unread(const struct connection *connection)
 
 uint64_t connection_backlog(const struct connection *connection)
 {
-    return connection_unsent(connection) + unacknowledged(connection);
+    bool gone = connection->suspended || (connection->kept && connection->hung_up);
+    return gone ? UINT64_MAX : connection_unsent(connection) + unacknowledged(connection);
 }
 
 uint64_t connection_came(const struct connection *connection)

@@ -91,7 +91,9 @@ struct connection {
     /* Output, in the order of sending; of a kept connection also what was sent last. */
     struct outgoing *queue;
     size_t first, count, mask; /* mask: places - 1 */
-    size_t sent;               /* bytes from the first one on */
+    size_t sent;               /* bytes from the first one on: */
+    size_t sent_whole, sent_part; /* so many whole ones, and bytes of the one behind them */
+    size_t ask_bytes;          /* a kept one asks what was acknowledged when so many were sent */
     uint64_t bytes_written, bytes_queued;
     uint64_t beaten; /* of bytes_written: at the latest beat */
 
@@ -162,7 +164,8 @@ bool connection_detach(struct connection *connection, uint64_t sequence);
 /* Has the poll tell of input when so many bytes have come, or LOW_WATER_BYTES: fewer wake-ups. 0: when
  * any have. They must be on their way, or the owner must look by itself. */
 void connection_await(struct connection *connection, size_t nbytes);
-/* Bytes that were queued, and that the peer's kernel has not acknowledged. Not of a pair. */
+/* Bytes that were queued, and that the peer's kernel has not acknowledged; UINT64_MAX if nothing is
+ * sent before there is another socket. Not of a pair. */
 uint64_t connection_backlog(const struct connection *connection);
 /* Bytes that have come, read or not. */
 uint64_t connection_came(const struct connection *connection);

@@ -5,6 +5,9 @@
 #include <time.h>
 #include <unistd.h>
 
+static const uint64_t SECOND_NS = 1000 * 1000 * 1000;
+static const uint64_t PAUSE_NS = 100 * 1000; /* at least, for those who wait for the lock */
+
 static void *run(void *argument)
 {
     struct pulse *pulse = argument;
@@ -12,19 +15,21 @@ static void *run(void *argument)
     while (!pulse->stopping) {
         struct timespec at;
         clock_gettime(CLOCK_MONOTONIC, &at);
-        uint64_t ns = (uint64_t)at.tv_nsec + pulse->every_ns;
-        at.tv_sec += (time_t)(ns / UINT64_C(1000000000));
-        at.tv_nsec = (long)(ns % UINT64_C(1000000000));
-        if (pthread_cond_timedwait(&pulse->stop, &pulse->lock, &at) == ETIMEDOUT)
-            pulse->beat(pulse->of);
+        uint64_t now = (uint64_t)at.tv_sec * SECOND_NS + (uint64_t)at.tv_nsec;
+        uint64_t due = pulse->beat(pulse->of, now);
+        if (due < now + PAUSE_NS)
+            due = now + PAUSE_NS;
+        at.tv_sec = (time_t)(due / SECOND_NS);
+        at.tv_nsec = (long)(due % SECOND_NS);
+        pthread_cond_timedwait(&pulse->stop, &pulse->lock, &at);
     }
     pthread_mutex_unlock(&pulse->lock);
     return NULL;
 }
 
-bool pulse_start(struct pulse *pulse, uint64_t every_ns, void (*beat)(void *of), void *of)
+bool pulse_start(struct pulse *pulse, uint64_t (*beat)(void *of, uint64_t now_ns), void *of)
 {
-    *pulse = (struct pulse){.every_ns = every_ns, .beat = beat, .of = of, .process = getpid()};
+    *pulse = (struct pulse){.beat = beat, .of = of, .process = getpid()};
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);

@@ -1,4 +1,4 @@
-/* A thread that does a small thing at equal intervals, whatever holds Python's GIL: heartbeats. */
+/* A thread that does a small thing when it is due, whatever holds Python's GIL: heartbeats. */
 #ifndef REDUCER_PULSE_H
 #define REDUCER_PULSE_H
 
@@ -12,14 +12,13 @@ struct pulse {
     pthread_cond_t stop;
     pthread_t thread;
     bool runs, stopping;
-    uint64_t every_ns;
-    void (*beat)(void *of);
+    uint64_t (*beat)(void *of, uint64_t now_ns); /* returns when it is due next, as CLOCK_MONOTONIC */
     void *of;
     pid_t process; /* that started it: a forked child has no such thread */
 };
 
 /* False, with errno: there are too many threads. */
-bool pulse_start(struct pulse *pulse, uint64_t every_ns, void (*beat)(void *of), void *of);
+bool pulse_start(struct pulse *pulse, uint64_t (*beat)(void *of, uint64_t now_ns), void *of);
 /* Ends it; the lock is gone then. May be called again, and in a forked child, where it does nothing.
  * Returns whether it ran. */
 bool pulse_stop(struct pulse *pulse);

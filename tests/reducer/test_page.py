@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
 from typing import TYPE_CHECKING
 
 import pytest
@@ -157,6 +158,23 @@ def test_pages_of_the_internet_may_not(port: str, origin: str) -> None:
     assert not page.may_read(origin)
     if "\r" not in origin:  # which no client of ours sends
         assert "Access-Control-Allow-Origin" not in ask(port, "/status.json", Origin=origin)[1]
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics"])
+def test_a_site_cannot_have_its_name_lead_to_this_port(port: str, path: str) -> None:
+    for host in [
+        "evil.example",
+        "evil.example:9090",
+        "localhost.evil.example",
+        "a@b",
+        "127.0.0.1.",
+    ]:
+        code, headers, said = ask(port, path, Host=host)
+        assert (code, headers["Content-Type"]) == (421, "text/plain; charset=utf-8")
+        assert "evil" not in said
+    own = [socket.gethostname(), "8.8.8.8:9090", "[2606:4700::1111]:9090", ""]
+    for host in [*own, *(origin.removeprefix("http://") for origin in INSIDE)]:
+        assert ask(port, path, Host=host)[0] == 200
 
 
 def test_nobody_is_asked_who_an_origin_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
+import psutil
 import pytest
 
 from bench.intruder import Worker
@@ -119,6 +120,7 @@ def test_the_oldest_strangers_make_way(post: Post) -> None:
         assert post.members == {"job": 1}
 
 
+@pytest.mark.parametrize("impl", ["plain"])
 @pytest.mark.parametrize("post", [Patience(2, 10.0)], indirect=True)
 def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
     workers = []
@@ -139,6 +141,57 @@ def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
         rounds(post)
         assert not any(ended(worker.line.connection) for worker in workers)
         assert post.closed == 1
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+@pytest.mark.parametrize("post", [Patience(2, 10.0)], indirect=True)
+def test_a_reducer_full_of_members_accepts_again_when_one_leaves(post: Post) -> None:
+    first, _ = [post.member(name) for name in "ab"]
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(Worker, post.address, "c")
+        rounds(post)
+        assert not joining.done()
+        assert (post.members, post.closed) == ({"a": 1, "b": 1}, 0)
+        first.close()
+        post.until(joining.done)
+    with closing(joining.result()):
+        post.until(lambda: "c" in post.members)
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+@pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
+def test_no_more_are_accepted_than_there_may_be(post: Post) -> None:
+    with ExitStack() as stack:
+        peers = [stack.enter_context(dial(post.address)) for _ in range(30)]
+        until = time.monotonic() + WAIT_S
+        while not all(map(ended, peers[:27])):
+            assert time.monotonic() < until
+            post._loop.step(0.005)
+            assert accepted(post) <= 3
+        assert not any(map(ended, peers[27:])), "the latest may be about to say who they are"
+        rounds(post)
+        assert post.closed == 27
+
+
+def accepted(post: Post) -> int:
+    """Count the sockets of a reducer that are connected."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(one.laddr.port == post.transport.port and bool(one.raddr) for one in found)
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+def test_a_member_waits_for_a_few_strangers_alone(post: Post) -> None:
+    worker = post.member("job", world_size=1)
+    peers = [post.stranger() for _ in range(150)]
+    for peer in peers:
+        peer.sendall(frame(bytes(96)))  # it is told why not
+    worker.contribute(1, bytes(64))
+    until = time.monotonic() + WAIT_S
+    while post.engine.counters.results == 0:
+        assert time.monotonic() < until
+        post._loop.step(0.001)
+    assert post.engine.counters.refused < 75, "half of them came first"
+    post.until(lambda: post.engine.counters.refused == 150)
 
 
 def test_the_guard_looks_more_often_while_there_is_reason(post: Post) -> None:

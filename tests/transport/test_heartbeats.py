@@ -95,6 +95,15 @@ def test_a_reducer_is_heard_while_nobody_runs_its_loop(post: Post) -> None:
     assert unread(peer).count(PING) >= 3
 
 
+def test_each_of_many_is_heard_while_nobody_runs_the_loop(post: Post) -> None:
+    """They are sent a few at a time, so that data need not wait for all."""
+    peers = [post.stranger() for _ in range(150)]
+    for peer in peers:
+        unread(peer)
+    time.sleep(BUSY_S)
+    assert min(unread(peer).count(PING) for peer in peers) >= 3
+
+
 def test_who_is_sent_something_is_sent_no_heartbeats_besides(post: Post) -> None:
     peer = post.stranger()
     unread(peer)

@@ -203,6 +203,18 @@ def test_it_is_the_broken_one_that_goes_on(post: Post) -> None:
     assert len(post.engine.streams(post.engine.jobs[0].members[0].peer)) == 1
 
 
+def test_results_go_over_the_streams_that_have_not_broken(post: Post) -> None:
+    workers = two(post)
+    leave(post, post.stream(workers[0]).connection)
+    for sequence in range(1, 5):
+        for worker in workers:
+            worker.contribute(sequence, bytes(64))
+    until = time.monotonic() + RESUME_S / 2
+    for _ in range(4):
+        while post.meanwhile(lambda: workers[0].hear()[0].type) is M.PING:
+            assert time.monotonic() < until, "one waits for another socket"
+
+
 def test_what_has_come_is_read_first(post: Post) -> None:
     """A part of it lies in the socket that broke when the reducer hears of another one."""
     worker, _ = two(post)

@@ -33,12 +33,13 @@ static uint64_t now_ns(void)
 
 /* -- heartbeats ------------------------------------------------------------------------------ */
 
-static void ping_all(void *argument)
+static uint64_t ping_all(void *argument, uint64_t now)
 {
     struct loop *loop = argument;
     for (uint32_t line = 0; line < loop->lines; line++)
         if (loop->line[line].connection != NULL)
             connection_beat(loop->line[line].connection);
+    return now + loop->beat_every_ns;
 }
 
 /* -- low water marks ------------------------------------------------------------------------- */
@@ -73,11 +74,12 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
 {
     *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1, .resumer = -1};
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
+    loop->beat_every_ns = every_ns / 2;
     loop->waker = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->resumer = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     return loop->epoll >= 0 && loop->waker >= 0 && loop->resumer >= 0 &&
            watch(loop, loop->waker, WAKER, EPOLLIN) &&
-           pulse_start(&loop->pulse, every_ns / 2, ping_all, loop);
+           pulse_start(&loop->pulse, ping_all, loop);
 }
 
 /* Waits until everything is with the kernel. */

@@ -47,6 +47,7 @@ struct loop {
     uint64_t polled_ns; /* when the sockets were last looked at */
     uint64_t patient_ns; /* when low water marks are looked at next; 0: there are none */
     struct pulse pulse; /* held while connections are used, but not while the loop waits */
+    uint64_t beat_every_ns;
 };
 
 /* False, with errno: out of files, memory or threads. */

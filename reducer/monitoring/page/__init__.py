@@ -1,14 +1,15 @@
 """The page at ``/`` of a reducer's HTTP port: its files, and who may ask whom.
 
 Its script asks the HTTP ports that the query names, each of which is another origin to a browser.
-So two things are decided here: whom the page may ask (its content-security policy), and which
-pages may read what this port answers (`may_read`).
+So three things are decided here: whom the page may ask (its content-security policy), which pages
+may read what this port answers (`may_read`), and under which names it answers (`may_name`).
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from importlib import resources
 from typing import NamedTuple
 from urllib.parse import parse_qs
@@ -98,8 +99,33 @@ def may_read(origin: str) -> bool:
     if match is None:
         return False
     host = match["host"].lower()
+    return is_private(f"{host}:80") if _is_address(host) else _is_inside(host)
+
+
+def may_name(host: str) -> bool:
+    """Whether a request may call this port so: by an address, or a name that no site has.
+
+    A site could have its own name lead to this address, and its pages would be this port's to a
+    browser (DNS rebinding).
+
+    Args:
+        host: the request's ``Host``, such as ``pool-0:9090``; empty if it has none, which is no
+            browser's.
+    """
+    match = _ORIGIN.fullmatch(f"http://{host}")
+    if match is None:
+        return not host
+    name = match["host"].lower()
+    return _is_address(name) or _is_inside(name) or name == socket.gethostname().lower()
+
+
+def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return "." not in host or host.endswith(_INSIDE)
-    return is_private(f"{host}:80")
+        return False
+    return True
+
+
+def _is_inside(name: str) -> bool:
+    return "." not in name or name.endswith(_INSIDE)
