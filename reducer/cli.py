@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -218,10 +219,10 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         if settings.keys is not None:
             signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()
-        print(f"{READY}{server.address}", flush=True)  # noqa: T201 (a caller waits for the line)
+        _tell_caller(f"{READY}{server.address}", log_format)
         if port:
             stack.enter_context(port.serving(server.observer))
-            print(f"{HTTP_READY}{port.address}", flush=True)  # noqa: T201 (likewise)
+            _tell_caller(f"{HTTP_READY}{port.address}", log_format)
         if stop_at_eof:
             threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
         while server.alive and not stop.wait(0.2):
@@ -262,6 +263,14 @@ def _wait_for_eof(stop: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop.set()
+
+
+def _tell_caller(line: str, form: LogFormat) -> None:
+    """Write a line that a caller may wait for to standard output, in the form of the log."""
+    if form is LogFormat.JSON:
+        stamp = structlog.processors.TimeStamper(fmt="iso")
+        line = json.dumps(stamp(None, "info", {"event": line, "level": "info"}))
+    print(line, flush=True)  # noqa: T201
 
 
 def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:

@@ -97,7 +97,9 @@ def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
 
 
 def test_lines_for_programs() -> None:
-    with serving("--log-format", "json", stderr=subprocess.PIPE) as (process, address, _):
+    given = ("--http", "0", "--log-format", "json")  # those on standard output are such as well
+    with serving(*given, stderr=subprocess.PIPE) as (process, address, http):
+        assert http.startswith("127.0.0.1:")
         with connect(servers=address, rank=0, world_size=1, job="of lines"):
             pass
         process.terminate()
