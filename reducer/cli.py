@@ -11,8 +11,9 @@ import sys
 import threading
 from contextlib import ExitStack
 from enum import Enum
+from functools import wraps
 from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import structlog
 import typer
@@ -30,6 +31,7 @@ from reducer.runtime.keyring import Keyring
 from reducer.server import Server
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 
@@ -80,7 +82,22 @@ app.command()(status_command.top)
 app.command()(plan_command.plan)
 
 
+def _errors_in_form(serve: Callable[..., None]) -> Callable[..., None]:
+    @wraps(serve)
+    def command(**options: Any) -> None:
+        try:
+            serve(**options)
+        except ReductionError as error:
+            if options["log_format"] is not LogFormat.JSON:
+                raise
+            structlog.get_logger("reducer").error(str(error))
+            raise typer.Exit(_exit_code(error)) from None
+
+    return command
+
+
 @app.command()
+@_errors_in_form
 def serve(  # noqa: PLR0917 (options have names on the command line)
     config: Annotated[
         str | None,
@@ -316,4 +333,8 @@ def main() -> None:
         for line in f"reducer: {error}".splitlines():
             text = terminal.wrapped(line, 4, terminal.columns(sys.stderr))
             typer.secho(text, err=True, fg=typer.colors.RED)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: ReductionError) -> int:
+    return 2 if isinstance(error, ConfigError) else 1

@@ -115,6 +115,13 @@ def test_lines_for_programs() -> None:
     assert lines[-1]["contributions"] == 0
 
 
+def test_an_error_is_a_line_for_programs_as_well() -> None:
+    said = run_command(COMMAND, "serve", "--log-format", "json", "--bind", "nowhere")
+    (line,) = map(json.loads, said.stderr.splitlines())
+    assert (said.returncode, said.stdout, line["level"]) == (2, "", "error")
+    assert line["event"].startswith("bind:")
+
+
 def test_it_stops_when_standard_input_ends() -> None:
     with serving("--stop-at-eof", command=[COMMAND]) as (process, *_):
         process.stdin.close()
