@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -10,8 +11,9 @@ import sys
 import threading
 from contextlib import ExitStack
 from enum import Enum
+from functools import wraps
 from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import structlog
 import typer
@@ -29,6 +31,7 @@ from reducer.runtime.keyring import Keyring
 from reducer.server import Server
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 
@@ -79,7 +82,22 @@ app.command()(status_command.top)
 app.command()(plan_command.plan)
 
 
+def _errors_in_form(serve: Callable[..., None]) -> Callable[..., None]:
+    @wraps(serve)
+    def command(**options: Any) -> None:
+        try:
+            serve(**options)
+        except ReductionError as error:
+            if options["log_format"] is not LogFormat.JSON:
+                raise
+            structlog.get_logger("reducer").error(str(error))
+            raise typer.Exit(_exit_code(error)) from None
+
+    return command
+
+
 @app.command()
+@_errors_in_form
 def serve(  # noqa: PLR0917 (options have names on the command line)
     config: Annotated[
         str | None,
@@ -218,10 +236,10 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         if settings.keys is not None:
             signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()
-        print(f"{READY}{server.address}", flush=True)  # noqa: T201 (a caller waits for the line)
+        _tell_caller(f"{READY}{server.address}", log_format)
         if port:
             stack.enter_context(port.serving(server.observer))
-            print(f"{HTTP_READY}{port.address}", flush=True)  # noqa: T201 (likewise)
+            _tell_caller(f"{HTTP_READY}{port.address}", log_format)
         if stop_at_eof:
             threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
         while server.alive and not stop.wait(0.2):
@@ -262,6 +280,14 @@ def _wait_for_eof(stop: threading.Event) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop.set()
+
+
+def _tell_caller(line: str, form: LogFormat) -> None:
+    """Write a line that a caller may wait for to standard output, in the form of the log."""
+    if form is LogFormat.JSON:
+        stamp = structlog.processors.TimeStamper(fmt="iso")
+        line = json.dumps(stamp(None, "info", {"event": line, "level": "info"}))
+    print(line, flush=True)  # noqa: T201
 
 
 def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:
@@ -307,4 +333,8 @@ def main() -> None:
         for line in f"reducer: {error}".splitlines():
             text = terminal.wrapped(line, 4, terminal.columns(sys.stderr))
             typer.secho(text, err=True, fg=typer.colors.RED)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+        sys.exit(_exit_code(error))
+
+
+def _exit_code(error: ReductionError) -> int:
+    return 2 if isinstance(error, ConfigError) else 1

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import ConfigError
+from reducer.logs import Listener
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -220,22 +221,17 @@ class Timeline:
         return _JSON(event)
 
 
-class LogEvents(logging.Handler):
+class LogEvents(Listener):
     """Puts what is logged on a timeline, from a level on."""
 
     def __init__(self, timeline: Timeline, level: int) -> None:
         super().__init__(level)
         self._timeline = timeline
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def hear(self, record: logging.LogRecord, text: str) -> None:
         """Add a record as an instant."""
         args = {"level": record.levelname.lower(), "logger": record.name}
-        try:
-            text = record.getMessage()
-        except Exception:  # noqa: BLE001 (as logging's own handlers do: it costs its author nothing)
-            self.handleError(record)
-        else:
-            self._timeline.instant("events", text, time.monotonic(), args)
+        self._timeline.instant("events", text, time.monotonic(), args)
 
 
 def _boot() -> str:

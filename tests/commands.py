@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -55,10 +56,11 @@ def serving(
     ) as process:
         try:
             assert process.stdout
-            said = process.stdout.readline()
-            assert said.startswith("reducer ready on ")
-            http = process.stdout.readline() if "--http" in arguments else ""
-            address = said.split()[-1]
+            said = [process.stdout.readline() for _ in range(1 + ("--http" in arguments))]
+            if "json" in arguments:
+                said = [json.loads(line)["event"] for line in said]
+            assert said[0].startswith("reducer ready on ")
+            address, http = said[0].split()[-1], "".join(said[1:])
             yield Serving(process, address, http.removeprefix(HTTP_READY).strip())
         finally:
             process.kill()

@@ -301,6 +301,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_text_can_be_read",
             "test_a_slow_rank_is_named_with_the_reason",
         ),
+        "test_a_red_square_has_its_sentence_though_its_rank_is_not_named": (
+            "test_a_slow_rank_is_named_with_the_reason",
+        ),
     },
     # -- the package, links and launchers
     "tests/integration/test_wheel.py": {

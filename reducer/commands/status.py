@@ -6,7 +6,6 @@ import itertools
 import json as standard_json
 import socket
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -21,7 +20,7 @@ from reducer.commands.terminal import FittedTable
 from reducer.config import parse_http
 from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
 from reducer.monitoring.status import dump, load, printable
-from reducer.wire.messages import Straggler
+from reducer.wire.messages import Straggler, worst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -263,13 +262,7 @@ def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
     for job in (job for its in statuses for job in its.jobs):
         if job.straggler is not None:
             found.setdefault(job.name, []).append(job.straggler)
-    lines = []
-    for name, told in sorted(found.items()):
-        ((rank, cause), _), *_ = Counter((one.rank, one.cause) for one in told).most_common(1)
-        ones = [one for one in told if (one.rank, one.cause) == (rank, cause)]
-        share = max(one.share for one in ones)
-        median_s = max(one.median_s for one in ones)
-        lines.append(f"job {name}: {Straggler(rank, cause, share, median_s)}")
+    lines = [f"job {name}: {worst(told)}" for name, told in sorted(found.items())]
     return lines[:MAX_ROWS]
 
 

@@ -9,12 +9,12 @@
 
 enum { LATE, SLOW, CAUSES };
 enum { NOW, BEFORE, EVER, SPANS }; /* since the latest turn, between the two latest ones, always */
-enum { BUCKETS = 14 };
+enum { BUCKETS = 64 };
 
 /* Waits for one rank, or for all. */
 struct waits {
     uint64_t us;
-    uint32_t buckets[BUCKETS]; /* how many: below 1, 2, 4 ... 4096 ms, and above */
+    uint32_t buckets[BUCKETS]; /* how many: below 1 ms, by quarters of an octave, and above */
 };
 
 struct rank_lateness {
@@ -37,6 +37,15 @@ static inline bool lateness_begin(struct lateness *lateness, uint32_t world_size
     return lateness->ranks != NULL;
 }
 
+static inline unsigned bucket_of(uint64_t us)
+{
+    static const uint64_t edges_us[] = {1000, 1189, 1414, 1682};
+    unsigned bucket = 0;
+    while (bucket < BUCKETS - 1 && us >= edges_us[bucket % 4] << bucket / 4)
+        bucket++;
+    return bucket;
+}
+
 static inline void waits_add(struct waits *waits, unsigned bucket, uint64_t us)
 {
     waits->us += us;
@@ -50,9 +59,7 @@ static inline void lateness_close(struct lateness *lateness, uint32_t rank)
     uint64_t us = its->cost_us[LATE] + its->cost_us[SLOW];
     if (us == 0)
         return;
-    unsigned cause = its->cost_us[LATE] >= its->cost_us[SLOW] ? LATE : SLOW, bucket = 0;
-    while (bucket < BUCKETS - 1 && us >= UINT64_C(1000) << bucket)
-        bucket++;
+    unsigned cause = its->cost_us[LATE] >= its->cost_us[SLOW] ? LATE : SLOW, bucket = bucket_of(us);
     for (unsigned span = NOW; span < SPANS; span += EVER) {
         waits_add(&its->waits[span][cause], bucket, us);
         waits_add(&lateness->all[span][cause], bucket, us);

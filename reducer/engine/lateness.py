@@ -15,19 +15,24 @@ the compiled slots.
 from __future__ import annotations
 
 import math
+import operator
 from enum import IntEnum
 from heapq import nsmallest
 from typing import NamedTuple
 
 from reducer.wire.messages import Straggler
 
-BUCKETS = 14
+BUCKETS = 64  # of a quarter of an octave, so that a bucket's middle is right to a tenth
+OCTAVES = 14
+MIDDLES_S = tuple(0.001 * 2 ** ((bucket - 0.5) / 4) for bucket in range(BUCKETS))  # geometric
+EDGES_US = (1000, 1189, 1414, 1682)  # where the first four end; the next four, at twice that
 SPAN_S = 5.0  # at least; the latest two are looked at together
-LONGEST_SPAN_S = 60.0  # until there are enough waits
+LONGEST_SPAN_S = 300.0  # until there are enough waits
 LEAST_WAITS = 8  # that say something about a rank
 LEAST_SHARE = 0.02  # of the time, which the others lose by it
 CHANCES = 3  # waits, the longest, that do not count: a pause is no habit
-MOST_CHANCE = 1e-4  # that it was no habit; jobs are looked at again and again
+MOST_CHANCE = 1e-5  # that it was no habit; jobs are looked at again and again
+SILENCE = 5  # times as long as from one wait to the next: then there are none any more
 
 
 class Cause(IntEnum):
@@ -53,7 +58,8 @@ class Waits(NamedTuple):
 
     Attributes:
         us: microseconds.
-        buckets: how many, by how long they were: below 1, 2, 4 ... 4096 ms, and above.
+        buckets: how many, by how long they were: below 1 ms, by quarters of an octave from there
+            on, and above 46 s.
     """
 
     us: int = 0
@@ -64,19 +70,26 @@ class Waits(NamedTuple):
         """How many there were."""
         return sum(self.buckets)
 
+    @property
+    def octaves(self) -> tuple[int, ...]:
+        """How many lasted for less than 1, 2, 4 ... 4096 ms, and for longer."""
+        found = [0] * OCTAVES
+        for bucket, number in enumerate(self.buckets):
+            found[min((bucket + 3) // 4, OCTAVES - 1)] += number
+        return tuple(found)
+
     def plus(self, other: Waits) -> Waits:
         """Return these and others."""
         buckets = zip(self.buckets, other.buckets, strict=True)
         return Waits(self.us + other.us, tuple(map(sum, buckets)))
 
-    @property
-    def median_s(self) -> float:
-        """How long the median one was, seconds."""
-        seen, half = 0, (self.number + 1) / 2
-        for bucket, number in enumerate(self.buckets):
+    def median_s(self, least: int) -> float:
+        """Return how long the median one from a bucket on was; right to a tenth, from 1 ms on."""
+        seen, half = 0, (self.above(least) + 1) / 2
+        for bucket, number in enumerate(self.buckets[least:], least):
             seen += number
             if number and seen >= half:
-                return middle_s(bucket)
+                return MIDDLES_S[bucket]
         return 0.0
 
     @property
@@ -86,17 +99,18 @@ class Waits(NamedTuple):
         for bucket, number in enumerate(self.buckets):
             counted = min(number, left)
             left -= counted
-            lost_s += counted * middle_s(bucket)
+            lost_s += counted * MIDDLES_S[bucket]
         return lost_s
 
     @property
-    def typical(self) -> int:
-        """The bucket from which on half of the time was spent."""
-        left_s = sum(number * middle_s(at) for at, number in enumerate(self.buckets)) / 2
+    def long(self) -> int:
+        """The bucket from which on waits are long: half as long as those of half of the time."""
+        spent_s = list(map(operator.mul, self.buckets, MIDDLES_S))
+        left_s = sum(spent_s) / 2
         for bucket in reversed(range(BUCKETS)):
-            left_s -= self.buckets[bucket] * middle_s(bucket)
+            left_s -= spent_s[bucket]
             if left_s <= 0:
-                return bucket
+                return max(0, bucket - 4)
         return 0
 
     def above(self, bucket: int) -> int:
@@ -104,9 +118,12 @@ class Waits(NamedTuple):
         return sum(self.buckets[bucket:])
 
 
-def middle_s(bucket: int) -> float:
-    """Return the geometric middle of a bucket, seconds."""
-    return float(0.001 * 2 ** (bucket - 0.5))
+def bucket_of(us: int) -> int:
+    """Return the bucket of a wait."""
+    bucket = 0
+    while bucket < BUCKETS - 1 and us >= EDGES_US[bucket % 4] << bucket // 4:
+        bucket += 1
+    return bucket
 
 
 class RankWaits(NamedTuple):
@@ -117,6 +134,21 @@ class RankWaits(NamedTuple):
     slow: Waits
 
 
+class _Counts:
+    """Waits that are being counted."""
+
+    def __init__(self) -> None:
+        self.us = 0
+        self.buckets = [0] * BUCKETS
+
+    def add(self, us: int) -> None:
+        self.us += us
+        self.buckets[bucket_of(us)] += 1
+
+    def told(self) -> Waits:
+        return Waits(self.us, tuple(self.buckets))
+
+
 class _Rank:
     """What is known of a rank; `lateness.h` explains the names."""
 
@@ -124,7 +156,7 @@ class _Rank:
         self.heard_in = -1
         self.until_us = 0
         self.cost_us = [0, 0]
-        self.waits = [[Waits() for _ in Cause] for _ in Span]
+        self.waits = [[_Counts() for _ in Cause] for _ in Span]
 
 
 class Lateness:
@@ -137,7 +169,7 @@ class Lateness:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._ranks: dict[int, _Rank] = {}  # that have been heard
-        self._all = [[Waits() for _ in Cause] for _ in Span]
+        self._all = [[_Counts() for _ in Cause] for _ in Span]
 
     def hear(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
         """Count a contribution, and the wait for it if there was one.
@@ -167,26 +199,24 @@ class Lateness:
         if us == 0:
             return
         cause = Cause.LATE if late >= slow else Cause.SLOW
-        bucket = min((us // 1000).bit_length(), BUCKETS - 1)
-        wait = Waits(us, tuple(int(at == bucket) for at in range(BUCKETS)))
         for spans in (its.waits, self._all):
             for span in (Span.NOW, Span.EVER):
-                spans[span][cause] = spans[span][cause].plus(wait)
+                spans[span][cause].add(us)
         its.cost_us = [0, 0]
 
     def turn(self) -> None:
         """Begin a new span."""
         for spans in (self._all, *(one.waits for one in self._ranks.values())):
-            spans[Span.BEFORE], spans[Span.NOW] = spans[Span.NOW], [Waits() for _ in Cause]
+            spans[Span.BEFORE], spans[Span.NOW] = spans[Span.NOW], [_Counts() for _ in Cause]
 
     def all(self, span: Span, cause: Cause) -> Waits:
         """Return the waits for all ranks."""
-        return self._all[span][cause]
+        return self._all[span][cause].told()
 
     def waits(self, rank: int, span: Span, cause: Cause) -> Waits:
         """Return the waits for one rank."""
         its = self._ranks.get(rank)
-        return Waits() if its is None else its.waits[span][cause]
+        return Waits() if its is None else its.waits[span][cause].told()
 
     def us(self, lately: bool) -> list[int]:
         """Return how long the others have waited for each rank, in microseconds.
@@ -212,25 +242,36 @@ def costliest(lateness: Lateness, most: int) -> tuple[RankWaits, ...]:
     )
 
 
-def number_of_waits(lateness: Lateness, *spans: Span) -> int:
-    """Return how many waits there were in some spans, for whatever rank."""
-    return sum(lateness.all(span, cause).number for span in spans for cause in Cause)
+def long_waits(lateness: Lateness) -> int:
+    """Return how many waits there were since the latest turn, but for short ones."""
+    waits = max((lateness.all(Span.NOW, cause) for cause in Cause), key=lambda one: one.us)
+    return waits.above(waits.long)
 
 
-def straggler(lateness: Lateness, world_size: int, seconds: float) -> Straggler | None:
+def least_waits(world_size: int) -> int:
+    """Return of how many long waits all must be for one rank, or chance may explain it."""
+    fewest = 1 + math.ceil(-math.log(MOST_CHANCE) / math.log(max(2, world_size)))
+    return max(LEAST_WAITS, fewest)
+
+
+def straggler(
+    lateness: Lateness, world_size: int, seconds: float, named: int | None = None
+) -> Straggler | None:
     """Return the rank that the others wait for again and again, if there is one.
 
     By chance they wait as long for each of n ranks. For this one it is that and half of all the
-    rest, and `LEAST_SHARE` of the time. And it is no accident: of the waits as long as its typical
-    ones, more are for it than chance explains.
+    rest, and `LEAST_SHARE` of the time. And it is no accident: of the long waits, of which most of
+    the time is made, more are for it than chance explains. What was shown of a rank need not be
+    shown again: it remains the straggler for as long as the others wait for it as much.
 
     Args:
         lateness: what is known.
         world_size: number of ranks.
         seconds: how long the latest two spans are.
+        named: the rank that was the straggler until now, if one was.
     """
     lost = lateness.us(lately=True)
-    if not lost or number_of_waits(lateness, *LATELY) < LEAST_WAITS or seconds <= 0:
+    if not lost or seconds <= 0:
         return None
     rank = max(range(world_size), key=lost.__getitem__)
     causes = [_lately(lateness, rank, cause) for cause in Cause]
@@ -239,12 +280,16 @@ def straggler(lateness: Lateness, world_size: int, seconds: float) -> Straggler 
     least_us = (1 + 1 / world_size) / 2 * sum(lost)
     if lost[rank] < least_us or its.habit_s < LEAST_SHARE * seconds:
         return None
-    mine = its.above(its.typical)
-    everyones = _lately(lateness, None, cause).above(its.typical)
-    if world_size * chance(mine, everyones, 1 / world_size) > MOST_CHANCE:
-        return None
+    everyones = _lately(lateness, None, cause)
+    long = (
+        everyones.long
+    )  # must not depend on whose waits they are: chance would seem to bring less
+    if rank != named:
+        mine, of = its.above(long), everyones.above(long)
+        if mine < LEAST_WAITS or world_size * chance(mine, of, 1 / world_size) > MOST_CHANCE:
+            return None
     share = min(1.0, lost[rank] / 1e6 / seconds)
-    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, its.median_s)
+    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, its.median_s(long))
 
 
 def _lately(lateness: Lateness, rank: int | None, cause: Cause) -> Waits:
@@ -281,8 +326,9 @@ class Watch:
 
     def __init__(self) -> None:
         self.straggler: Straggler | None = None
-        self._named: tuple[int, str] | None = None  # rank and cause of the latest one
+        self._told: tuple[int, str] | None = None  # rank and cause of the latest one
         self._turns: tuple[float, ...] = ()  # when the two latest spans began
+        self._apart_s = 0.0  # a wait and the next one, in the span before
 
     def look(self, lateness: Lateness, world_size: int, now: float) -> Straggler | None:
         """Look, if it is time; return the straggler if its rank or cause is not the latest one's.
@@ -293,17 +339,23 @@ class Watch:
             now: seconds of a monotonic clock.
         """
         self._turns = self._turns or (now, now)
-        waited_s = now - self._turns[1]
-        if waited_s < SPAN_S:
+        span_s = now - self._turns[1]
+        if span_s < SPAN_S:
             return None
-        if number_of_waits(lateness, Span.NOW) == 0:
-            self.straggler = None
-        if number_of_waits(lateness, *LATELY) < LEAST_WAITS and waited_s < LONGEST_SPAN_S:
+        named = None if self.straggler is None else self.straggler.rank
+        if named is not None and span_s > SILENCE * self._apart_s:
+            lost_us = sum(lateness.waits(named, Span.NOW, cause).us for cause in Cause)
+            if lost_us < 1e6 * LEAST_SHARE * span_s:
+                self.straggler = named = None
+        waits = long_waits(lateness)
+        if waits < least_waits(world_size) and span_s < LONGEST_SPAN_S:
             return None  # steps may be long
-        self.straggler = found = straggler(lateness, world_size, now - self._turns[0])
+        found = straggler(lateness, world_size, now - self._turns[0], named)
+        self.straggler = found
         self._turns = self._turns[1], now
+        self._apart_s = span_s / max(1, waits)
         lateness.turn()
-        if found is None or (found.rank, found.cause) == self._named:
+        if found is None or (found.rank, found.cause) == self._told:
             return None
-        self._named = found.rank, found.cause
+        self._told = found.rank, found.cause
         return found

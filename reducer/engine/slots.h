@@ -26,7 +26,7 @@ struct member {
 /* Bytes that the records of an all-reduce take besides payloads, counted generously; slots.py says
  * the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank. */
 enum { ROUND_BYTES = 640, SLOT_BYTES = 256, PLACE_BYTES = 72, DONE_BYTES = 192 };
-enum { RANK_BYTES = 1, LATENESS_BYTES = 416 };
+enum { RANK_BYTES = 1, LATENESS_BYTES = 1616 };
 /* Of a record of payloads that waits for the next slot, and of it for each rank. */
 enum { SPARE_RECORD_BYTES = 48, SPARE_RANK_BYTES = 9 };
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Bytes that the records of an all-reduce take besides payloads, counted generously; `slots.h` says
 # the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank.
 ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 192
-RANK_BYTES, LATENESS_BYTES = 1, 416
+RANK_BYTES, LATENESS_BYTES = 1, 1616
 # Of a record of payloads that waits for the next slot, and of it for each rank.
 SPARE_RECORD_BYTES, SPARE_RANK_BYTES = 48, 9
 MOST_TIMES = 4096  # of rounds of a job that have ended, until somebody takes them

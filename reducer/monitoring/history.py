@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pydantic import TypeAdapter
 
+from reducer.logs import Listener
 from reducer.monitoring.status import printable
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class History:
                 return
 
 
-class _Events(logging.Handler):
+class _Events(Listener):
     """Keeps records that are about jobs, or warn."""
 
     def __init__(self) -> None:
@@ -156,15 +157,10 @@ class _Events(logging.Handler):
         """Return what is kept; other threads may log meanwhile."""
         return tuple(self._kept.copy())
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def hear(self, record: logging.LogRecord, text: str) -> None:
         """Keep a record, unless it is of no interest later."""
         job, rank = getattr(record, "job", None), getattr(record, "rank", None)
         if record.levelno < logging.WARNING and job is None:
-            return
-        try:
-            text = record.getMessage()
-        except Exception:  # noqa: BLE001 (a wrong format is reported as any handler does it)
-            self.handleError(record)
             return
         if record.exc_info and record.exc_info[0]:
             text += f" ({record.exc_info[0].__name__})"

@@ -279,10 +279,10 @@ def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
             rank=rank,
             late_waits=late.number,
             late_s=late.us / 1e6,
-            late_buckets=late.buckets,
+            late_buckets=late.octaves,
             slow_waits=slow.number,
             slow_s=slow.us / 1e6,
-            slow_buckets=slow.buckets,
+            slow_buckets=slow.octaves,
         )
         for rank, (late, slow) in ordered[:MAX_RANKS]
     )

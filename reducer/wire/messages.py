@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -264,13 +265,23 @@ class Straggler:
         why = "it comes late" if self.cause == "late" else "its link is slow"
         return (
             f"the others wait for rank {self.rank} for {self.share:.0%} of the time, "
-            f"{1000 * self.median_s:.0f} ms each in the median: {why}"
+            f"{_about(self.median_s)} each: {why}"
         )
 
 
+def _about(seconds: float) -> str:
+    """Return a duration in two digits, as `about` of the page does."""
+    if seconds < 1e-3:
+        return "under 1 ms"
+    value, unit = (1e3 * seconds, "ms") if seconds < 0.0995 else (seconds, "s")
+    return f"about {value:.{(value < 0.995) + (value < 9.95)}f} {unit}"
+
+
 def worst(told: Iterable[Straggler | None]) -> Straggler | None:
-    """Return the straggler for which the others wait longest, if any is told."""
-    return max((one for one in told if one), key=lambda one: one.share, default=None)
+    """Return the straggler that most reducers tell; of these, for which the others wait longest."""
+    ones = [one for one in told if one]
+    votes = Counter((one.rank, one.cause) for one in ones)
+    return max(ones, key=lambda one: (votes[one.rank, one.cause], one.share), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import statistics
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ from reducer.engine.lateness import (
     Cause,
     Lateness,
     Span,
+    Watch,
     chance,
     costliest,
     straggler,
@@ -25,9 +27,12 @@ from reducer.engine.lateness import (
 from reducer.errors import RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import Straggler, Stragglers, decode, encode
+from tests.engine import stragglers
 from tests.engine.words import M
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.engine.driven import Driven
     from tests.engine.words import Reducer
 
@@ -170,6 +175,73 @@ def test_chance_accuses_nobody(world_size: int, waits: int) -> None:
         assert straggler(lateness, world_size, 1e-3) is None
 
 
+@pytest.mark.parametrize("step_s", [0.5, 1.0, 1.5, 10.0])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_a_rank_that_delays_every_step_is_named(world_size: int, step_s: float) -> None:
+    looks = stragglers.run(world_size, step_s, stragglers.late(0.9))
+    named = [one for look in looks for one in look.told if one is not None]
+    assert {one.rank for one in named} == {stragglers.STRAGGLER}
+    assert len(named) >= 0.95 * sum(len(look.told) for look in looks)
+    assert all(one.median_s == pytest.approx(0.9 * step_s, rel=0.1) for one in named)
+    agreed = sum((first is None) == (second is None) for _, (first, second) in looks)
+    assert agreed >= 0.95 * len(looks)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_its_waits_need_not_be_of_one_length(world_size: int) -> None:
+    looks = stragglers.run(world_size, 1.0, stragglers.late(0.7, varies=0.3))
+    found = [one is not None and one.rank == stragglers.STRAGGLER for _, (one, _) in looks]
+    assert sum(found) >= 0.9 * len(found)
+
+
+@pytest.mark.parametrize("compute", [stragglers.exponential, stragglers.gaussian])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_nobody_is_named_where_all_are_alike(
+    world_size: int, compute: Callable[[random.Random, int], float]
+) -> None:
+    for seed in range(20):
+        looks = stragglers.run(world_size, 2.0, compute, seed, reducers=1)
+        assert not any(look.told[0] for look in looks), seed
+
+
+def test_it_is_named_until_the_others_do_not_wait_for_it() -> None:
+    """Steps of 10 s are longer than a look takes, and there is a pause of a minute in them."""
+    lateness, watch, told = Lateness(2), Watch(), []
+    for at in range(0, 3000, 5):
+        if at % 10 == 0 and not 1000 <= at < 1060:
+            late_us, now_us = (9_000_000 if at < 2000 else 1), (100 + at) * 1_000_000
+            lateness.hear(1, at, now_us, now_us - late_us)
+        watch.look(lateness, 2, 100.0 + at)
+        told.append(watch.straggler is not None)
+    first = told.index(True)
+    assert 5 * first <= 190
+    assert all(told[first:200])
+    assert all(told[250:400]), "after the pause, too"
+    assert not any(told[480:])
+
+
+@given(st.lists(st.floats(3, 7.6), min_size=1, max_size=31))
+def test_medians_are_right_to_a_tenth(powers: list[float]) -> None:
+    lateness, lasted_us = Lateness(2), [int(10**power) for power in powers]
+    for at, us in enumerate([*lasted_us, 1]):  # the last one goes on
+        lateness.hear(1, at, (at + 1) * 10**9, (at + 1) * 10**9 - us)
+    found_s = lateness.waits(1, Span.NOW, Cause.LATE).median_s(0)
+    low, high = statistics.median_low(lasted_us), statistics.median_high(lasted_us)
+    assert 0.9 * low / 1e6 <= found_s <= 1.1 * high / 1e6
+
+
+@pytest.mark.parametrize(
+    ("median_s", "says"),
+    [
+        *((0.0004, "under 1 ms"), (0.00116, "about 1.2 ms"), (0.0234, "about 23 ms")),
+        *((0.0996, "about 0.10 s"), (0.395, "about 0.40 s"), (0.94, "about 0.94 s")),
+        *((0.997, "about 1.0 s"), (9.03, "about 9.0 s"), (43.2, "about 43 s")),
+    ],
+)
+def test_how_long_is_said_in_two_digits(median_s: float, says: str) -> None:
+    assert f"of the time, {says} each: it comes late" in str(Straggler(1, "late", 0.5, median_s))
+
+
 @pytest.mark.parametrize(
     ("least", "of", "share", "expected"),
     [(3, 3, 0.5, 1 / 8), (2, 7, 0.3, 1.0), (2, 3, 0.25, 10 / 64), (1, 40, 0.02, 1 - 0.98**40)],
@@ -181,21 +253,25 @@ def test_what_chance_brings(least: int, of: int, share: float, expected: float) 
 @pytest.mark.parametrize(
     ("late", "others", "seconds", "says"),
     [
-        ((91, 30), (5, 30), 10.0, "rank 3 for 27% of the time, 23 ms each in the median: it comes"),
+        ((91, 30), (5, 30), 10.0, "rank 3 for 27% of the time, about 29 ms each: it comes"),
         ((50, 30), (40, 30), 10.0, None),  # for another one nearly as long
         ((90, 1.5), (5, 1.5), 10.0, None),  # it costs next to nothing
         ((7, 30), (0, 1), 1.0, None),  # too few
         ((3, 3000), (90, 5), 10.0, None),  # pauses
-        ((12, 300), (50, 5), 10.0, "rank 3 for 36% of the time, 362 ms each in the median"),
+        ((12, 300), (50, 5), 10.0, "rank 3 for 36% of the time, about 0.28 s each"),
+        ((12, 300, 20, 1), (0, 1), 10.0, "rank 3 for 36% of the time, about 0.28 s each"),
     ],
 )
 def test_whom_the_others_wait_for(
-    late: tuple[int, float], others: tuple[int, float], seconds: float, says: str | None
+    late: tuple[float, ...], others: tuple[float, ...], seconds: float, says: str | None
 ) -> None:
     lateness, now_us = Lateness(4), 1
-    for rank, (number, ms) in ((3, late), (1, others)):
-        for at in range(number + 1):  # the last one goes on
-            lasts_us = round(ms * MS) if at < number else 1
+    for rank, waits in ((3, late), (1, others)):
+        lasted_ms = [
+            ms for at in range(0, len(waits), 2) for ms in [waits[at + 1]] * int(waits[at])
+        ]
+        for at, ms in enumerate([*lasted_ms, 0.001]):  # the last one goes on
+            lasts_us = round(ms * MS)
             lateness.hear(rank, at + 1000 * rank, now_us + lasts_us, now_us)
             now_us += lasts_us + 1
     found = straggler(lateness, 4, seconds)
@@ -231,7 +307,7 @@ def test_an_engine_names_it_once_until_it_is_over(
         make(int(SPAN_S / 0.13) + 1, 0.03)
     (line,) = said()
     assert line.startswith("job 'job': the others wait for rank 1 for 2")
-    assert line.endswith("% of the time, 23 ms each in the median: it comes late")
+    assert line.endswith("% of the time, about 29 ms each: it comes late")
     (job,) = reducer.engine.jobs
     assert job.watch.straggler is not None
     assert pinged() == [job.watch.straggler] * 2

@@ -97,7 +97,9 @@ def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
 
 
 def test_lines_for_programs() -> None:
-    with serving("--log-format", "json", stderr=subprocess.PIPE) as (process, address, _):
+    given = ("--http", "0", "--log-format", "json")  # those on standard output are such as well
+    with serving(*given, stderr=subprocess.PIPE) as (process, address, http):
+        assert http.startswith("127.0.0.1:")
         with connect(servers=address, rank=0, world_size=1, job="of lines"):
             pass
         process.terminate()
@@ -111,6 +113,13 @@ def test_lines_for_programs() -> None:
     ended = next(line for line in lines if "left" in line["event"])
     assert (ended["rank"], ended["logger"]) == (0, "reducer.engine.engine")
     assert lines[-1]["contributions"] == 0
+
+
+def test_an_error_is_a_line_for_programs_as_well() -> None:
+    said = run_command(COMMAND, "serve", "--log-format", "json", "--bind", "nowhere")
+    (line,) = map(json.loads, said.stderr.splitlines())
+    assert (said.returncode, said.stdout, line["level"]) == (2, "", "error")
+    assert line["event"].startswith("bind:")
 
 
 def test_it_stops_when_standard_input_ends() -> None:

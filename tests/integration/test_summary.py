@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,6 +18,9 @@ from tests.waits import eventually
 from worker_client.client import lines
 from worker_client.client.bootstrap import connect
 from worker_client.client.summary import Summary
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCRIPT = """
 import logging, sys
@@ -60,6 +65,76 @@ def test_logging_decides_where_it_is_set_up(level: str, lines: int) -> None:
     for said in run(level):
         assert "reduction: " not in said
         assert said.count("INFO:worker_client.client.lines:rank ") == lines
+
+
+# What a program does about logging: what reaches standard error of the lines at the start and the
+# end, and of a warning of each package.
+BEGINS, ENDS = "rank 0 of 1, job one: .*", "rank 0 of 1, job one, ends: .*"
+BARE = [f"reduction: {BEGINS}", "look out", "take care", f"reduction: {ENDS}"]
+LOGGED = ["WARNING:worker_client.any:look out", "WARNING:reducer.any:take care"]
+LINES = "worker_client.client.lines:"
+PROGRAMS = {
+    "pass": BARE,
+    "import structlog as s; s.configure(logger_factory=s.stdlib.LoggerFactory())": BARE,
+    "import structlog as s; s.stdlib.recreate_defaults()": [],  # to standard output
+    "logging.getLogger('other').addHandler(logging.StreamHandler())": BARE,
+    "ours.setLevel('INFO')": BARE,
+    "logging.basicConfig(level='INFO'); ours.propagate = False": [*BARE[:2], LOGGED[1], BARE[3]],
+    "logging.basicConfig()": LOGGED,
+    "logging.basicConfig(level='INFO')": [f"INFO:{LINES}{BEGINS}", *LOGGED, f"INFO:{LINES}{ENDS}"],
+    "ours.addHandler(logging.NullHandler())": ["take care"],
+    "ours.setLevel('ERROR')": ["take care"],
+    "logging.disable()": [],
+    "logging.lastResort = None; logging.raiseExceptions = False": [BARE[0], BARE[3]],
+}
+PROGRAM = """
+import json, logging, os, sys
+import numpy as np
+import torch.distributed as dist
+from worker_client.client.bootstrap import connect
+
+ours, last = logging.getLogger("worker_client"), logging.lastResort
+dist.init_process_group("gloo")
+for number, program in enumerate(json.loads(os.environ["PROGRAMS"])):
+    for timeline in (False, True):
+        exec(program)
+        if timeline:
+            os.environ["REDUCTION_TIMELINE"] = f"{os.environ['TIMELINES']}/{number}"
+        client = connect(job="one")  # hosts a reducer, which has a timeline as well
+        if timeline:
+            client.start_timeline(f"{os.environ['TIMELINES']}/{number}/again.json")
+            further = connect(job="one")
+        for name, *words in (ours.name, "look %s", "out"), ("reducer", "take %s", "care"):
+            logging.getLogger(f"{name}.any").warning(*words)
+        client.shutdown()
+        if timeline:
+            further.on_end = None
+            further.shutdown()
+        print("--", file=sys.stderr)
+        os.environ.pop("REDUCTION_TIMELINE", None)
+        logging.disable(logging.NOTSET)
+        logging.lastResort, logging.raiseExceptions, ours.propagate = last, True, True
+        ours.setLevel(logging.NOTSET)
+        logging.root.setLevel(logging.WARNING)
+        for logger in (ours, logging.root):
+            for handler in list(logger.handlers):
+                logger.removeHandler(handler)
+"""
+
+
+def test_a_timeline_changes_nothing_of_what_is_said(tmp_path: Path) -> None:
+    given = environments(1, PROGRAMS=json.dumps([*PROGRAMS]), TIMELINES=str(tmp_path))
+    with ranks(given, "-c", PROGRAM) as job:
+        job.finish()
+        (errors,) = (re.sub(rf"INFO:(?!{LINES}).*\n", "", rank.err) for rank in job)
+    said = errors.split("--\n")[:-1]
+    for (program, expected), *both in zip(PROGRAMS.items(), said[::2], said[1::2], strict=True):
+        begins = [line for line in expected if BEGINS in line]
+        for found, right in zip(both, (expected, begins + expected), strict=True):
+            assert re.fullmatch("".join(f"{line}\n" for line in right), found), (program, found)
+    for number, program in enumerate(PROGRAMS):
+        heard = (tmp_path / f"{number}" / "again.json").read_text()
+        assert ("look out" in heard) == ("ERROR" not in program and "disable" not in program)
 
 
 def test_that_torchrun_ends_the_others_is_said_once() -> None:

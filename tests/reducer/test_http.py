@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from reducer.config import load
-from reducer.engine.lateness import BUCKETS, RankWaits, Waits
+from reducer.engine.lateness import BUCKETS, RankWaits, Waits, bucket_of
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
@@ -458,7 +458,7 @@ def test_jobs_of_several_threads_are_joined() -> None:
 
 def test_what_threads_know_of_ranks_is_joined() -> None:
     def waits(rank: int, *lasted_ms: int) -> RankWaits:
-        buckets = [sum(ms.bit_length() == at for ms in lasted_ms) for at in range(BUCKETS)]
+        buckets = [sum(bucket_of(1000 * ms) == at for ms in lasted_ms) for at in range(BUCKETS)]
         return RankWaits(rank, Waits(1000 * sum(lasted_ms), tuple(buckets)), Waits())
 
     often, seldom = (Straggler(rank, "slow", share, 0.01) for rank, share in ((2, 0.9), (1, 0.5)))
@@ -471,6 +471,7 @@ def test_what_threads_know_of_ranks_is_joined() -> None:
     )
     told = [(one.rank, one.late_waits, one.late_s) for one in job.costliest_ranks]
     assert told == [(2, 4, 0.06), (1, 1, 0.03)]
+    assert [one.late_buckets[4:7] for one in job.costliest_ranks] == [(2, 2, 0), (0, 1, 0)]
     assert job.straggler == often
     text = samples(_text(status_of([view("a", 0, straggler=often)])))
     assert text['reducer_job_straggler_share{cause="slow",job="a",rank="2"}'] == 0.9

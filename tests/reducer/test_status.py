@@ -216,7 +216,7 @@ def test_the_rank_that_most_reducers_name_is_shown() -> None:
     told = [one, other, replace(one, share=0.91), third]
     statuses = [replace(STATUS, jobs=(replace(JOB, straggler=each),)) for each in told]
     text = shown([Found(f"{at}:1", each, None) for at, each in enumerate(statuses)])
-    line = "the others wait for rank 3 for 91% of the time, 42 ms each in the median: it comes late"
+    line = "the others wait for rank 3 for 91% of the time, about 42 ms each: it comes late"
     assert f"job {JOB.name}: {line}" in text
     assert "rank 1" not in text
 

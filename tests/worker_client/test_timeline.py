@@ -292,11 +292,14 @@ def test_what_the_disk_has_no_room_for_is_left_out(
 
 
 def test_a_line_that_cannot_be_formatted_is_shown_by_logging(
-    lines: Timeline, capsys: pytest.CaptureFixture[str]
+    lines: Timeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = logging.LogRecord("x", logging.WARNING, "", 0, "%d", ("no number",), None)
-    LogEvents(lines, logging.WARNING).emit(record)
-    assert "no number" in capsys.readouterr().err
+    mine, handler = logging.getLogger("tests.timeline"), LogEvents(lines, logging.WARNING)
+    monkeypatch.setattr(mine, "propagate", False)
+    mine.addHandler(handler)
+    mine.warning("%d", "no number")
+    mine.removeHandler(handler)
+    assert capsys.readouterr().err.count("Logging error") == 1
 
 
 def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The line in a job's output when a worker begins, and the one when it ends.
 
 They are records of level INFO if the program has set up logging, which decides where they go; else
-lines on standard error.
+lines on standard error, unless the program wants to hear less of us.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from reducer.logs import program_shows
 from worker_client.client.summary import count
 
 if TYPE_CHECKING:
     from worker_client.client.client import Client
 
 _NAMED = 3  # addresses of reducers in a line; of more, their number
+
+_OURS = logging.getLogger("worker_client")
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,8 @@ def _reducers(client: Client) -> str:
 
 
 def _say(line: str) -> None:
-    if log.hasHandlers():
+    if program_shows(log):
         log.info("%s", line)
-    else:
+    elif not (_OURS.level > logging.INFO or log.manager.disable >= logging.INFO or log.disabled):
         sys.stderr.write(f"reduction: {line}\n")  # in one piece: all ranks write to one terminal
         sys.stderr.flush()

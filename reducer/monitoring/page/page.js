@@ -278,8 +278,11 @@ function joined(job) {
   if (straggler) {
     shares.set(straggler.rank, Math.max(straggler.share, shares.get(straggler.rank) ?? 0));
   }
+  const red = [...shares].filter(([rank, share]) => share >= LEVELS.at(-1) && rank !== straggler?.rank)
+    .sort((a, b) => b[1] - a[1]);
   const absent = told.flatMap((one) => ranges(one.ranks_absent));
-  const amiss = job.isPast ? 0 : Number(straggler !== null) + 2 * Number(absent.length > 0);
+  const isSlow = straggler !== null || red.length > 0;
+  const amiss = job.isPast ? 0 : Number(isSlow) + 2 * Number(absent.length > 0);
   const sum = (name) => told.reduce((total, one) => total + one[name], 0);
   return {
     ...job,
@@ -291,6 +294,7 @@ function joined(job) {
     presentRanges: ranges(first.ranks_present),
     absent,
     straggler,
+    red,
     amiss,
     held: sum("held"),
     reserved: sum("reserved"),
@@ -298,13 +302,29 @@ function joined(job) {
   };
 }
 
+/** Return a duration in two digits, as a reducer's log has it. */
+function about(seconds) {
+  if (seconds < 0.001) {
+    return "under 1 ms";
+  }
+  const [value, unit] = seconds < 0.0995 ? [1000 * seconds, "ms"] : [seconds, "s"];
+  return `about ${value.toFixed(Number(value < 0.995) + Number(value < 9.95))} ${unit}`;
+}
+
 function stragglerSentence({ straggler }) {
   const { rank, share, median_s: medianS } = straggler;
-  const ms = (1000 * medianS).toFixed(0);
   const how = straggler.cause === "late"
-    ? `its contributions come late, ${ms} ms in the median`
-    : `its link is slow, and its contributions take ${ms} ms longer in the median`;
+    ? `its contributions come late, ${about(medianS)} each time`
+    : `its link is slow, and its contributions take ${about(medianS)} longer`;
   return `Rank ${rank} keeps the others waiting ${percent(share)} of the time: ${how}.`;
+}
+
+/** Say of ranks whose squares are red what is known, and no more: they may take turns by chance. */
+function redSentence({ red, straggler }) {
+  const [most, ...rest] = red.slice(0, 4).map(([rank, share]) => `rank ${rank} ${percent(share)}`);
+  const who = rest.length ? `${[most, ...rest.slice(0, -1)].join(", ")} and ${rest.at(-1)}` : most;
+  return `In the last ${WINDOW_S} s the others waited for ${who} of the time` +
+    `${straggler ? "." : ", and it may be chance: no rank is named as the straggler."}`;
 }
 
 function absentSentence(job) {
@@ -360,6 +380,7 @@ function jobCard(job, following) {
       text: "As last heard: no reducer that has it answers.",
     }),
     job.straggler && make("p", { look: "finding", text: stragglerSentence(job) }),
+    job.red.length > 0 && make("p", { look: "finding", text: redSentence(job) }),
     job.absentText && make("p", { look: "finding bad", text: absentSentence(job) }),
     make("div", {
       look: `ranks${job.isPast ? " past" : ""}`,
@@ -672,7 +693,7 @@ function summary(those, jobs) {
   const heard = those.filter((one) => one.status && !one.silent);
   const wrong = heard.filter((one) => one.status.state !== "serving");
   const live = jobs.filter((job) => !job.isPast);
-  const late = live.filter((job) => job.straggler);
+  const late = live.filter((job) => job.straggler || job.red.length);
   const lacking = live.filter((job) => job.absentText);
   if (!heard.length && !silent.length) {
     return "Asking the reducers…";
@@ -693,8 +714,9 @@ function summary(those, jobs) {
       : `${who}, and ${heard.length === 1 ? "waits" : "wait"} for jobs.`);
   }
   said.push(...lacking.slice(0, 2).map((job) => `Job ${job.name} lacks ranks.`));
-  said.push(...late.slice(0, 2)
-    .map((job) => `Job ${job.name} waits for rank ${job.straggler.rank}.`));
+  said.push(...late.slice(0, 2).map((job) => (job.straggler
+    ? `Job ${job.name} waits for rank ${job.straggler.rank}.`
+    : `Job ${job.name} waited for rank ${job.red[0][0]} for ${percent(job.red[0][1])} of the time.`)));
   return said.join(" ");
 }
 
