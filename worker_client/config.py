@@ -108,8 +108,9 @@ class WorkerConfig(BaseSettings):
     interface: str = ""
     """Where the reducer that this rank hosts listens, and other ranks reach it: an interface's name
     such as ``eth1``, an address, or a network such as ``10.0.0.0/8``, which can be the same at
-    every rank. By default the address that leads to MASTER_ADDR. It takes the place of
-    REDUCTION_BIND. The network of the way to a pool is that of REDUCTION_SERVERS."""
+    every rank. By default the address, IPv4 or IPv6, on the way to where torch's ranks meet, and
+    at rank 0's host the one on the way to the others. It takes the place of REDUCTION_BIND. The
+    network of the way to a pool is that of REDUCTION_SERVERS."""
 
     job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default the ranks agree through the process group on a

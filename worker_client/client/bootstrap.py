@@ -22,7 +22,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.failpoints import parse
-from reducer.units import is_loopback
+from reducer.units import host_port, is_loopback
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
@@ -478,9 +478,10 @@ def _run(group: Rendezvous | None, world_size: int) -> str:
 
 def _meeting_place(launched: Resolved) -> str:
     """Return what stands for where the ranks meet, which other runs cannot use meanwhile; or ""."""
-    if launched.master_addr is None or launched.reasons.get("master_port") != "MASTER_PORT":
+    host, port = launched.master_addr, launched.master_port
+    if host is None or port is None or launched.reasons.get("master_port") != "MASTER_PORT":
         return ""  # a port that all runs find is nobody's own
-    place = f"{launched.master_addr}:{launched.master_port}"
+    place = host_port(host, port)
     if is_loopback(place):
         if launched.local_world_size not in {None, launched.world_size}:
             return ""  # on another node it is called something else
