@@ -51,6 +51,10 @@ def address(text: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(text.strip())
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"write it as HOST:PORT, with a port up to 65535, got {text!r}")
+    try:
+        match["host"].encode("idna")  # as who looks it up will do
+    except UnicodeError:
+        raise ValueError(f"{match['host']!r} is no name of a host") from None
     return match["host"], int(match["port"])
 
 

@@ -151,9 +151,9 @@ class WorkerConfig(BaseSettings):
         float, BeforeValidator(units.duration), Field(ge=0, le=1e9, allow_inf_nan=False)
     ] = 0.0
     """How long to wait while no reducer of the pool answers. At the start a worker waits this long
-    if it is longer than REDUCTION_CONNECT_TIMEOUT, and resolves host names that are not known yet
-    again. In the middle of a job its calls wait, and go on without a lost step when a reducer has
-    been started again. Each rank decides for itself."""
+    if it is longer than REDUCTION_CONNECT_TIMEOUT; a reducer whose name has no address yet is one
+    that does not answer. In the middle of a job its calls wait, and go on without a lost step when
+    a reducer has been started again. Each rank decides for itself."""
 
     heartbeat: Annotated[Seconds, Field(ge=0.1)] = 0.2
     """Time between two heartbeats that this rank sends to each reducer: 100 ms at least, and half

@@ -12,8 +12,9 @@ import pytest
 
 from reducer.errors import ConfigError
 from reducer.runtime import implementation
-from tests.conftest import joined, reducer_here
+from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import reduced
+from tests.ranks import environments, ranks
 from worker_client import config
 from worker_client.client.bootstrap import enlist
 from worker_client.client.client import Client
@@ -89,6 +90,24 @@ def test_embedded_reducers_at_an_ipv6_address(impl: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     for reducers in outcomes(["::1", "::1"]):
         assert all(address.startswith("[::1]:") for address in reducers)
+
+
+HOROVOD = """
+import torch, worker_client, worker_client.horovod.torch as hvd
+client = worker_client.init()  # without a process group its job is named by where ranks meet
+assert client.all_reduce(torch.ones(3), op="sum").wait(10).tolist() == [2] * 3
+hvd.init()
+print(hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum).tolist())
+"""
+
+
+@IPV6
+def test_ranks_that_meet_at_an_ipv6_address() -> None:
+    with (
+        local_pool(1) as servers,
+        ranks(environments(2, servers, MASTER_ADDR="::1"), "-c", HOROVOD) as job,
+    ):
+        assert job.outputs() == ["[3.0, 3.0, 3.0]\n"] * 2
 
 
 def test_embedded_reducers_of_one_host_listen_on_loopback() -> None:

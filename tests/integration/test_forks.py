@@ -21,12 +21,13 @@ pytestmark = [
 ]
 
 
-def connections(ports: set[int]) -> int:
-    """How many sockets of this process lead to these ports."""
-    return sum(
-        bool(one.raddr) and one.raddr.port in ports
+def connections() -> set[tuple[int, int]]:
+    """Both ports of each connection that this process has a socket of."""
+    return {
+        (one.laddr.port, one.raddr.port)
         for one in psutil.Process().net_connections("tcp")
-    )
+        if one.raddr
+    }
 
 
 def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call() -> None:
@@ -54,16 +55,21 @@ def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_forked_child_closes_its_copies_and_no_other_socket() -> None:
+@pytest.mark.usefixtures("impl")
+def test_a_forked_child_closes_its_copies_and_no_other_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REDUCTION_THREADS", "2")
+    before = connections()
     with local_pool(2) as servers, joined(2, servers=servers) as clients:
-        ports = {int(server.rpartition(":")[2]) for server in servers}
-        assert connections(ports) >= 4
+        assert [client.lanes for client in clients] == [[2, 2]] * 2
+        assert len(connections() - before) >= 8
         ours, theirs = socket.socketpair()
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
             ours.sendall(b"alive")  # in spite of the rest
-            os.write(writer, b"%d" % connections(ports))
+            os.write(writer, b"%d" % len(connections() - before))
             os._exit(0)
         os.waitpid(child, 0)
         assert os.read(reader, 10) == b"0"

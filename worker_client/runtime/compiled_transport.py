@@ -30,6 +30,7 @@ from reducer.zmtp import sodium
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
 from worker_client.runtime.credentials import Keys
+from worker_client.runtime.service_thread import leave_in_child
 from worker_client.runtime.transport import (
     CONNECT_S,
     HANDSHAKE_S,
@@ -429,6 +430,7 @@ class CompiledTransport(Transport):
         if not way.places:
             return
         family, place = way.place = way.places.pop(0)
+        leave_in_child(place[0], place[1])
         way.since, way.retry_at = now, math.inf
         try:
             way.socket = made = socket.socket(family, socket.SOCK_STREAM)
@@ -461,7 +463,8 @@ class CompiledTransport(Transport):
         def ask() -> None:
             try:
                 places = _lookup(way.address)
-            except OSError:
+            except OSError as error:
+                log.debug("%s has no address: %s", way.address, error)
                 places = []  # the name is gone, or nobody answers: later again
                 way.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
             self._resolved.append((way, places))

@@ -21,6 +21,7 @@ from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MAX_CHUNK_
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import credentials
 from worker_client.runtime.credentials import Keys
+from worker_client.runtime.service_thread import leave_in_child
 from worker_client.runtime.transport import (
     CONNECT_S,
     HANDSHAKE_S,
@@ -250,6 +251,8 @@ class PlainTransport(Transport):
             event = message["event"]
             if event == zmq.EVENT_CONNECTED:
                 if (name := tcp_connections.name(message["value"])) is not None:
+                    host, port, *_ = name[len(name) // 2 :]  # of the reducer's end
+                    leave_in_child(str(host), int(port))
                     # Before the handshake has ended no silence is one.
                     self._lines[link] = tcp_connections.Reception(
                         message["value"], name, looked=self._clock.now(), heard=math.inf

@@ -71,7 +71,7 @@ def leave_in_child(address: str, port: int) -> None:
         address: IP address; "" for what a port of this process accepts, and that itself.
         port: TCP port.
     """
-    _left.add((address, port))
+    _left.add((address.removeprefix(_MAPPED), port))
 
 
 def _begin_child() -> None:
