@@ -258,6 +258,8 @@ def _identify(
     if group is not None:
         return group.rank, group.world_size
     launched = config.launch()
+    if rank is None or world_size is None:
+        launched.check_alone()
     told = launched.identity
     rank = told[0] if rank is None else rank
     world_size = told[1] if world_size is None else world_size

@@ -244,6 +244,7 @@ def _make_group() -> bool:
     if dist.is_initialized():
         return False
     told = config.launch()
+    told.check_alone()
     rank, world_size = told.identity
     if rank is not None and world_size is not None:
         if told.master_addr is None or told.master_port is None:
