@@ -15,7 +15,7 @@ import socket
 import struct
 import termios
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.clock import HEARTBEATS_PER_S
 

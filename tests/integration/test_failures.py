@@ -294,6 +294,12 @@ def test_a_name_without_an_address_is_a_reducer_that_does_not_answer(servers: li
         all_reduce(clients)
 
 
+def test_two_addresses_of_one_reducer_are_named(servers: list[str]) -> None:
+    given = [servers[0], servers[0].replace("127.0.0.1", "localhost")]
+    with pytest.raises(MismatchError, match=r"\(numbers 0 and 1, from 0 on\) are one reducer"):
+        connect(rank=0, world_size=1, servers=given)
+
+
 def test_a_name_that_gets_an_address_later_is_used_then(
     servers: list[str], monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from worker_client.client.interfaces import addresses, described, towards
 from worker_client.commands.doctor.findings import Kind, Problem
@@ -59,7 +59,7 @@ def _has_several_hosts(resolved: Resolved) -> bool | None:
     return True if master is not None and _found(master) and _bound(master) is None else None
 
 
-def _found(host: str) -> list[tuple[socket.AddressFamily, tuple[str, ...]]]:
+def _found(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     try:
         found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
