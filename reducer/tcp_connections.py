@@ -15,7 +15,7 @@ import socket
 import struct
 import termios
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.clock import HEARTBEATS_PER_S
 
@@ -138,7 +138,7 @@ def shortest_round_trip_s(descriptor: int) -> float:
         return round_trip_s(duplicate)
 
 
-def name(descriptor: int) -> tuple[object, ...] | None:
+def name(descriptor: int) -> tuple[Any, ...] | None:
     """Return both ends' addresses, by which a connection is known again; None if there is none."""
     duplicate = _duplicate(descriptor)
     if duplicate is None:
@@ -215,7 +215,7 @@ def _duplicate(descriptor: int) -> socket.socket | None:
         return None
 
 
-def _ends(connection: socket.socket) -> tuple[object, ...] | None:
+def _ends(connection: socket.socket) -> tuple[Any, ...] | None:
     try:
         return (*connection.getsockname(), *connection.getpeername())
     except OSError:

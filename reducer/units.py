@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(?P<value>[0-9]+(\.[0-9]+)?)\s*(?P<unit>us|ms|s|min|h)?")
-_ADDRESS = re.compile(r"(tcp://)?(?P<host>\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+_ADDRESS = re.compile(
+    r"(tcp://)?(?P<host>\[[0-9a-fA-F:]+(%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})"
+)
 # What is no setting: what Kubernetes tells every pod of a namespace that has a Service whose name
 # begins with `reduction`, and what setup.py reads.
 _OTHERS = re.compile(
@@ -49,7 +51,16 @@ def address(text: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(text.strip())
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"write it as HOST:PORT, with a port up to 65535, got {text!r}")
+    try:
+        match["host"].encode("idna")  # as who looks it up will do
+    except UnicodeError:
+        raise ValueError(f"{match['host']!r} is no name of a host") from None
     return match["host"], int(match["port"])
+
+
+def host_port(host: str, port: int) -> str:
+    """Write ``HOST:PORT``; an IPv6 address gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(text: str) -> bool:

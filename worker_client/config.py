@@ -108,8 +108,9 @@ class WorkerConfig(BaseSettings):
     interface: str = ""
     """Where the reducer that this rank hosts listens, and other ranks reach it: an interface's name
     such as ``eth1``, an address, or a network such as ``10.0.0.0/8``, which can be the same at
-    every rank. By default the address that leads to MASTER_ADDR. It takes the place of
-    REDUCTION_BIND. The network of the way to a pool is that of REDUCTION_SERVERS."""
+    every rank. By default the address, IPv4 or IPv6, on the way to where torch's ranks meet, and
+    at rank 0's host the one on the way to the others. It takes the place of REDUCTION_BIND. The
+    network of the way to a pool is that of REDUCTION_SERVERS."""
 
     job: str | None = Field(default=None, min_length=1)
     """Name of the job on the reducers. By default the ranks agree through the process group on a
@@ -150,9 +151,9 @@ class WorkerConfig(BaseSettings):
         float, BeforeValidator(units.duration), Field(ge=0, le=1e9, allow_inf_nan=False)
     ] = 0.0
     """How long to wait while no reducer of the pool answers. At the start a worker waits this long
-    if it is longer than REDUCTION_CONNECT_TIMEOUT, and resolves host names that are not known yet
-    again. In the middle of a job its calls wait, and go on without a lost step when a reducer has
-    been started again. Each rank decides for itself."""
+    if it is longer than REDUCTION_CONNECT_TIMEOUT; a reducer whose name has no address yet is one
+    that does not answer. In the middle of a job its calls wait, and go on without a lost step when
+    a reducer has been started again. Each rank decides for itself."""
 
     heartbeat: Annotated[Seconds, Field(ge=0.1)] = 0.2
     """Time between two heartbeats that this rank sends to each reducer: 100 ms at least, and half

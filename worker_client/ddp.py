@@ -413,8 +413,10 @@ def attach(
     except RuntimeError as error:  # torch's own answer to a second (built-in) hook
         raise ConfigError(f"{_SECOND_HOOK} ({error})") from None
     if model.modules_buffers and model.broadcast_buffers and not grows:
-        # What DDP calls before a forward pass, and `Join` for a rank that has joined early.
-        model._sync_module_buffers = BufferSync(model, state)  # noqa: SLF001 (no public name)
+        # What DDP calls before a forward pass, and `Join` for a rank that has joined early. It has
+        # no public name.
+        sync = BufferSync(model, state)
+        model._sync_module_buffers = sync  # type: ignore[method-assign]  # noqa: SLF001
     if state.client.rank == 0:  # once a job: all ranks wrap alike
         _advise(model)
     return state.client
@@ -452,9 +454,8 @@ class BufferSync:
         model, client = self._model, self._state.client
         buffers = model.modules_buffers
         if not client.usable or any(buffer.device.type != "cpu" for buffer in buffers):
-            model._default_broadcast_coalesced(  # noqa: SLF001 (what is in place of this)
-                authoritative_rank=authoritative_rank
-            )
+            theirs = model._default_broadcast_coalesced  # noqa: SLF001 (what this stands for)
+            theirs(authoritative_rank=authoritative_rank)  # type: ignore[no-untyped-call]
             return
         present = client.present
         root = authoritative_rank if authoritative_rank in present else present[0]
@@ -465,7 +466,7 @@ class BufferSync:
             found = broadcast_bytes(client, sent, root, f"the model's {len(parts)} buffers")
             if client.rank == root:
                 return
-            split = torch.from_numpy(found).split([part.numel() for part in parts])
+            split = torch.from_numpy(found).split_with_sizes([part.numel() for part in parts])
             for buffer, each, part, theirs in zip(buffers, whole, parts, split, strict=True):
                 part.copy_(theirs)
                 if each is not buffer:  # a copy of one whose elements are apart

@@ -543,6 +543,18 @@ class Membership:
                 for name in sorted(theirs.keys() & ours.keys())
             ),
         ]
+        places = job.hello.reducer_index, hello.reducer_index
+        member = header.rank in job.members and not is_another(job.processes[header.rank], hello)
+        if member and places[0] != places[1]:
+            raise MismatchError(
+                f"job {job.name!r}: two addresses of REDUCTION_SERVERS (numbers {min(places)} and "
+                f"{max(places)}, from 0 on) are one reducer: leave one of them out",
+                field="reducer_index",
+                rank=header.rank,
+                other_rank=header.rank,
+                expected=places[0],
+                got=places[1],
+            )
         for name, what, expected, got in said:
             if expected != got:
                 one, other = (job.first_rank, expected), (header.rank, got)

@@ -17,7 +17,6 @@ import pytest
 
 from reducer.errors import (
     CapacityError,
-    ConfigError,
     DuplicateRankError,
     MismatchError,
     RankLostError,
@@ -30,7 +29,7 @@ from tests.commands import free_ports
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
-from tests.waits import within_s
+from tests.waits import eventually, within_s
 from worker_client.client.bootstrap import connect
 from worker_client.commands.demo.ranks import free_port
 from worker_client.protocol.operation import Operation
@@ -288,6 +287,40 @@ def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(
     assert "no reducer answers yet: waiting for one for up to" in caplog.text
 
 
+def test_a_name_without_an_address_is_a_reducer_that_does_not_answer(servers: list[str]) -> None:
+    given = [servers[0], "no-such-host.invalid:5555"]
+    with joined(2, servers=given, connect_timeout="1s", job="pending") as clients:
+        assert [client.in_use for client in clients] == [[True, False]] * 2
+        all_reduce(clients)
+
+
+def test_two_addresses_of_one_reducer_are_named(servers: list[str]) -> None:
+    given = [servers[0], servers[0].replace("127.0.0.1", "localhost")]
+    with pytest.raises(MismatchError, match=r"\(numbers 0 and 1, from 0 on\) are one reducer"):
+        connect(rank=0, world_size=1, servers=given)
+
+
+def test_a_name_that_gets_an_address_later_is_used_then(
+    servers: list[str], monkeypatch: pytest.MonkeyPatch, impl: str
+) -> None:
+    if impl == "plain":
+        pytest.skip("libzmq does not ask Python for addresses")
+    known, look_up = threading.Event(), socket.getaddrinfo
+
+    def late(host: str, *arguments: Any, **others: Any) -> Any:
+        if host == "reducer-1.pool" and not known.is_set():
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host.replace("reducer-1.pool", "127.0.0.1"), *arguments, **others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    with reducer_here() as second:
+        given = [servers[0], second.address.replace("127.0.0.1", "reducer-1.pool")]
+        with joined(2, servers=given, connect_timeout="1s", job="moving") as clients:
+            assert [client.in_use for client in clients] == [[True, False]] * 2
+            known.set()
+            eventually(lambda: all_reduce(clients) or all(clients[0].in_use))
+
+
 def test_names_that_a_cluster_does_not_know_yet_are_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -331,8 +364,8 @@ def test_somebody_else_listens() -> None:
 
 
 def test_a_name_that_does_not_resolve() -> None:
-    with pytest.raises(ConfigError, match=r"no-such-host\.invalid"):
-        connect(rank=0, world_size=1, servers="no-such-host.invalid:5555")
+    with pytest.raises(ReducerLostError, match=r"no-such-host\.invalid:5555 cannot be reached: "):
+        connect(rank=0, world_size=1, servers="no-such-host.invalid:5555", connect_timeout="100ms")
 
 
 def test_a_job_that_does_not_fit_is_refused() -> None:

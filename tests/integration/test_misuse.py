@@ -17,6 +17,7 @@ from reducer.errors import ConfigError, LocalProtocolError, MismatchError, Reduc
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
+from tests.ranks import environments, ranks
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
@@ -181,3 +182,21 @@ def test_without_reducers_or_a_process_group_it_says_what_to_do() -> None:
         connect(servers="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"=1 needs init_process_group.* or unset"):
         connect(servers="127.0.0.1:1", embedded=True, rank=0, world_size=2)
+
+
+def test_a_process_that_was_started_with_others_is_no_job_of_one() -> None:
+    code = """
+import worker_client, worker_client.horovod.torch as hvd
+from reducer.errors import ConfigError
+for start in (worker_client.init, hvd.init):
+    try:
+        start()
+    except ConfigError as error:
+        print(str(error).partition(":")[0])
+"""
+    environment = environments(1)[0]
+    for name in ("RANK", "WORLD_SIZE"):
+        del environment[name]
+    environment |= {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4", "TF_CONFIG": "{}"}
+    with ranks([environment], "-c", code) as job:
+        assert job.outputs() == ["FLUX_JOB_SIZE='4' of Flux\n" * 2]

@@ -19,9 +19,12 @@ from reducer.errors import ReducerLostError
 from tests.commands import run_command, serving
 from tests.launch.conftest import bare_environment
 from tests.launch.environments import spec
+from worker_client.client.interfaces import addresses
 from worker_client.commands.demo.ranks import free_port
 from worker_client.commands.doctor import examine
 from worker_client.commands.doctor.findings import Health, Kind, compare
+from worker_client.commands.doctor.host import examine_host
+from worker_client.launch import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -204,6 +207,52 @@ def test_what_is_said_to_people() -> None:
 def test_without_reducers_there_is_nothing_to_examine() -> None:
     code, said = ask()
     assert (code, "every rank hosts one" in said) == (0, True)
+
+
+NODES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize("name", ["127.0.1.1", "localhost", "no..name"])
+def test_a_host_whose_own_name_others_cannot_reach_is_told_what_to_set(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    (found,) = examine_host(resolve(NODES), [], told=False)
+    assert found.kind is Kind.GLOO
+    assert found.certain
+    assert name in found.message
+    others = [interface for interface in addresses() if interface != "lo"]
+    there = [f"GLOO_SOCKET_IFNAME={interface} " in found.advice for interface in others]
+    assert any(there) or not others
+    (found,) = examine_host(resolve({}), [], told=False)
+    assert not found.certain  # nobody says that there are other hosts
+    assert not list(examine_host(resolve(NODES), [], told=True))
+    assert not list(examine_host(resolve({**NODES, "LOCAL_WORLD_SIZE": "4"}), [], told=False))
+
+
+def test_the_interface_is_the_one_that_leads_to_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    for interface, its in addresses().items():
+        if interface != "lo":
+            (found,) = examine_host(resolve({**NODES, "MASTER_ADDR": its[-1]}), [], told=False)
+            assert f"GLOO_SOCKET_IFNAME={interface} " in found.advice
+
+
+def test_a_host_whose_name_is_an_address_of_its_own_is_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for interface, its in addresses().items():
+        if interface != "lo":
+            monkeypatch.setattr(socket, "gethostname", lambda its=its: its[-1])
+            assert not list(examine_host(resolve(NODES), [], told=False))
+
+
+def test_rank_0_on_a_host_without_an_address_is_named() -> None:
+    code, said = ask("--json", MASTER_ADDR="no..name", RANK="1", WORLD_SIZE="2")
+    assert code == 1
+    (problem,) = [one for one in json.loads(said)["problems"] if one["kind"] == Kind.NAME]
+    assert problem["message"] == "the name of rank 0's host, 'no..name', does not resolve"
+    assert "MASTER_ADDR" in problem["advice"]
 
 
 def test_settings_that_are_wrong_are_said() -> None:

@@ -109,6 +109,16 @@ CASES: dict[str, Case] = {
             "master_port": 2222,
         },
     ),
+    "TF_CONFIG of IPv6": (
+        {"TF_CONFIG": spec({"worker": ["[fd00::1]:2222", "[fd00::2]:2222"]}, "worker", 1)},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "node_rank": 1,
+            "nodes": 2,
+            "master_addr": "fd00::1",
+            "master_port": 2222,
+        },
+    ),
     "TF_CONFIG of one machine": (
         {"TF_CONFIG": spec({}, "master", 0)},
         {"launcher": Launcher.TF_CONFIG, "node_rank": 0, "nodes": 1},
@@ -166,6 +176,18 @@ WRONG: dict[str, Mistake] = {
     "a task that the cluster lacks": (
         {"TF_CONFIG": spec(AZURE_CLUSTER, "chief", 0)},
         r"^TF_CONFIG task\.index: cluster\.chief has 0 replicas",
+    ),
+    "other workers than those of a sparse cluster": (
+        {"TF_CONFIG": '{"sparseCluster": {"worker": {"1": "a:1"}}, "task": {"type": "worker"}}'},
+        r"^TF_CONFIG sparseCluster: .*enableDynamicWorker.* \(got \{'worker': \{'1': 'a:1'\}\}\)",
+    ),
+    "a second replica without a cluster": (
+        {"TF_CONFIG": spec({}, "worker", 1)},
+        r"^TF_CONFIG task: it is none of the cluster's \(got .*'index': 1",
+    ),
+    "a cluster without a task": (
+        {"TF_CONFIG": json.dumps({"cluster": AZURE_CLUSTER})},
+        r"^TF_CONFIG task: it is none of the cluster's \(got None\)",
     ),
     "an index": (
         {"TF_CONFIG": cut(WORKER, '"index": 0', '"index": "a"')},

@@ -65,7 +65,18 @@ CASES: dict[str, Case] = {
         OF_TORCHRUN,
     ),
     "env://": (ENV, OF_ENV),
-    "env:// with a rank alone": ({"RANK": "3"}, {"rank": 3}),
+    "env:// with a rank alone": (
+        {"RANK": "3"},
+        {"rank": 3, "others": "RANK='3' without WORLD_SIZE"},
+    ),
+    "env:// with a zone": (
+        {**ENV, "MASTER_ADDR": "fe80::215:5dff:fe33:ff6d%eth1"},
+        {**OF_ENV, "master_addr": "fe80::215:5dff:fe33:ff6d%eth1"},
+    ),
+    "env:// with brackets, which torch does not take": (
+        {**ENV, "MASTER_ADDR": "[fe80::1%eth1]"},
+        {**OF_ENV, "master_addr": "fe80::1%eth1"},
+    ),
     "Azure ML, a PyTorch job's process": (
         {**ENV, "NODE_RANK": "1", "LOCAL_RANK": "0", "AZUREML_RUN_ID": "run_ab"},
         {**OF_ENV, "local_rank": 0, "node_rank": 1, "job": "run_ab"},

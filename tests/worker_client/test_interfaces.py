@@ -10,8 +10,7 @@ import pytest
 
 from reducer.errors import ConfigError
 from worker_client import config
-from worker_client.client import hosting
-from worker_client.client.interfaces import addresses, choose
+from worker_client.client.interfaces import addresses, choose, towards
 
 FOUND = {
     "lo": ["127.0.0.1", "::1"],
@@ -78,18 +77,24 @@ def test_a_network_of_several_interfaces_means_none_of_them() -> None:
         choose("0.0.0.0/0", FOUND)
 
 
-def test_a_rank_listens_there() -> None:
-    assert hosting._settings("lo", several_hosts=False).bind == "tcp://127.0.0.1:0"
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.1.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("::1", "::1"),
+        ("[::1]", "::1"),
+        ("no..name", None),
+        ("fe80::1%lo", None),
+    ],
+)
+def test_the_address_on_the_way_to_a_host(host: str, own: str | None) -> None:
+    assert towards(host) == own
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-def test_a_rank_listens_at_an_ipv6_address() -> None:
-    assert hosting._settings("::1", several_hosts=False).bind == "tcp://[::1]:0"
-
-
-def test_what_other_hosts_cannot_reach_is_refused() -> None:
-    with pytest.raises(ConfigError, match="other hosts cannot reach 127"):
-        hosting._settings("lo", several_hosts=True)
+def test_the_way_to_an_address_of_this_machine_is_that_address() -> None:
+    there = [address for its in addresses().values() for address in its]
+    assert [towards(address) for address in there] == there
 
 
 def test_where_to_listen_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

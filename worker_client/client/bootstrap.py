@@ -22,7 +22,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.failpoints import parse
-from reducer.units import is_loopback
+from reducer.units import host_port, is_loopback
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
@@ -258,6 +258,8 @@ def _identify(
     if group is not None:
         return group.rank, group.world_size
     launched = config.launch()
+    if rank is None or world_size is None:
+        launched.check_alone()
     told = launched.identity
     rank = told[0] if rank is None else rank
     world_size = told[1] if world_size is None else world_size
@@ -482,7 +484,7 @@ def _meeting_place(launched: Resolved) -> str:
     """Return what stands for where the ranks meet; "" if they may call that differently."""
     if launched.master_addr is None or launched.master_port is None:
         return ""
-    place = f"{launched.master_addr}:{launched.master_port}"
+    place = host_port(launched.master_addr, launched.master_port)
     local = launched.local_world_size
     if is_loopback(place) and local not in {None, launched.world_size}:
         return ""  # on another node it is called something else

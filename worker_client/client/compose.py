@@ -96,11 +96,7 @@ class Composer:
         left: Callable[[], None] = lambda: None,
         hand_over: Callable[[list[Unfinished]], None] | None = None,
     ) -> FlatCommunicator:
-        """Make the innermost communicator.
-
-        Raises:
-            ConfigError: an address cannot be resolved.
-        """
+        """Make the innermost communicator."""
         return FlatCommunicator(
             spec,
             self.implementation,

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import secrets
 import socket
 from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
+from reducer.units import address, host_port, is_loopback
 from worker_client import config
-from worker_client.client.interfaces import addresses, choose
+from worker_client.client.interfaces import addresses, choose, described, towards
 from worker_client.communicators.placement import host_identity
 from worker_client.runtime.credentials import Curve, make_pair
 from worker_client.runtime.service_thread import close_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from reducer.config import ReducerConfig
     from reducer.keyfiles import KeyPair
     from reducer.runtime.keyring import Keyring
     from reducer.server import Server
     from worker_client.client.rendezvous import Rendezvous
 
 SECRET_BYTES = 32  # as many as the proofs' hash has
+LOOPBACK = "127.0.0.1"
+_ANYWHERE = {"0.0.0.0", "::"}  # noqa: S104 (recognised, not bound)
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +63,15 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
         encrypt: have keys as well, made here, where other machines can reach a reducer.
 
     Raises:
-        ConfigError: a setting of the reducer is wrong, or there is no such interface.
+        ConfigError: a setting of the reducer is wrong, there is no such interface, or a rank has no
+            address that ranks on other hosts can reach.
     """
     # The one place where a worker runs a reducer's code; most workers never load it.
+    from reducer import config as reducer_config  # noqa: PLC0415
     from reducer.server import Server  # noqa: PLC0415
-    from reducer.units import is_loopback  # noqa: PLC0415
 
-    several_hosts = len(set(group.gather("host", host_identity()))) > 1
-    settings = _settings(interface, several_hosts=several_hosts)
+    bind = _listen_at(group, interface)
+    settings = reducer_config.load(bind=bind, insecure=True)  # it takes no strangers, without keys
     if group.rank == 0:
         group.share("secret", secrets.token_hex(SECRET_BYTES))
     secret = bytes.fromhex(group.read("secret", 0))
@@ -92,16 +95,16 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
         " and encrypts" * (pair is not None),
     )
     curves = {
-        address: None if public is None else Curve(public, mine.secret)
-        for _, threads, public in offers
-        for address in threads
+        lane: None if public is None else Curve(public, mine.secret)
+        for _, lanes, public in offers
+        for lane in lanes
     }
-    return Hosted(server, tuple(address for address, _, _ in offers), curves, secret)
+    return Hosted(server, tuple(first for first, _, _ in offers), curves, secret)
 
 
 def _descriptors(server: Server) -> Iterator[int]:
     """Yield those of what a reducer's threads listen at, and of what they have accepted there."""
-    ports = {int(address.rpartition(":")[2]) for address in server.lanes}
+    ports = {address(lane)[1] for lane in server.lanes}
     folder = Path("/proc/self/fd")
     for number in [int(path.name) for path in folder.iterdir()] if folder.is_dir() else ():
         with suppress(OSError):  # it is no socket, or was what the folder was read by
@@ -114,15 +117,73 @@ def _descriptors(server: Server) -> Iterator[int]:
                 known.detach()
 
 
-def _settings(interface: str, *, several_hosts: bool) -> ReducerConfig:
-    from reducer import config as reducer_config  # noqa: PLC0415
+def _listen_at(group: Rendezvous, interface: str) -> str:
+    """Agree on the addresses of the ranks' reducers, and return the endpoint of this rank's.
 
-    bind = None
-    if interface:
-        bind = f"tcp://{_chosen_address(interface, several_hosts)}:0"
-    elif not config.bind_is_set():
-        bind = f"tcp://{_own_address(several_hosts)}:0"
-    return reducer_config.load(bind=bind, insecure=True)  # it takes no strangers, without keys too
+    Raises:
+        ConfigError: this rank or another one has no address that ranks on other hosts can reach.
+    """
+    several_hosts = len(set(group.gather("host", host_identity()))) > 1
+
+    def first() -> str:
+        return _given(interface) or (_on_the_way(group) if several_hosts else LOOPBACK)
+
+    found = group.gather_made("way", first)
+    own = found[group.rank]
+    if several_hosts:
+        own = group.gather_made("address", lambda: _reachable(own, found))[group.rank]
+    return f"tcp://{host_port(own, _given_bind()[1])}"
+
+
+def _given(interface: str) -> str:
+    """Return the address that the settings choose for this rank, empty if they choose none."""
+    host = choose(interface, addresses()) if interface else _given_bind()[0]
+    return "" if host in _ANYWHERE else host
+
+
+def _given_bind() -> tuple[str, int]:
+    """Return host and port of REDUCTION_BIND, or no host and a free port."""
+    from reducer import config as reducer_config  # noqa: PLC0415 (as above)
+
+    if not config.bind_is_set():
+        return "", 0
+    host, port = address(reducer_config.load(insecure=True).bind)
+    return host.strip("[]"), port
+
+
+def _on_the_way(group: Rendezvous) -> str:
+    """Return this host's address on the way to where the ranks meet; empty if they meet here."""
+    for host in (group.host, config.launch().master_addr):
+        own = host and towards(host)
+        if own and not _is_loopback(own):
+            return own
+    return ""
+
+
+def _reachable(own: str, found: Sequence[str]) -> str:
+    """Return this rank's address: `own`, or the one on the way to those that others have found.
+
+    The name of the host where the ranks meet often stands for a loopback address there.
+
+    Raises:
+        ConfigError: that is loopback, or there is none.
+    """
+    if not own:
+        others = [host for host in found if host and not _is_loopback(host)]
+        ways = map(towards, others or [socket.gethostname()])
+        own = next(filter(None, ways), LOOPBACK)
+    if _is_loopback(own):
+        raise ConfigError(
+            f"{socket.gethostname()} has ranks of a job of several hosts, and other hosts cannot "
+            f"reach {own}: set REDUCTION_INTERFACE there to the network interface that leads to "
+            f"them, or at every rank to their network, such as 10.0.0.0/8 (there are "
+            f"{described(addresses())})"
+        )
+    return own
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(towards(host) or LOOPBACK).is_loopback
 
 
 def _keyring(pair: KeyPair, public: list[str]) -> Keyring:
@@ -131,24 +192,3 @@ def _keyring(pair: KeyPair, public: list[str]) -> Keyring:
     from reducer.runtime.keyring import Keyring  # noqa: PLC0415
 
     return Keyring(pair, AllowList({key: frozenset({ANY}) for key in public}))
-
-
-def _chosen_address(interface: str, several_hosts: bool) -> str:
-    """Return an address that the setting means, an IPv6 one in brackets."""
-    address = ipaddress.ip_address(choose(interface, addresses()))
-    if several_hosts and address.is_loopback:
-        raise ConfigError(
-            f"REDUCTION_INTERFACE: other hosts cannot reach {address}, and this job has ranks on "
-            "several: name an interface that they share"
-        )
-    return f"[{address}]" if address.version == 6 else str(address)
-
-
-def _own_address(several_hosts: bool) -> str:
-    """Return the address by which other ranks reach this host."""
-    if not several_hosts:
-        return "127.0.0.1"
-    master = config.launch().master_addr or "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 9))  # sends nothing; the kernel picks the route's own address
-        return str(probe.getsockname()[0])

@@ -1,12 +1,14 @@
-"""Network interfaces of this machine, and the address that `REDUCTION_INTERFACE` means."""
+"""The addresses of this machine: by interface, towards a host, and of `REDUCTION_INTERFACE`."""
 
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import ipaddress
 import socket
 import struct
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ _REQUEST = struct.Struct("@16s4x4s16x")  # struct ifreq with an IPv4 address
 _MOST = 1024  # addresses
 _IPV6 = Path("/proc/net/if_inet6")
 _LOOPBACK = "lo"
+_ANY_PORT = 9
 _ANYWHERE = "00"  # an IPv6 address's scope, if other networks know it
 
 
@@ -46,6 +49,27 @@ def addresses() -> dict[str, list[str]]:
     return found
 
 
+def towards(host: str) -> str | None:
+    """Return this machine's address on the way to a host; None if its name or the way is missing.
+
+    Of a host's IPv4 and IPv6 addresses an IPv4 one goes first. For an IPv6 address that only its
+    own link knows, and that means nothing without a zone, another one of that interface stands.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, place in sorted(found, key=itemgetter(0)):
+        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+            probe.connect(place)  # sends nothing; the kernel picks the route's own address
+            own = probe.getsockname()
+            if family == socket.AF_INET6 and ipaddress.ip_address(own[0]).is_link_local:
+                own = addresses().get(socket.if_indextoname(own[3]), [])
+            if own:
+                return str(own[0])
+    return None
+
+
 def choose(wanted: str, found: Mapping[str, list[str]]) -> str:
     """Return the address that is meant.
 
@@ -58,7 +82,7 @@ def choose(wanted: str, found: Mapping[str, list[str]]) -> str:
     """
     if wanted in found:
         return found[wanted][0]
-    there = ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
+    there = described(found)
     inside: dict[str, list[str]] = {}  # addresses in the network, by interface
     try:
         meant = ipaddress.ip_interface(wanted)
@@ -84,3 +108,8 @@ def choose(wanted: str, found: Mapping[str, list[str]]) -> str:
         f"{wanted!r}; there are {there}. Write one of these names, an address, or a network such "
         "as 10.0.0.0/8"
     )
+
+
+def described(found: Mapping[str, list[str]]) -> str:
+    """Say which interfaces there are; `found` is as `addresses` returns them."""
+    return ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from reducer.errors import MembershipError, ReductionTimeout
+from reducer.errors import ConfigError, MembershipError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import is_owner, owner
 from worker_client import config
@@ -147,6 +148,34 @@ class Rendezvous:
         """Publish this rank's value and return those of all ranks, in rank order."""
         self.share(topic, value)
         return [self.read(topic, rank) for rank in range(self.world_size)]
+
+    def gather_made(self, topic: str, make: Callable[[], str]) -> list[str]:
+        """Gather what `make` returns at each rank; if it fails at one, no rank waits for its value.
+
+        Raises:
+            ConfigError: `make` raised it at this rank, or at another one, which the message names.
+        """
+        try:
+            made = make()
+        except ConfigError as error:
+            self.share(topic, json.dumps([None, str(error)]))
+            raise
+        values = []
+        for rank, told in enumerate(self.gather(topic, json.dumps([made, ""]))):
+            value, error_text = json.loads(told)
+            if value is None:
+                raise ConfigError(f"rank {self.ranks[rank]}: {error_text}")
+            values.append(value)
+        return values
+
+    @property
+    def host(self) -> str | None:
+        """The host that keeps the store, as this rank calls it; None of a store in files."""
+        store = self._store
+        while (inner := getattr(store, "underlying_store", None)) is not None:
+            store = inner
+        host: str | None = getattr(store, "host", None)
+        return host
 
     @contextmanager
     def _store_there(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer.errors import ConfigError, LocalProtocolError, ReducerLostError
+from reducer.errors import LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
 from worker_client.runtime.driver import SHUT_DOWN, Driver
 from worker_client.runtime.trace import Trace
@@ -185,9 +185,6 @@ class FlatCommunicator(Driver, Communicator):
         trace: shows what becomes of all-reduces, while there is a timeline.
         left: called once, after the farewell.
         hand_over: takes the calls that no reducer can finish any more, if `spec.fallback`.
-
-    Raises:
-        ConfigError: an address cannot be resolved.
     """
 
     def __init__(
@@ -210,8 +207,6 @@ class FlatCommunicator(Driver, Communicator):
         spec = replace(spec, inproc=inproc)
         session = Session(spec, implementation.flight)
         self._wait_until = time.monotonic() + spec.wait_s
-        for address in spec.reducers:
-            _resolve(address, self._wait_until)
         transport = implementation.transport(
             session.flight, io_threads, context if inproc else None, keys, spec.heartbeats
         )
@@ -276,23 +271,6 @@ class FlatCommunicator(Driver, Communicator):
         """Whether each reducer is in use, in the order of the spec."""
         shard_map = self.session.failover.map
         return [shard_map.uses(at) for at in range(len(self.session.spec.reducers))]
-
-
-def _resolve(address: str, until: float) -> None:
-    """Find out where a reducer is; clusters know no names of replicas that do not run."""
-    host, _, port = address.rpartition(":")
-    while True:
-        try:
-            socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
-            if time.monotonic() >= until:
-                raise ConfigError(
-                    f"reducer {address}: the name {host!r} cannot be resolved ({error.strerror}): "
-                    "check REDUCTION_SERVERS"
-                ) from None
-        else:
-            return
-        time.sleep(LOOK_S)
 
 
 def _diagnose(address: str) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     HandOver = Callable[[list[Unfinished]], None]
 
-RETRY_S = 1.0  # after an address could not even be resolved
 _REFUSAL_SHOWN = 500
 
 log = logging.getLogger(__name__)
@@ -108,7 +106,6 @@ class FallbackCommunicator(Communicator):
         self._past = Counters()  # of earlier jobs, and of the process group
         self._attempt = 1
         self._coming: FlatCommunicator | None = None  # where calls are to go
-        self._retry_at = 0.0
         self._stopped = False
         self._marker: Operation | None = None  # after all that the earlier one was given
         self._later: deque[Operation] = deque()  # submitted after the marker
@@ -357,7 +354,7 @@ class FallbackCommunicator(Communicator):
         if self._marker is None and not self._stopped:
             if self._coming is not None and self._coming.session.failover.final:
                 self._try_another(self._attempt + 1)  # its reducers are gone again
-            if self._coming is None and time.monotonic() >= self._retry_at:
+            if self._coming is None:
                 self._join_again()
             if self._coming is not None and self._coming.session.joined:
                 return Offer(self._attempt, self._coming.session.failover.usable())
@@ -434,12 +431,7 @@ class FallbackCommunicator(Communicator):
             patience_s=PATIENCE_S,
             wait_s=0.0,  # a call waits meanwhile, which the process group can make
         )
-        try:
-            self._coming = coming = self._connect(spec)
-        except ReductionError as error:
-            log.debug("no way back to the reducers yet: %s", error)
-            self._retry_at = time.monotonic() + RETRY_S
-            return
+        self._coming = coming = self._connect(spec)
         with self._gate:
             stopped = self._stopped
         if stopped:  # `stop` has not seen it

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore  # what torch.distributed.HashS
 
 import worker_client
 from reducer.errors import ConfigError, RankLostError, ReductionError
+from reducer.units import host_port
 from worker_client import config
 from worker_client.collectives import all_gather_bytes
 from worker_client.communicators.placement import host_identity
@@ -243,12 +244,13 @@ def _make_group() -> bool:
     if dist.is_initialized():
         return False
     told = config.launch()
+    told.check_alone()
     rank, world_size = told.identity
     if rank is not None and world_size is not None:
         if told.master_addr is None or told.master_port is None:
             return False
         # torchrun's ranks share its own store, which they find by variables of theirs.
-        address = f"tcp://{told.master_addr}:{told.master_port}"
+        address = f"tcp://{host_port(told.master_addr, told.master_port)}"
         where = None if told.launcher is Launcher.TORCHRUN else address
         dist.init_process_group("gloo", where, rank=rank, world_size=world_size)
         return True

@@ -73,6 +73,8 @@ def read(name: str, text: str) -> Cluster:
     alone = kind == "" or (not cluster and kind in {*leaders, worker})
     if not alone and kind not in known:
         refuse(f"{name} task.type", f"write one of {', '.join(sorted(known))}", kind)
+    if alone and (index or sum(map(len, cluster.values())) > 1):
+        refuse(f"{name} task", "it is none of the cluster's", spec.get("task"))
     # TensorFlow's evaluator is none of the cluster's tasks, so its index means nothing there.
     if not alone and kind != evaluator and index >= len(cluster.get(kind, [])):
         has = f"cluster.{kind} has {len(cluster.get(kind, []))} replicas"
@@ -105,7 +107,7 @@ def node(notes: Notes, name: str, cluster: Cluster) -> None:
     notes.meeting_point()
     if cluster.workers:
         host, _, port = cluster.workers[0].rpartition(":")
-        notes.put("master_addr", host, f"{name} cluster, the first of those that train")
+        notes.put("master_addr", host.strip("[]"), f"{name} cluster, the first of those that train")
         notes.put("master_port", int(port), f"{name} cluster, the first of those that train")
 
 
@@ -117,6 +119,9 @@ def _parse(name: str, text: str) -> dict[str, Any]:
         refuse(name, f"this is not JSON: {error.msg} at character {error.pos}", where)
     if not isinstance(spec, dict):
         refuse(name, "write a JSON object", spec)
+    if "sparseCluster" in spec:  # Kubeflow's, of a job whose workers come and go
+        advice = "it leaves other workers out: turn enableDynamicWorker off, and cluster names all"
+        refuse(f"{name} sparseCluster", advice, spec["sparseCluster"])
     return spec
 
 

@@ -60,6 +60,7 @@ def decide(
     if resolved.role is Role.EVALUATOR:
         why = "this replica evaluates: the script runs as it is, outside of the job"
         return Decision(tuple(_program(script)), why)
+    resolved.check_alone()
     sets = {} if "REDUCTION_SERVERS" in environment else {"REDUCTION_SERVERS": resolved.reducers}
     shared = {name: ",".join(value) for name, value in sets.items() if value}
     if resolved.rank is None:

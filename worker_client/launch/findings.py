@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 60  # characters of an offending value
 _PORTS = range(20000, 30000)  # below those that Linux hands out by itself
-_NAME = re.compile(r"\[[0-9a-fA-F:]+\]|[^\s:/\[\],]+")
+_NAME = re.compile(r"\[[0-9a-fA-F:]+(%[\w.-]+)?\]|[^\s:/\[\],]+")
 
 
 class Notes:
@@ -69,7 +69,7 @@ class Notes:
                 host.count(":") > 1 and _NAME.fullmatch(f"[{host}]")
             ):
                 refuse("MASTER_ADDR", "write a host's name or address, without a port", host)
-            self.put("master_addr", host, "MASTER_ADDR")
+            self.put("master_addr", host.strip("[]"), "MASTER_ADDR")
         self.number("master_port", "MASTER_PORT", least=1, most=65535)
 
     def derived_port(self, key: str, because: str) -> None:
@@ -118,6 +118,6 @@ def shown(value: object) -> str:
 
 
 def host_of(address: str) -> str | None:
-    """Return the host of ``host:port`` or ``host``, or None if it is neither."""
+    """Return the host of ``host:port`` or ``host``, without brackets; None if it is neither."""
     match = re.fullmatch(rf"(?P<host>{_NAME.pattern})(:[0-9]{{1,5}})?", address)
-    return match["host"] if match else None
+    return match["host"].strip("[]") if match else None  # as torch takes an IPv6 address

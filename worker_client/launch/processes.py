@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from worker_client.launch.findings import host_of, refuse
+from worker_client.launch.findings import host_of, refuse, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -12,6 +12,22 @@ if TYPE_CHECKING:
     from worker_client.launch.findings import Notes
 
 AZURE_PORT = 6105  # Azure ML's own for PyTorch jobs; the batch service listens at the other one
+# Launchers that are not served, and what they set: the process's number, and how many there are.
+_NOT_SERVED = (
+    ("MVAPICH2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("MVAPICH", "MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),
+    ("Platform MPI", "MPI_RANKID", "MPI_NRANKS"),
+    ("PALS", "PALS_RANKID", "PALS_SIZE"),
+    ("ALPS", "ALPS_APP_PE", ""),
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("LSF", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("PMIx", "PMIX_RANK", ""),
+    ("Horovod", "HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("PaddlePaddle", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    ("AWS Batch", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
+    ("SageMaker", "", "SM_HOSTS"),
+    ("Cloud TPU", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"),
+)
 _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")  # several nodes; one
 
 
@@ -58,6 +74,22 @@ def env(notes: Notes) -> None:
     notes.meeting_point()
     if notes.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         notes.put("holds_port", True, "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def others(notes: Notes) -> None:
+    """Find a variable by which this process, which nobody gives a rank, is one of several."""
+    rank, size = notes.get("RANK"), notes.get("WORLD_SIZE")
+    if rank and not size:
+        notes.put("others", f"RANK={shown(rank)} without WORLD_SIZE", "RANK")
+    elif not rank and size not in {"", "1"}:
+        notes.put("others", f"WORLD_SIZE={shown(size)} without RANK", "WORLD_SIZE")
+    for launcher, number, count in _NOT_SERVED:
+        size = notes.get(count)
+        several = "," in size or (size.isdigit() and int(size) > 1)  # a list of hosts, or a number
+        # Process 0 of nobody knows how many may be alone.
+        if several or (not size and notes.get(number) not in {"", "0"}):
+            name = count if size else number
+            notes.put("others", f"{name}={shown(notes.get(name))} of {launcher}", name)
 
 
 def open_mpi(notes: Notes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.errors import ConfigError
 from reducer.wire.constants import PORT
 from worker_client.launch import clusters, kubeflow, processes, slurm
 from worker_client.launch.findings import Notes
@@ -75,6 +76,11 @@ def resolve(environment: Mapping[str, str]) -> Resolved:
         (processes.env if row is None else row.read)(notes)
         notes.put("launcher", launcher, notes.reasons.get("rank", ""))
     notes.check()
+    nodes = len(cluster.workers) if cluster else 0
+    if launcher is Launcher.ENV and cluster is not None:
+        _compare(notes, name, cluster)
+    if launcher is Launcher.NONE or (cluster and launcher is cluster.launcher and nodes < 2):
+        processes.others(notes)
     _name(notes, cluster)
     _count_restarts(notes)
     _find_reducers(notes, name, cluster)
@@ -87,6 +93,24 @@ def _cluster(environment: Mapping[str, str]) -> tuple[str, Cluster | None]:
         if text := environment.get(name, "").strip():
             return name, clusters.read(name, text)
     return "", None
+
+
+def _compare(notes: Notes, name: str, cluster: Cluster) -> None:
+    """Compare RANK and WORLD_SIZE with the replica's place in a cluster, if both count nodes.
+
+    Raises:
+        ConfigError: they contradict each other; the message quotes both.
+    """
+    said = notes.values
+    if said.get("local_world_size", 1) > 1 or "local_rank" in said or not cluster.workers:
+        return  # they count processes
+    numbers, nodes = (said["rank"], said["world_size"]), len(cluster.workers)
+    if numbers != (cluster.node_rank, nodes):
+        raise ConfigError(
+            f"RANK={numbers[0]} and WORLD_SIZE={numbers[1]} contradict {cluster.where}, which is "
+            f"number {cluster.node_rank} of {nodes} that train: correct them, or unset both and "
+            f"leave it to {name}"
+        )
 
 
 def _name(notes: Notes, cluster: Cluster | None) -> None:

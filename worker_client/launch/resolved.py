@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from reducer.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -55,6 +57,8 @@ class Resolved:
         processes: how many the launcher wants on each node, in torchrun's words.
         reasons: by field, which variable said so.
         also: other launchers whose variables are there.
+        others: the variable by which this process was started with others, and its value, where
+            nothing says which one of them it is; empty if there is none.
     """
 
     launcher: Launcher = Launcher.NONE
@@ -76,6 +80,7 @@ class Resolved:
     processes: str | None = None
     reasons: Mapping[str, str] = field(default_factory=dict)
     also: tuple[Launcher, ...] = ()
+    others: str = ""
 
     @property
     def identity(self) -> tuple[int | None, int | None]:
@@ -83,6 +88,19 @@ class Resolved:
         if self.rank is None and self.world_size is None:
             return self.node_rank, self.nodes
         return self.rank, self.world_size
+
+    def check_alone(self) -> None:
+        """Check that this process may be taken for a job of its own, where nobody gives it a rank.
+
+        Raises:
+            ConfigError: it was started with others; the message quotes what says so.
+        """
+        if self.others:
+            raise ConfigError(
+                f"{self.others}: this process is one of several, and nothing says which one: set "
+                "RANK and WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each of them, or "
+                f"unset {self.reasons['others']} if it is alone"
+            )
 
     def described(self) -> list[tuple[str, str, str]]:
         """Return what is known, for people: field, value, and the variable that said so."""

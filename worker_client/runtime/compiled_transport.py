@@ -467,7 +467,8 @@ class CompiledTransport(Transport):
         def ask() -> None:
             try:
                 places = _lookup(way.address)
-            except OSError:
+            except OSError as error:
+                log.debug("%s has no address: %s", way.address, error)
                 places = []  # the name is gone, or nobody answers: later again
                 way.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
             self._resolved.append((way, places))

@@ -106,8 +106,8 @@ def guess(address: str, mechanism: str, *, keyed: bool) -> AuthError | None:
     if mechanism == "CURVE" and keyed:
         return AuthError(
             f"reducer {address} is not of the pool that this worker's keys are for: its key is not "
-            f"the one in {keyfiles.POOL_PUBLIC} of REDUCTION_KEYS. Take the directory that was "
-            "made with this pool's"
+            f"the one in {keyfiles.POOL_PUBLIC} of REDUCTION_KEYS. Set REDUCTION_KEYS to the "
+            "job's directory that was made with this pool's keys"
         )
     if (mechanism == "CURVE") != keyed and mechanism in {"CURVE", "NULL"}:
         return mechanism_differs(address, keyed=keyed)

@@ -14,7 +14,7 @@ SLOW = 1 / 3  # of what the others carry: less is no noise of a measurement
 
 
 class Kind(str, Enum):
-    """What can be wrong with a reducer."""
+    """What can be wrong with a reducer, or with this host."""
 
     NAME = "name does not resolve"
     HOST = "host does not answer"
@@ -25,6 +25,7 @@ class Kind(str, Enum):
     VERSION = "version"
     REFUSED = "refused"
     SLOW = "slow link"
+    GLOO = "Gloo's address"
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,14 @@ class Problem:
         kind: for programs.
         message: one sentence about what was seen.
         advice: one sentence about what to do.
+        certain: False of what is wrong only in a job of several hosts, if nobody says whether this
+            is one.
     """
 
     kind: Kind
     message: str
     advice: str
+    certain: bool = True
 
 
 @dataclass(frozen=True)

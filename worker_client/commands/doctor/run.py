@@ -15,9 +15,11 @@ from worker_client.client import bootstrap
 from worker_client.commands.doctor import said
 from worker_client.commands.doctor.dumps import examine_dumps
 from worker_client.commands.doctor.examine import examine
-from worker_client.commands.doctor.findings import Health, compare
+from worker_client.commands.doctor.findings import Health, Problem, compare
+from worker_client.commands.doctor.host import examine_host
 from worker_client.commands.launch import found_out
 from worker_client.runtime.credentials import load as load_keys
+from worker_client.runtime.zmtp_greeting import split
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,15 +66,20 @@ def doctor(*, as_json: bool) -> int:
     except ConfigError as error:
         _print_mistake(str(error), as_json=as_json)
         return 1
+    told = bool(config.environment().get("GLOO_SOCKET_IFNAME"))
+    reducers = [split(address)[0] for address in settings.servers]
+    host = list(examine_host(resolved, reducers, told=told))
     if not as_json:
         said.detected(found_out(resolved))
+        said.host(host)
     connect = partial(bootstrap.connect_alone, connect_timeout=PATIENCE_S)
     found = compare([examine(address, connect, settings.servers) for address in settings.servers])
     if as_json:
-        typer.echo(json.dumps(_facts(resolved, found), indent=2))
+        typer.echo(json.dumps(_facts(resolved, host, found), indent=2))
     else:
         said.reducers(found)
-    return 1 if any(one.problem for one in found) else 0
+    ill = any(problem.certain for problem in host) or any(one.problem for one in found)
+    return 1 if ill else 0
 
 
 def _print_mistake(message: str, *, as_json: bool) -> None:
@@ -83,7 +90,7 @@ def _print_mistake(message: str, *, as_json: bool) -> None:
         said.mistake(message)
 
 
-def _facts(resolved: Resolved, found: Sequence[Health]) -> dict[str, Any]:
+def _facts(resolved: Resolved, host: Sequence[Problem], found: Sequence[Health]) -> dict[str, Any]:
     detected = {
         field: {"value": value, "because": because}
         for field, value, because in resolved.described()
@@ -98,14 +105,16 @@ def _facts(resolved: Resolved, found: Sequence[Health]) -> dict[str, Any]:
         }
         for one in found
     ]
+    ill: list[tuple[str | None, Problem]]
+    ill = [(None, problem) for problem in host if problem.certain]
+    ill += [(one.address, one.problem) for one in found if one.problem]
     problems = [
         {
-            "address": one.address,
-            "kind": one.problem.kind.value,
-            "message": one.problem.message,
-            "advice": one.problem.advice,
+            "address": address,
+            "kind": problem.kind.value,
+            "message": problem.message,
+            "advice": problem.advice,
         }
-        for one in found
-        if one.problem
+        for address, problem in ill
     ]
     return {"detected": detected, "reducers": reducers, "problems": problems}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from worker_client.commands.doctor.dumps import Finding
-    from worker_client.commands.doctor.findings import Health
+    from worker_client.commands.doctor.findings import Health, Problem
 
     Row = tuple[str, str, str]
 
@@ -42,6 +42,15 @@ def detected(rows: Sequence[Row]) -> None:
     else:
         for line in report(rows):
             typer.echo(line)
+        typer.echo("")
+
+
+def host(found: Sequence[Problem]) -> None:
+    """Print what is wrong with this host, and what to do about it."""
+    for problem in found:
+        _sentence(f"{problem.kind.value}: {problem.message}", BAD if problem.certain else NAME)
+        _sentence(f"what to do: {problem.advice}", NAME)
+    if found:
         typer.echo("")
 
 

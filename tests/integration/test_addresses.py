@@ -1,0 +1,166 @@
+"""Where embedded reducers listen: IPv6, hosts whose own name is loopback, hosts without a way."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from reducer.errors import ConfigError
+from reducer.runtime import implementation
+from tests.conftest import joined, local_pool, reducer_here
+from tests.integration.calls import reduced
+from tests.ranks import environments, ranks
+from worker_client import config
+from worker_client.client.bootstrap import enlist
+from worker_client.client.client import Client
+from worker_client.client.interfaces import addresses
+from worker_client.client.rendezvous import Rendezvous
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+
+
+def outcomes(
+    interfaces: list[str], store_host: str | None = None
+) -> list[tuple[str, ...] | ConfigError]:
+    """Return the reducers of a job of embedded ranks, or what each rank raised instead.
+
+    Args:
+        interfaces: each rank's REDUCTION_INTERFACE.
+        store_host: where the store is, which is in memory by default.
+    """
+    dist = torch.distributed
+    store = dist.TCPStore(store_host, 0, is_master=True) if store_host else dist.HashStore()
+
+    def join(rank: int) -> Client | ConfigError:
+        # A connection to such a store waits for one rank at a time.
+        own = dist.TCPStore(store_host, store.port) if store_host else store
+        group = Rendezvous(rank, range(len(interfaces)), own, timeout_s=20)
+        try:
+            settings = config.load().model_copy(update={"interface": interfaces[rank]})
+            return enlist(settings, group, (rank, len(interfaces)))
+        except ConfigError as error:
+            return error
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(interfaces), "host..") as pool:
+        found = list(pool.map(join, range(len(interfaces))))
+        clients = [stack.enter_context(each) for each in found if isinstance(each, Client)]
+        if clients:
+            results = reduced(clients, [np.full(1000, 1.0 + each.rank) for each in clients])
+            assert all((result == 1.5).all() for result in results)
+        return [each.spec.reducers if isinstance(each, Client) else each for each in found]
+
+
+@pytest.fixture
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each thread be on a host of its own, whose name has no address."""
+    monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
+
+
+def outside() -> str:
+    """Return an address of this machine that others know."""
+    there = [its[0] for name, its in addresses().items() if name != "lo"]
+    if not there:
+        pytest.skip("this machine has no network")
+    return there[0]
+
+
+@IPV6
+@pytest.mark.parametrize("impl", implementation.NAMES)
+def test_a_pool_at_an_ipv6_address(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_IMPL", impl)
+    with (
+        reducer_here(impl=impl, bind="tcp://[::1]:0", threads=2) as server,
+        joined(2, servers=[server.address]) as clients,
+    ):
+        assert server.address.startswith("[::1]:")
+        results = reduced(clients, [np.full(100_003, 1.0 + each.rank) for each in clients])
+        assert all((result == 1.5).all() for result in results)
+
+
+@IPV6
+@pytest.mark.parametrize("impl", implementation.NAMES)
+def test_embedded_reducers_at_an_ipv6_address(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDUCTION_IMPL", impl)
+    for reducers in outcomes(["::1", "::1"]):
+        assert all(address.startswith("[::1]:") for address in reducers)
+
+
+HOROVOD = """
+import torch, worker_client, worker_client.horovod.torch as hvd
+client = worker_client.init()  # without a process group its job is named by where ranks meet
+assert client.all_reduce(torch.ones(3), op="sum").wait(10).tolist() == [2] * 3
+hvd.init()
+print(hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum).tolist())
+"""
+
+
+@IPV6
+def test_ranks_that_meet_at_an_ipv6_address() -> None:
+    with (
+        local_pool(1) as servers,
+        ranks(
+            environments(2, servers, MASTER_ADDR="::1", REDUCTION_JOB="at ::1"), "-c", HOROVOD
+        ) as job,
+    ):
+        assert job.outputs() == ["[3.0, 3.0, 3.0]\n"] * 2
+
+
+def test_embedded_reducers_of_one_host_listen_on_loopback() -> None:
+    for reducers in outcomes(["", ""]):
+        assert all(address.startswith("127.0.0.1:") for address in reducers)
+
+
+@pytest.mark.usefixtures("several_hosts")
+@pytest.mark.parametrize("store_host", [None, "127.0.0.1"], ids=["no address", "loopback"])
+def test_a_rank_where_ranks_meet_takes_the_way_to_the_others(store_host: str | None) -> None:
+    # As rank 0's host sees itself where Debian has written its name beside 127.0.1.1.
+    host = outside()
+    for reducers in outcomes(["", host], store_host):
+        assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_ranks_meet_at_an_address_that_others_reach() -> None:
+    host = outside()
+    for reducers in outcomes(["", ""], host):
+        assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
+
+
+@pytest.mark.usefixtures("several_hosts")
+@pytest.mark.parametrize("interfaces", [["", ""], ["", "lo"], ["lo", ""]])
+def test_loopback_is_refused_between_hosts_at_every_rank(interfaces: list[str]) -> None:
+    for error in outcomes(interfaces, "127.0.0.1"):
+        assert isinstance(error, ConfigError)
+        assert "other hosts cannot reach 127.0.0.1: set REDUCTION_INTERFACE" in str(error)
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_a_bind_address_that_other_hosts_cannot_reach_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")
+    for error in outcomes(["", ""], outside()):
+        assert "other hosts cannot reach 127.0.0.1" in str(error)
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_a_bind_address_that_is_every_one_means_the_one_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = outside()
+    monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
+    for reducers in outcomes(["", ""], host):
+        assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
+
+
+def test_a_rank_with_a_wrong_interface_keeps_nobody_waiting() -> None:
+    first, second = outcomes(["", "nowhere9"])
+    assert "REDUCTION_INTERFACE: no interface" in str(second)
+    assert str(first) == f"rank 1: {second}"
