@@ -11,7 +11,7 @@ from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-from tests.integration.ddp_cases import OPTIONS
+from tests.integration.ddp_cases import OPTIONS, SEGMENTS
 
 
 def run_cases(world_size: int, group: str, reducers: int) -> list[dict]:
@@ -74,6 +74,15 @@ def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(
     assert first["mine"] != second["mine"]
     assert first["theirs"] == second["theirs"] == first["mine"]
     assert first["waited_s"] > 0.5, "rank 1 was late by 1 s, and the client did not see it"
+
+
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_backward_raises_what_failed_in_a_nested_one(failures: list[dict], kind: str) -> None:
+    first, second = (rank["nested_errors"] for rank in failures)
+    assert first[kind]["seen"] == second[kind]["seen"] == ["", "", "MismatchError", ""]
+    for step in (0, 1, 3):
+        assert first[kind]["digests"][step] == second[kind]["digests"][step]
+        assert first[kind]["digests"][step] == first["plain"]["digests"][step]
 
 
 def test_sparse_gradients_end_in_an_error_of_backward(failures: list[dict]) -> None:
