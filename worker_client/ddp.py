@@ -169,7 +169,8 @@ class ReductionState:
         """Weight of this rank's gradients in their mean, such as the samples in its batch.
 
         Set it at every rank before each backward pass whose batches are unequal; None everywhere is
-        the plain mean. A rank that has joined early (`Join`) counts with weight 0.
+        the plain mean. A rank that has joined early (`Join`) counts with weight 0, so 1 everywhere
+        is what DDP does without a hook in ``join(divide_by_initial_world_size=False)``.
         """
         return self._weight
 

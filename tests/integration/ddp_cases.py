@@ -18,7 +18,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -80,15 +79,19 @@ def train(case: str, reduction: bool, mixed: bool = True) -> dict[str, object]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(
-        Net(mixed), **{"bucket_cap_mb": DEFAULT_BUCKET_CAP_MB, **OPTIONS[case]}
+        Net(mixed), **{"bucket_cap_mb": DEFAULT_BUCKET_CAP_MB, **OPTIONS.get(case, UNUSED)}
     )
     _register(ddp, case, reduction)
     forward = torch.compile(ddp, backend="aot_eager") if case == "compile" else ddp
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
     torch.manual_seed(100 + rank)
-    steps = STEPS - 10 * rank if case == "join" else STEPS
+    joins = "join" in case
+    steps = STEPS - 10 * rank if joins else STEPS
     losses = []
-    with Join([ddp]) if case == "join" else nullcontext():
+    if reduction and case == "join_of_who_is_left":
+        state_of(ddp).weight = 1.0  # what torch's option does without a hook
+    initial = reduction or case == "join"
+    with ddp.join(divide_by_initial_world_size=initial) if joins else nullcontext():
         for step in range(steps):
             x = torch.randn(16, 20)
             hold = case == "no_sync" and step % 2 == 0
@@ -316,12 +319,11 @@ def main(group: str) -> None:
             results[case] = {"gloo": train(case, False), "reduction": train(case, True)}
         results["repeat"] = {"reduction": train("many_buckets", True)}
     elif group == "fp32":
-        case = "find_unused_parameters"
-        runs = {
-            "gloo": train(case, False, mixed=False),
-            "reduction": train(case, True, mixed=False),
-        }
-        results[case] = runs
+        for case in ("find_unused_parameters", "join_of_who_is_left"):
+            results[case] = {
+                "gloo": train(case, False, mixed=False),
+                "reduction": train(case, True, mixed=False),
+            }
     else:
         results["errors"] = errors()
         results["nested_errors"] = {kind: nested_errors(kind) for kind in SEGMENTS}

@@ -58,7 +58,11 @@ def test_a_second_run_gives_the_same_bits(options: list[dict]) -> None:
 @pytest.mark.parametrize("reducers", [0, 3])
 def test_three_ranks_in_fp32(reducers: int) -> None:
     # Without servers every rank hosts a reducer: the embedded default.
-    assert_same_training(run_cases(3, "fp32", reducers), "find_unused_parameters")
+    trained = run_cases(3, "fp32", reducers)
+    assert_same_training(trained, "find_unused_parameters")
+    for rank in trained:
+        left = rank["join_of_who_is_left"]
+        assert left["reduction"]["losses"] == pytest.approx(left["gloo"]["losses"], rel=1e-5)
 
 
 def test_backward_raises_the_typed_error_and_the_next_step_works(failures: list[dict]) -> None:
