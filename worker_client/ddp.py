@@ -212,13 +212,13 @@ class ReductionState:
             )
         loaded = {}
         for name, kept in residuals.items():
-            parameter = parameters[name]
-            if kept.shape != parameter.shape:
+            loaded[parameters[name]] = own = _like(parameters[name])
+            if kept.shape != own.shape:
                 raise ConfigError(
                     f"residuals of {name!r} have the shape {tuple(kept.shape)}, the parameter has "
-                    f"{tuple(parameter.shape)}: load them into the model that they are of"
+                    f"{tuple(own.shape)}: load them into the model that they are of"
                 )
-            loaded[parameter] = _like(parameter).copy_(kept)
+            own.copy_(kept)
         self._residuals = loaded
         self._changed.clear()
 
@@ -227,7 +227,7 @@ class ReductionState:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout is not torch.strided or not self.client.rounds(buffer):
             return [_Call(buffer, exact=True)]
-        gradients = buffer.split_with_sizes([parameter.numel() for parameter in parameters])
+        gradients = buffer.split_with_sizes([_real(one).numel() for one in parameters])
         large, small = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient.nbytes < SMALLEST_BYTES:
@@ -259,7 +259,7 @@ class ReductionState:
             self._before[parameter] = _like(parameter)
         self._before[parameter].copy_(residual)
         self._changed.add(parameter)
-        return residual.as_strided((parameter.numel(),), (1,))
+        return residual.as_strided((residual.numel(),), (1,))
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket over all ranks, in place, and return a future of its tensor."""
@@ -375,9 +375,15 @@ def _unpack(packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
         part.copy_(result)
 
 
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    # DDP's buckets hold two numbers for a complex one.
+    tensor = parameter.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _like(parameter: torch.Tensor) -> torch.Tensor:
     # Gradients are cast in host memory.
-    return torch.zeros_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
+    return torch.zeros_like(_real(parameter), dtype=torch.float32, device="cpu")
 
 
 def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
