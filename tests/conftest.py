@@ -210,6 +210,15 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture
+def broken_pipes() -> Iterator[list[int]]:
+    """The SIGPIPEs that have come: at its default action the first one ends a process."""
+    come: list[int] = []
+    before = signal.signal(signal.SIGPIPE, lambda number, _: come.append(number))
+    yield come
+    signal.signal(signal.SIGPIPE, before)
+
+
 @pytest.fixture(scope="module", params=implementation.NAMES)
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     """Make the test's workers and reducers plain, and then compiled ones."""

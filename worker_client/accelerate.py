@@ -7,6 +7,7 @@ classes as arguments; but whatever is found in that attribute is asked.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from reducer.errors import ConfigError
@@ -22,8 +24,6 @@ from worker_client import ddp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch.nn.parallel import DistributedDataParallel
 
     from worker_client.client.client import Client
 
@@ -137,7 +137,7 @@ def attach(accelerator: Any, client: Client | None = None) -> Client:
             f"Accelerate wraps models for {kind} here, reducers serve DDP "
             f"({' and '.join(_DDP_TYPES)}): leave out the other plugin"
         )
-    if getattr(accelerator, "_models", None):
+    if _has_wrapped(getattr(accelerator, "_models", [])):
         raise ConfigError(
             "the accelerator has wrapped a model already: call attach() before prepare(), or "
             "worker_client.attach(model) with what prepare() returned"
@@ -157,6 +157,15 @@ def attach(accelerator: Any, client: Client | None = None) -> Client:
     accelerator.register_save_state_pre_hook(lambda _, __, folder: handler.save_residuals(folder))
     accelerator.register_load_state_pre_hook(lambda _, folder: handler.load_residuals(folder))
     return used
+
+
+def _has_wrapped(models: list[torch.nn.Module]) -> bool:
+    """Whether one of the models is in DDP, as none is that was prepared for evaluation alone.
+
+    Accelerate's list has what models were before it wrapped them, and DDP leaves no mark on those.
+    """
+    found = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
+    return bool(models) and any(one.module in models for one in found)
 
 
 def _reduce(

@@ -4,6 +4,10 @@ A hook must not raise (DDP would be unusable afterwards) and must not wait (the 
 stop overlapping with the network). So the hook starts an all-reduce and returns its future; a
 failure completes the future all the same, and is raised by `loss.backward()` once DDP has finished
 its own work, which leaves the model fit for the next step.
+
+Autograd runs what is queued at the end of each backward pass, and passes may be nested: reentrant
+checkpointing runs one per segment. An error waits for the end of the outermost pass, or of the
+nested one that brings DDP's last bucket, from which it gets out to the outermost.
 """
 
 # No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
@@ -66,9 +70,10 @@ class ReductionState:
         client: the one to use; `worker_client.init()`'s by default.
         weight: of this rank's gradients in their mean; see the property.
         error_feedback: keep, for each parameter, what the cast to the wire's type takes away from
-            its gradient, and add it to the next step's: a further float32 tensor for each, in host
-            memory. By default that is done for gradients that travel in 8 bits. Rounding of the
-            mean, at the reducers, takes nothing away on average.
+            its gradient, and add it to the next step's: two further float32 tensors for each, in
+            host memory; the second lets a backward pass that fails leave what it began with. By
+            default that is done for gradients that travel in 8 bits. Rounding of the mean, at the
+            reducers, takes nothing away on average.
         named_parameters: the model's, as its `named_parameters()` gives them. `exclude` and
             `state_dict` need them.
         exclude: called once with each name and parameter; returns whether its gradients stay exact
@@ -80,7 +85,10 @@ class ReductionState:
     """
 
     __slots__ = (
+        "_before",
+        "_changed",
         "_client",
+        "_complete",
         "_error",
         "_excluded",
         "_names",
@@ -120,7 +128,11 @@ class ReductionState:
         self._excluded: set[torch.Tensor] = set()
         # By parameter, and in its memory format, as its gradient is in a bucket.
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # what they were before the last call
+        # Of DDP's buckets since an error was last raised, or there was none to raise:
+        self._changed: set[torch.Tensor] = set()  # parameters whose residuals they have changed
         self._error: ReductionError | None = None
+        self._complete = False  # whether the last bucket has begun
         self._task = _OUTSIDE_BACKWARD  # the backward pass that was last prepared to raise
 
     # DDP keeps its hook's state among its own attributes, so a model's copies (`AveragedModel`
@@ -157,7 +169,8 @@ class ReductionState:
         """Weight of this rank's gradients in their mean, such as the samples in its batch.
 
         Set it at every rank before each backward pass whose batches are unequal; None everywhere is
-        the plain mean. A rank that has joined early (`Join`) counts with weight 0.
+        the plain mean. A rank that has joined early (`Join`) counts with weight 0, so 1 everywhere
+        is what DDP does without a hook in ``join(divide_by_initial_world_size=False)``.
         """
         return self._weight
 
@@ -199,21 +212,22 @@ class ReductionState:
             )
         loaded = {}
         for name, kept in residuals.items():
-            parameter = parameters[name]
-            if kept.shape != parameter.shape:
+            loaded[parameters[name]] = own = _like(parameters[name])
+            if kept.shape != own.shape:
                 raise ConfigError(
                     f"residuals of {name!r} have the shape {tuple(kept.shape)}, the parameter has "
-                    f"{tuple(parameter.shape)}: load them into the model that they are of"
+                    f"{tuple(own.shape)}: load them into the model that they are of"
                 )
-            loaded[parameter] = _like(parameter).copy_(kept)
+            own.copy_(kept)
         self._residuals = loaded
+        self._changed.clear()
 
     def calls(self, bucket: GradBucket) -> list[_Call]:
         """Return the all-reduces that a bucket makes, the same at every rank."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout is not torch.strided or not self.client.rounds(buffer):
             return [_Call(buffer, exact=True)]
-        gradients = buffer.split_with_sizes([parameter.numel() for parameter in parameters])
+        gradients = buffer.split_with_sizes([_real(one).numel() for one in parameters])
         large, small = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient.nbytes < SMALLEST_BYTES:
@@ -240,23 +254,21 @@ class ReductionState:
             return None
         if parameter not in self._residuals:
             self._residuals[parameter] = _like(parameter)
-        return self._residuals[parameter].as_strided((parameter.numel(),), (1,))
+        residual = self._residuals[parameter]
+        if parameter not in self._before:
+            self._before[parameter] = _like(parameter)
+        self._before[parameter].copy_(residual)
+        self._changed.add(parameter)
+        return residual.as_strided((residual.numel(),), (1,))
 
-    def start(
-        self, buffer: torch.Tensor, calls: Optional["list[_Call]"] = None
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Start averaging `buffer` over all ranks, in place, and return a future of it.
-
-        Args:
-            buffer: of a bucket.
-            calls: what is made of it; by default one call.
-        """
-        calls = [_Call(buffer)] if calls is None else calls
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging a bucket over all ranks, in place, and return a future of its tensor."""
+        in_backward = self._prepare_to_raise(last=bucket.is_last())
+        buffer, calls = bucket.buffer(), self.calls(bucket)
         # Whoever waits for a future that knows the device has its stream wait for the result.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]
         )
-        in_backward = self._prepare_to_raise()
 
         def finish(error: BaseException | None) -> None:
             if error is None:
@@ -286,8 +298,11 @@ class ReductionState:
                 work.future().add_done_callback(end.of_work)
         return future
 
-    def _prepare_to_raise(self) -> bool:
-        """See to it that this backward pass ends with the error, if there will be one.
+    def _prepare_to_raise(self, *, last: bool) -> bool:
+        """See to it that a backward pass ends with the error, if there will be one.
+
+        Args:
+            last: whether this is DDP's last bucket.
 
         Returns:
             Whether there is a backward pass; `Join` calls the hook without one.
@@ -296,16 +311,33 @@ class ReductionState:
         if task == _OUTSIDE_BACKWARD:
             return False
         if task != self._task:
-            self._task, self._error = task, None
+            if self._complete:  # another model's error, raised before, has ended that pass
+                self._settle()
+            self._task = task
             # DDP queues its own last step later than this, and a callback that a callback queues
             # runs after that: DDP has waited for every bucket when the error is raised.
             _queue_callback(lambda: _queue_callback(self._raise))
+        self._complete |= last
         return True
 
     def _raise(self) -> None:
-        error, self._error = self._error, None
+        # Autograd has ended the pass, and not the node that a nested pass was begun by.
+        nested = torch._C._current_autograd_node() is not None  # noqa: SLF001 (no public name)
+        if nested and not self._complete:
+            return  # an error would keep the outer pass from bringing DDP's other buckets
+        error = self._settle()
         if error is not None:
             raise error
+
+    def _settle(self) -> ReductionError | None:
+        """Return the error of DDP's buckets, which then have left the residuals as they were."""
+        error, self._error = self._error, None
+        if error is not None:
+            for parameter in self._changed:
+                self._residuals[parameter].copy_(self._before[parameter])
+        self._changed.clear()
+        self._complete = False
+        return error
 
 
 class _LastOf:
@@ -343,9 +375,15 @@ def _unpack(packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
         part.copy_(result)
 
 
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    # DDP's buckets hold two numbers for a complex one.
+    tensor = parameter.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _like(parameter: torch.Tensor) -> torch.Tensor:
     # Gradients are cast in host memory.
-    return torch.zeros_like(parameter, dtype=torch.float32, device="cpu", requires_grad=False)
+    return torch.zeros_like(_real(parameter), dtype=torch.float32, device="cpu")
 
 
 def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -361,9 +399,9 @@ def reduction_hook(state: ReductionState, bucket: GradBucket) -> torch.futures.F
     if isinstance(bucket, tuple):
         raise ConfigError(_PYTHON_REDUCER)
     if not torch._C._autograd._profiler_enabled():  # noqa: SLF001 (no public name)
-        return state.start(bucket.buffer(), state.calls(bucket))
+        return state.reduce(bucket)
     with record_function(f"reduction: bucket {bucket.index()}") as shown:
-        future = state.start(bucket.buffer(), state.calls(bucket))
+        future = state.reduce(bucket)
         # The range lasts until the result is there.
         shown_until: torch.futures.Future[torch.Tensor]
         shown_until = shown._call_end_callbacks_on_future(future)  # noqa: SLF001 (as torch's own)

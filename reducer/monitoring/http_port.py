@@ -23,6 +23,7 @@ import io
 import logging
 import math
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -349,7 +350,7 @@ class _Connections:
             self._asked[connection] = self._asking.pop(connection)
         elif len(head) > MAX_HEAD_BYTES:
             with suppress(OSError):
-                connection.send(TOO_LONG)
+                connection.send(TOO_LONG, socket.MSG_NOSIGNAL)
             self._drop(connection)
 
     def _answer_some(self) -> None:
@@ -377,6 +378,8 @@ class _Connections:
                 return
 
     def _answer(self, connection: socket.socket, head: bytes) -> None:
+        # At its default action SIGPIPE would end the process, which may be a rank's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         try:
             connection.settimeout(CONNECTION_S)
             _Handler(connection, head, self.paths)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 import worker_client  # noqa: E402
 from tests.ranks import refusal, write_result  # noqa: E402
 from worker_client import accelerate as ours  # noqa: E402
+from worker_client.ddp import state_of  # noqa: E402
 from worker_client.torch_backend import bytes_reduced  # noqa: E402
 
 if TYPE_CHECKING:
@@ -190,12 +191,17 @@ def refusals() -> dict[str, str]:
 
     attached, prepared = make(), make()
     ours.attach(attached)
-    prepared.prepare(nn.Linear(2, 2))
+    wrapped = prepared.prepare(nn.Linear(2, 2))
+    evaluating = make()
+    evaluating.prepare_model(nn.Linear(2, 2), evaluation_mode=True)  # as TRL's trainers do
+    ours.attach(evaluating)
+    trained = evaluating.prepare(nn.Linear(2, 2))
     return {
+        "after one for evaluation": str(state_of(trained).weight),
         "twice": refusal(ours.attach, attached),
         "late": refusal(ours.attach, prepared),
         "hook": refusal(ours.attach, make({"comm_hook": "power_sgd"})),
-        "model": refusal(ours.attach, nn.Linear(2, 2)),
+        "model": refusal(ours.attach, wrapped),
     }
 
 

@@ -140,6 +140,10 @@ def test_refuses_and_names_the_fix(refusals: list[dict[str, Any]], case: str, fi
     assert all(fix in rank[case] for rank in refusals)
 
 
+def test_a_model_for_evaluation_may_be_prepared_before(refusals: list[dict[str, Any]]) -> None:
+    assert [rank["after one for evaluation"] for rank in refusals] == ["None"] * len(refusals)
+
+
 def test_a_process_alone_is_told_how_to_start(tmp_path: Path, servers: list[str]) -> None:
     ranks = cases(tmp_path, "alone", servers, WORLD_SIZE="1")
     assert all("accelerate launch" in rank["alone"] for rank in ranks)

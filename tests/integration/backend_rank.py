@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -217,6 +219,46 @@ def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     both = dist.group.WORLD.allreduce_coalesced(tensors)
     then = both.get_future().then(lambda done: sum(int(one.sum()) for one in done.value()))
     assert then.wait() == 2 * 2 * WORLD_SIZE
+    # C++ keeps the handle, when nothing here does.
+    torch._C._distributed_c10d._register_work(tensor, dist.all_reduce(tensor, async_op=True))
+    torch.ops._c10d_functional.wait_tensor(tensor)
+    assert tensor.tolist() == [WORLD_SIZE**2] * 3
+
+
+def case_alone(rank: int, gloo: dist.ProcessGroup) -> None:
+    """Every collective of a group of one has a handle with a future."""
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    sent = torch.arange(2.0)
+    outputs = [torch.empty(2) for _ in range(11)]
+    works = [
+        dist.all_reduce(outputs[0].copy_(sent), group=alone, async_op=True),
+        dist.reduce(outputs[1].copy_(sent), rank, group=alone, async_op=True),
+        dist.broadcast(outputs[2].copy_(sent), rank, group=alone, async_op=True),
+        dist.reduce_scatter(outputs[3], [sent], group=alone, async_op=True),
+        dist.reduce_scatter_tensor(outputs[4], sent, group=alone, async_op=True),
+        dist.all_gather([outputs[5]], sent, group=alone, async_op=True),
+        dist.all_gather_into_tensor(outputs[6], sent, group=alone, async_op=True),
+        dist.gather(sent, [outputs[7]], rank, group=alone, async_op=True),
+        dist.scatter(outputs[8], [sent], rank, group=alone, async_op=True),
+        dist.all_to_all([outputs[9]], [sent], group=alone, async_op=True),
+        dist.barrier(group=alone, async_op=True),
+        alone.allreduce_coalesced([outputs[10].copy_(sent)]),
+    ]
+    with dist._coalescing_manager(group=alone, async_ops=True) as coalesced:
+        dist.reduce_scatter_tensor(outputs[3], sent, group=alone)
+        dist.reduce_scatter_tensor(outputs[4], sent, group=alone)
+    for work in [*works, *coalesced.works]:
+        work.get_future().wait()
+        assert work.wait()
+    assert all(torch.equal(output, sent) for output in outputs)
+
+
+def case_a_tensor_of_shards(rank: int, gloo: dist.ProcessGroup) -> None:
+    """Torch asks for a device that the group serves, and there may be no other than the CPU."""
+    spec = ChunkShardingSpec(0, [f"rank:{at}/cpu" for at in range(WORLD_SIZE)])
+    whole = torch.empty(2 * WORLD_SIZE, 2) if rank == 0 else None
+    sharded_tensor.ones(spec, 2 * WORLD_SIZE, 2).gather(out=whole)
+    assert rank > 0 or torch.equal(whole, torch.ones(2 * WORLD_SIZE, 2))
 
 
 def case_received_from_any_rank(rank: int, gloo: dist.ProcessGroup) -> None:
@@ -353,9 +395,12 @@ def case_ddp(rank: int, gloo: dist.ProcessGroup) -> None:
             model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
             optimizer.step()
         assert (reduced() > before) == (group is None)
-        with model.join():
-            for _ in range(rank + 1):
-                model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
+        for initial in (True, False):
+            with model.join(divide_by_initial_world_size=initial):
+                for _ in range(rank + 1):
+                    optimizer.zero_grad()
+                    model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
+                    optimizer.step()
         weights.append(torch.cat([p.detach().flatten() for p in model.state_dict().values()]))
         everywhere = [torch.empty_like(weights[-1]) for _ in range(WORLD_SIZE)]
         parameters = torch.cat([p.detach().flatten() for p in model.parameters()])

@@ -1,8 +1,9 @@
 """One rank of test_wire_checkpoint: DDP with 8 bits on the wire, from a checkpoint to another one.
 
-Started as `python -m tests.integration.checkpointed_ddp FOLDER FIRST END` with torchrun's
+Started as `python -m tests.integration.checkpointed_ddp FOLDER FIRST END [FAILING]` with torchrun's
 environment. It makes the steps from FIRST on to END: from the start, or from the checkpoint that
-was written at FIRST; then it writes one.
+was written at FIRST; then it writes one. The step FAILING fails, after buckets that are well, and
+is made again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
+from reducer.errors import ReductionError
 from tests.integration.ddp_cases import digest
 from tests.ranks import write_result
 from worker_client.ddp import state_of
@@ -37,7 +39,27 @@ class Net(torch.nn.Module):
         return self.last(self.norm(x))
 
 
-def main(folder: Path, first: int, end: int) -> None:
+def backward(ddp: DistributedDataParallel, x: torch.Tensor) -> None:
+    (ddp(x) - x[:, :8] * x[:, 8:16]).square().mean().backward()
+
+
+def fail(ddp: DistributedDataParallel, x: torch.Tensor) -> str:
+    """Make a backward pass whose last buckets one rank gives a weight, and return the error."""
+    state = state_of(ddp)
+    layer = ddp.module.layers[0]
+    weight = 1.0 if dist.get_rank() == 1 else None
+    hook = layer.register_full_backward_hook(lambda *_: setattr(state, "weight", weight))
+    try:
+        backward(ddp, x)
+        said = ""
+    except ReductionError as error:
+        said = str(error)
+    hook.remove()
+    state.weight = None
+    return said
+
+
+def main(folder: Path, first: int, end: int, failing: int = -1) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -51,11 +73,13 @@ def main(folder: Path, first: int, end: int) -> None:
         ddp.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         state_of(ddp).load_state_dict(saved["reduction"])
+    failure = ""
     for step in range(first, end):
         x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-        loss = (ddp(x) - x[:, :8] * x[:, 8:16]).square().mean()
+        if step == failing:
+            failure = fail(ddp, x)
         optimizer.zero_grad()
-        loss.backward()
+        backward(ddp, x)
         optimizer.step()
     saved = {
         "model": ddp.module.state_dict(),
@@ -68,6 +92,7 @@ def main(folder: Path, first: int, end: int) -> None:
         "digest": digest(ddp),
         "residuals": {name: kept.numpy().tobytes().hex() for name, kept in residuals.items()},
         "losses": client.losses,
+        "failure": failure,
         "rearranged": ddp._get_ddp_logging_data()["has_rebuilt_buckets"],
     }
     write_result(facts)
@@ -76,4 +101,4 @@ def main(folder: Path, first: int, end: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

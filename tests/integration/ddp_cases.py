@@ -12,19 +12,23 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import worker_client
 from reducer.errors import ReductionError
 from tests.ranks import refusal, write_result
-from worker_client.ddp import DEFAULT_BUCKET_CAP_MB, ReductionState, reduction_hook
+from worker_client.ddp import DEFAULT_BUCKET_CAP_MB, ReductionState, reduction_hook, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 STEPS = 50
 
@@ -75,15 +79,19 @@ def train(case: str, reduction: bool, mixed: bool = True) -> dict[str, object]:
     rank = dist.get_rank()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(
-        Net(mixed), **{"bucket_cap_mb": DEFAULT_BUCKET_CAP_MB, **OPTIONS[case]}
+        Net(mixed), **{"bucket_cap_mb": DEFAULT_BUCKET_CAP_MB, **OPTIONS.get(case, UNUSED)}
     )
     _register(ddp, case, reduction)
     forward = torch.compile(ddp, backend="aot_eager") if case == "compile" else ddp
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
     torch.manual_seed(100 + rank)
-    steps = STEPS - 10 * rank if case == "join" else STEPS
+    joins = "join" in case
+    steps = STEPS - 10 * rank if joins else STEPS
     losses = []
-    with Join([ddp]) if case == "join" else nullcontext():
+    if reduction and case == "join_of_who_is_left":
+        state_of(ddp).weight = 1.0  # what torch's option does without a hook
+    initial = reduction or case == "join"
+    with ddp.join(divide_by_initial_world_size=initial) if joins else nullcontext():
         for step in range(steps):
             x = torch.randn(16, 20)
             hold = case == "no_sync" and step % 2 == 0
@@ -97,10 +105,11 @@ def train(case: str, reduction: bool, mixed: bool = True) -> dict[str, object]:
     return {"losses": losses, "digest": digest(ddp), "hooks": reduction}
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(model: torch.nn.Module, *, gradients: bool = False) -> str:
     total = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
-        total.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        tensor = parameter.grad if gradients else parameter.detach()
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 
@@ -149,6 +158,76 @@ def buffers() -> dict[str, object]:
     ddp(torch.ones(1, 4))
     theirs = {name: buffer.tolist() for name, buffer in layers.named_buffers()}
     return {"waited_s": waited_s, "mine": mine, "theirs": theirs}
+
+
+class Segment(torch.autograd.Function):
+    """A module whose backward pass begins another one: reentrant checkpointing, by hand."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+        context.module = module
+        context.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        x = context.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            context.module(x).backward(gradient)
+        return x.grad, None
+
+
+# How the segments of a model make their backward passes.
+SEGMENTS = {
+    "plain": lambda module, x: module(x),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "static graph": partial(checkpoint, use_reentrant=True),
+    "function": lambda module, x: Segment.apply(x, module),
+}
+
+
+class Segments(torch.nn.Module):
+    """Two of them; `between` is called when the backward pass is done with the last."""
+
+    def __init__(self, kind: str, between: Callable[[], None]) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.run = SEGMENTS[kind]
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.run(self.first, x)
+        hidden.register_hook(lambda _: self.between())
+        return self.run(self.last, hidden)
+
+
+def nested_errors(kind: str) -> dict[str, list[str]]:
+    """The first bucket's all-reduce fails in a nested backward pass, the last one's is well."""
+
+    def between() -> None:
+        state.weight = None
+
+    torch.manual_seed(0)
+    # A bucket for each segment.
+    ddp = DistributedDataParallel(
+        Segments(kind, between), bucket_cap_mb=0.01, static_graph=kind == "static graph"
+    )
+    worker_client.attach(ddp)
+    state = state_of(ddp)
+    seen, digests = [], []
+    for step in range(4):
+        ddp.zero_grad()
+        x = torch.full((2, 64), 1.0 + step + dist.get_rank(), requires_grad=True)
+        loss = ddp(x).square().mean()
+        state.weight = 1.0 if step == 2 and dist.get_rank() == 1 else None  # others give none
+        try:
+            loss.backward()
+            seen.append("")
+        except ReductionError as error:
+            seen.append(type(error).__name__)
+        digests.append(digest(ddp, gradients=True))
+    return {"seen": seen, "digests": digests}
 
 
 def sparse_in_hook() -> str:
@@ -240,14 +319,14 @@ def main(group: str) -> None:
             results[case] = {"gloo": train(case, False), "reduction": train(case, True)}
         results["repeat"] = {"reduction": train("many_buckets", True)}
     elif group == "fp32":
-        case = "find_unused_parameters"
-        runs = {
-            "gloo": train(case, False, mixed=False),
-            "reduction": train(case, True, mixed=False),
-        }
-        results[case] = runs
+        for case in ("find_unused_parameters", "join_of_who_is_left"):
+            results[case] = {
+                "gloo": train(case, False, mixed=False),
+                "reduction": train(case, True, mixed=False),
+            }
     else:
         results["errors"] = errors()
+        results["nested_errors"] = {kind: nested_errors(kind) for kind in SEGMENTS}
         results["sparse_in_hook"] = sparse_in_hook()
         results["buffers"] = buffers()
         results["copies"] = copies()

@@ -11,7 +11,7 @@ from tests.ranks import environments, run
 
 pytest.importorskip("torch", reason="needs torch")
 
-from tests.integration.ddp_cases import OPTIONS
+from tests.integration.ddp_cases import OPTIONS, SEGMENTS
 
 
 def run_cases(world_size: int, group: str, reducers: int) -> list[dict]:
@@ -58,7 +58,11 @@ def test_a_second_run_gives_the_same_bits(options: list[dict]) -> None:
 @pytest.mark.parametrize("reducers", [0, 3])
 def test_three_ranks_in_fp32(reducers: int) -> None:
     # Without servers every rank hosts a reducer: the embedded default.
-    assert_same_training(run_cases(3, "fp32", reducers), "find_unused_parameters")
+    trained = run_cases(3, "fp32", reducers)
+    assert_same_training(trained, "find_unused_parameters")
+    for rank in trained:
+        left = rank["join_of_who_is_left"]
+        assert left["reduction"]["losses"] == pytest.approx(left["gloo"]["losses"], rel=1e-5)
 
 
 def test_backward_raises_the_typed_error_and_the_next_step_works(failures: list[dict]) -> None:
@@ -74,6 +78,15 @@ def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(
     assert first["mine"] != second["mine"]
     assert first["theirs"] == second["theirs"] == first["mine"]
     assert first["waited_s"] > 0.5, "rank 1 was late by 1 s, and the client did not see it"
+
+
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_backward_raises_what_failed_in_a_nested_one(failures: list[dict], kind: str) -> None:
+    first, second = (rank["nested_errors"] for rank in failures)
+    assert first[kind]["seen"] == second[kind]["seen"] == ["", "", "MismatchError", ""]
+    for step in (0, 1, 3):
+        assert first[kind]["digests"][step] == second[kind]["digests"][step]
+        assert first[kind]["digests"][step] == first["plain"]["digests"][step]
 
 
 def test_sparse_gradients_end_in_an_error_of_backward(failures: list[dict]) -> None:

@@ -432,6 +432,22 @@ def test_nobody_waits_in_a_callback(six: list[Client]) -> None:
     assert len(said) == 1
 
 
+def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes: list[int]) -> None:
+    board = Board()
+    with ThreadPoolExecutor(2) as pool:
+        left, gone = pool.map(
+            lambda at: connect_node((0, 1), at, lambda name: board.share(at, name), board.read),
+            range(2),
+        )
+    gone.close()
+    nothing = memoryview(b"")
+    with pytest.raises(RankLostError):
+        left.exchange(0, [nothing, memoryview(b"word")], [nothing, nothing], time.monotonic() + 5)
+    left.give_up(ReductionTimeout("too late"))
+    left.close()
+    assert broken_pipes == []
+
+
 def test_a_stranger_at_the_door_is_sent_away() -> None:
     """Something else connects first; the ranks of the node find each other all the same."""
     import socket  # noqa: PLC0415

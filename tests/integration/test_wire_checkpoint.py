@@ -18,8 +18,8 @@ STEPS = 10
 LAYERS = [f"layers.{at}.weight" for at in range(6)]
 
 
-def train(servers: list[str], folder: Path, first: int, end: int) -> list[dict]:
-    rank = ("-m", "tests.integration.checkpointed_ddp", str(folder), str(first), str(end))
+def train(servers: list[str], folder: Path, *steps: int) -> list[dict]:
+    rank = ("-m", "tests.integration.checkpointed_ddp", str(folder), *map(str, steps))
     return run(environments(2, servers, REDUCTION_WIRE_DTYPE="int8"), *rank)
 
 
@@ -57,4 +57,12 @@ def test_a_training_that_loses_a_reducer_has_the_bits_of_an_undisturbed_one(
             monkeypatch.delenv("REDUCTION_FAILPOINTS")
             ranks = train([*lasting, *mortal], tmp_path, 0, STEPS)
     assert [rank["losses"] for rank in ranks] == [1, 1]
+    assert bits(ranks) == bits(undisturbed)
+
+
+def test_a_training_that_makes_a_failed_step_again_has_the_bits_of_an_undisturbed_one(
+    pool: list[str], tmp_path: Path, undisturbed: list[dict]
+) -> None:
+    ranks = train(pool, tmp_path, 0, STEPS, STEPS // 2)
+    assert all("disagree on" in rank["failure"] for rank in ranks)
     assert bits(ranks) == bits(undisturbed)

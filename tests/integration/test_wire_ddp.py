@@ -9,7 +9,7 @@ from tests.ranks import environments, run
 torch = pytest.importorskip("torch", reason="needs torch")
 
 RANK = ("-m", "tests.integration.wire_ddp")
-CASES = "stock,plain,feedback,default,wrapper,one_step"
+CASES = "stock,plain,feedback,default,wrapper,one_step,one_complex_step"
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -68,6 +68,15 @@ def test_a_gradient_travels_as_it_would_alone(compressed: list[dict]) -> None:
         assert rank["one_step"] == {
             "exact": ["0.bias", "2.weight", "2.bias", "4.weight", "4.bias"],
             "rounded": ["0.weight"],
+            "neither": [],
+        }
+
+
+def test_a_complex_gradient_travels_as_its_real_numbers(compressed: list[dict]) -> None:
+    for rank in compressed:
+        assert rank["one_complex_step"] == {
+            "exact": ["phase", "lift.bias"],
+            "rounded": ["modes", "lift.weight"],
             "neither": [],
         }
 

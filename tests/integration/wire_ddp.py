@@ -23,12 +23,27 @@ from tests.worker_client.slow_device import SlowDevice, stage_all
 from worker_client.ddp import ReductionState, reduction_hook
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
 STEPS = 40
 BATCHES = (5, 24, 11)  # samples of each rank in a step
 FEEDBACK = {"feedback": True, "default": None}
 EARLY = 8  # steps that rank 0 leaves out in the case "join"
+
+
+class Spectral(torch.nn.Module):
+    """A large complex parameter, a small one, and real ones in the same bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = torch.nn.Linear(20, 300)
+        self.modes = torch.nn.Parameter(torch.randn(300, 20, dtype=torch.complex64))
+        self.phase = torch.nn.Parameter(torch.randn(20, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.lift(x) + 0j) @ self.modes * self.phase).abs().mean(1, keepdim=True)
 
 
 def make(on: str = "cpu") -> DistributedDataParallel:
@@ -83,13 +98,24 @@ def residuals(state: ReductionState | None) -> list[float]:
     return [kept.abs().max().item() for kept in state._residuals.values()] if state else []
 
 
-def one_step(wire: str, on: str) -> dict[str, list[str]]:
+def make_complex(on: str = "cpu") -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Spectral().to(on))
+
+
+def real(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+def one_step(
+    wire: str, on: str, make: Callable[[str], DistributedDataParallel] = make
+) -> dict[str, list[str]]:
     """Gradients of a first step, in which a layer is excluded, by what each is bit for bit."""
     ddp = make(on)
     rank = dist.get_rank()
     own = make(on).module
     loss_of(own, samples(0, rank).to(on)).backward()
-    mine = [parameter.grad.cpu() for parameter in own.parameters()]
+    mine = [real(parameter.grad.cpu()) for parameter in own.parameters()]
     both = [[torch.empty_like(gradient) for _ in range(2)] for gradient in mine]
     for gathered, gradient in zip(both, mine, strict=True):
         dist.all_gather(gathered, gradient)
@@ -100,7 +126,7 @@ def one_step(wire: str, on: str) -> dict[str, list[str]]:
         exact = (given[0] + given[1]) / 2
         as_rounded = rounded_mean(wire, [gradient.numpy().reshape(-1) for gradient in given])
         of = {"exact": exact.numpy().tobytes(), "rounded": as_rounded.tobytes()}
-        got = parameter.grad.cpu().numpy().tobytes()
+        got = real(parameter.grad.cpu()).numpy().tobytes()
         found[next((kind for kind, bits in of.items() if bits == got), "neither")].append(name)
     return found
 
@@ -148,6 +174,8 @@ def main(cases: str, kind: str = "host") -> None:
             results[case] = refusal(ReductionState, error_feedback=True)
         elif case == "one_step":
             results[case] = one_step(worker_client.init().wire_dtype, on)
+        elif case == "one_complex_step":
+            results[case] = one_step(worker_client.init().wire_dtype, on, make_complex)
         else:
             results[case] = train(case, on)
     client = worker_client.init()

@@ -364,6 +364,19 @@ def test_a_costly_answer_costs_nobody_an_answer(monkeypatch: pytest.MonkeyPatch,
     assert ask(port, "/healthz")[0] == 200
 
 
+def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(
+    port: str, broken_pipes: list[int]
+) -> None:
+    host, _, number = port.rpartition(":")
+    for request in (b"GET / HTTP/1.0\r\n\r\n", b"x" * (http_port.MAX_HEAD_BYTES + 1)):
+        for _ in range(3):
+            with socket.create_connection((host, int(number))) as hasty:
+                hasty.sendall(request)
+    eventually(lambda: not [one for one in threading.enumerate() if one.name == "http"])
+    assert ask(port, "/healthz")[0] == 200
+    assert broken_pipes == []
+
+
 def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
     asked = []
     inbox = server._lanes[0].inbox

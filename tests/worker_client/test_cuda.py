@@ -16,6 +16,7 @@ import torch
 from bench import block8_oracle
 from reducer.errors import ConfigError, DeviceError, LocalProtocolError, MismatchError
 from tests.waits import eventually, within_s
+from tests.worker_client.buckets import Bucket
 from tests.worker_client.slow_device import DTYPES, VIEWS, blocks_of, reduce_all, reduce_views
 from tests.worker_client.waits import at_all
 from worker_client.collectives import broadcast
@@ -249,7 +250,7 @@ def test_it_is_rounded_on_its_way(job: Job) -> None:
 def test_the_hooks_future_knows_the_device(job: Job) -> None:
     ones = [torch.full((3_000_000,), float(rank), device="cuda") for rank in range(2)]
     states = [ReductionState(client) for client in job(2)]
-    futures = [state.start(one) for state, one in zip(states, ones, strict=True)]
+    futures = [state.reduce(Bucket(one)) for state, one in zip(states, ones, strict=True)]
     for future in futures:
         assert (future.then(lambda done: done.value() * 2).wait() == 1.0).all()
 

@@ -7,20 +7,89 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reducer.errors import ConfigError
+from tests.worker_client.buckets import Bucket
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from worker_client.ddp import ReductionState, state_of  # noqa: E402 (it imports torch)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from worker_client.client.client import Client
+
+
+GOOD, BAD, WORSE = torch.float32, torch.complex64, torch.int64  # of the last there is no mean
+
+
+class Pass(torch.autograd.Function):
+    """Brings buckets in its backward pass, some of them in passes that it begins itself."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: torch.Tensor, state: ReductionState, steps: list[Any]
+    ) -> torch.Tensor:
+        context.state, context.steps = state, steps
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        for step in context.steps:
+            if isinstance(step, list):
+                backward(context.state, step)
+            else:
+                context.state.reduce(step)
+        return gradient, None, None
+
+
+def backward(state: ReductionState, steps: list[Any]) -> None:
+    """Make a backward pass that brings buckets: a list among them is of a nested one."""
+    with torch.enable_grad():
+        Pass.apply(torch.ones(1, requires_grad=True), state, steps).backward()
+
+
+def bucket(dtype: torch.dtype = GOOD, *, last: bool = False) -> Bucket:
+    return Bucket(torch.ones(4, dtype=dtype), last)
 
 
 def test_the_first_error_is_raised(client: Client) -> None:
     state = ReductionState(client)
-    buckets = [torch.ones(4, dtype=torch.int64), torch.ones(4, dtype=torch.complex64)]
+    for first, second, text in ((WORSE, BAD, "mean"), (BAD, WORSE, "complex64")):
+        with pytest.raises(ConfigError, match=text):
+            backward(state, [bucket(first), bucket(second, last=True)])
 
-    class Fails(torch.autograd.Function):
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda first, last: [[first], [last]],
+        lambda first, last: [[[first]], [last]],
+        lambda first, last: [[first], last],
+        lambda first, last: [first, [last]],
+        lambda first, last: [first, [last], []],
+        lambda first, last: [[first, [last]]],
+        lambda first, last: [first, last, []],
+    ],
+    ids=["each", "twice", "first", "last", "last, not at the end", "both", "none"],
+)
+def test_a_backward_pass_raises_what_failed_in_nested_ones_when_ddp_is_done(
+    client: Client, nested: Callable[[Bucket, Bucket], list[Any]]
+) -> None:
+    state = ReductionState(client)
+    for first, second in ((BAD, GOOD), (GOOD, BAD)):
+        done = client.calls
+        with pytest.raises(ConfigError, match="complex64"):
+            backward(state, nested(bucket(first), bucket(second, last=True)))
+        assert client.calls == done + 2, "DDP's last bucket never came"
+        backward(state, nested(bucket(), bucket(last=True)))
+
+
+def test_an_error_that_another_models_was_raised_before_is_not_raised_a_step_later(
+    client: Client,
+) -> None:
+    states = [ReductionState(client), ReductionState(client)]
+
+    class Both(torch.autograd.Function):
         @staticmethod
         def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
             del context
@@ -29,14 +98,14 @@ def test_the_first_error_is_raised(client: Client) -> None:
         @staticmethod
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
             del context
-            for bucket in buckets:
-                state.start(bucket)
+            for state in states:
+                state.reduce(bucket(BAD, last=True))
             return gradient
 
-    for text in ("mean", "complex64"):
-        with pytest.raises(ConfigError, match=text):
-            Fails.apply(torch.ones(1, requires_grad=True)).backward()
-        buckets.reverse()
+    with pytest.raises(ConfigError, match="complex64"):
+        Both.apply(torch.ones(1, requires_grad=True)).backward()
+    for state in states:
+        backward(state, [bucket(last=True)])
 
 
 def test_residuals_are_loaded_by_name_and_in_the_parameters_memory_format(client: Client) -> None:

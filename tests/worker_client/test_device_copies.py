@@ -14,6 +14,7 @@ import torch
 from bench import block8_oracle
 from reducer.errors import ConfigError, ReductionTimeout
 from tests.waits import eventually
+from tests.worker_client.buckets import Bucket
 from tests.worker_client.slow_device import (
     DTYPES,
     PIECE,
@@ -110,7 +111,7 @@ def test_a_name_is_matched_in_any_order(job: Job, devices: Devices) -> None:
 def test_the_hooks_future(job: Job, devices: Devices) -> None:
     ones = [torch.full((5000,), float(rank)) for rank in range(2)]
     states = [ReductionState(client) for client in job(2)]
-    futures = [state.start(one) for state, one in zip(states, ones, strict=True)]
+    futures = [state.reduce(Bucket(one)) for state, one in zip(states, ones, strict=True)]
     for future in futures:
         assert torch.equal(future.wait(), torch.full((5000,), 0.5))
 

@@ -276,7 +276,7 @@ class Client:
             residual: contiguous float32 array or tensor like `data`, zeros at first: what the cast
                 to the wire's type takes away is kept there and added to the next call that is given
                 it (error feedback). In host memory, whatever `data` is in. Owned by the call until
-                it has ended.
+                it has ended; after an error restore a copy to make the step again.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
             shape: with a name: any text that is to be the same at every rank, such as the shape of

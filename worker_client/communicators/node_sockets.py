@@ -3,7 +3,8 @@
 Every pair of ranks has two streams, so that what comes from the reducers can be handed round while
 the next buffer is being gathered, and a third connection on which a rank says why it gives up. A
 rank that ends closes its sockets, so the others know at once and by name; Gloo would say that a
-connection was closed, or wait for its timeout.
+connection was closed, or wait for its timeout. What is sent to it raises no SIGPIPE, whose default
+action, to which a script may have set it, ends the process.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class NodeSockets:
         reason = tell(error)
         for connection in self._alarms.values():
             with suppress(OSError):  # a rank that has ended needs no reason
-                connection.send(reason)
+                connection.send(reason, socket.MSG_NOSIGNAL)
 
     def check(self, *, everybody: bool = False) -> None:
         """Raise why a rank has given up, if one has, or that `stop` was called.
@@ -188,7 +189,7 @@ class NodeSockets:
 
     def _send(self, connection: socket.socket, at: int, out: dict[int, memoryview]) -> bool:
         try:
-            sent = connection.send(out[at][:_AT_ONCE])
+            sent = connection.send(out[at][:_AT_ONCE], socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError:
@@ -270,7 +271,7 @@ def connect_node(
                         f"rank {rank} seems to be on this node, but cannot be reached there "
                         f"({error}): set REDUCTION_HIERARCHY=off"
                     ) from None
-                found[at].sendall(_HELLO.pack(local_rank, kind))
+                found[at].sendall(_HELLO.pack(local_rank, kind), socket.MSG_NOSIGNAL)
         while not all(len(found) == len(ranks) - 1 for found in sockets):
             try:
                 connection, _ = listener.accept()

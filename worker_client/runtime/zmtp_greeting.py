@@ -58,10 +58,11 @@ def greet(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Greeting:
     """
     with socket.create_connection((host, port), timeout_s) as connection:
         try:
-            connection.sendall(_BEGIN)
+            connection.sendall(_BEGIN, socket.MSG_NOSIGNAL)
             heard = _hear(connection)
             if not heard:
-                connection.sendall(_LINES)  # a server of lines of text answers these
+                # A server of lines of text answers these.
+                connection.sendall(_LINES, socket.MSG_NOSIGNAL)
                 return Greeting(silent=not connection.recv(1))
         except TimeoutError:
             return Greeting(silent=True)

@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # what torch.distributed's are, with types
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined] # (one is untyped)
     AllreduceCoalescedOptions,
     AllreduceOptions,
     BuiltinCommHookType,
     PrefixStore,
     ProcessGroup,
     ProcessGroupGloo,
+    Reducer,
     ReduceScatterOptions,
+    _create_work_from_future,
     _DistributedBackendOptions,
 )
 from torch.distributed import distributed_c10d
@@ -57,7 +59,7 @@ from worker_client.torch_backend.collectives import (
 from worker_client.torch_backend.work import ReductionWork, untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
     from torch._C._distributed_c10d import Work as TorchWork
@@ -354,7 +356,7 @@ class ReductionGroup(ProcessGroup):
         options = asked(ReduceScatterOptions(), opts, timeout)
         whole = all(len(per_rank) == self.size() for per_rank in inputs)  # else Gloo refuses it
         given = [one for per_rank in inputs for one in per_rank]
-        if whole and self._can_reduce(given, options.reduceOp):
+        if whole and self._takes(given, options.reduceOp):
             return self._reduce(scattered(outputs, inputs, self.rank()), options)
         self._count()
         return self._inner.reduce_scatter(outputs, inputs, options)
@@ -460,10 +462,14 @@ class ReductionGroup(ProcessGroup):
             log.warning("tensors that are not on the CPU are reduced by Gloo, not by reducers")
         return self.size() > 1 and reducible(tensors, op)
 
+    def _takes(self, inputs: list[torch.Tensor], op: dist.ReduceOp) -> bool:
+        """Whether a reduce-scatter goes without Gloo, whose handles of them have no future."""
+        return op_name(op) in OPS if self.size() == 1 else self._can_reduce(inputs, op)
+
     def _can_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: dist.ReduceOp
     ) -> bool:
-        return self._can_reduce(inputs, op) and all(
+        return self._takes(inputs, op) and all(
             output.dtype == whole.dtype and output.numel() * self.size() == whole.numel()
             for output, whole in zip(outputs, inputs, strict=True)
         )
@@ -475,6 +481,10 @@ class ReductionGroup(ProcessGroup):
         return self._reduce(scattered(outputs, parts, self.rank()), options)
 
     def _reduce(self, reduction: Reduction, options: Any) -> ReductionWork:
+        if self.size() == 1:
+            alone = ReductionWork([], reduction.results, reduction.finish)
+            alone.wait()
+            return alone
         client = self.join()
         timeout_s = options.timeout.total_seconds()
         if timeout_s <= 0:  # torch's way to say: the group's
@@ -506,6 +516,7 @@ def register() -> None:
     if NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 (no public name)
         dist.Backend.register_backend(NAME, ReductionGroup, extended_api=True, devices=DEVICES)
         _replace_fp16_compress()
+        _replace_kept_handles()
         if torch.__version__ < "2.15":
             _replace_monitored_barrier()
 
@@ -528,6 +539,29 @@ def _replace_fp16_compress() -> None:
             builtin(model, comm_hook_type)
 
     ddp._register_builtin_comm_hook = register_hook  # noqa: SLF001
+
+
+def _replace_kept_handles() -> None:
+    """Give C++ code that keeps the handle of a reduction one that C++ made.
+
+    It would keep its half of a Python object, whose methods are gone with the other half, and wait
+    for ever: DDP does so in `join(divide_by_initial_world_size=False)`.
+    """
+    for owner, name in (
+        (Reducer, "_set_forward_pass_work_handle"),
+        (torch._C._distributed_c10d, "_register_work"),  # noqa: SLF001 (no public name)
+    ):
+        setattr(owner, name, _with_kept_handle(getattr(owner, name)))
+
+
+def _with_kept_handle(keep: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(keep)
+    def keep_handle(reducer_or_tensor: Any, work: TorchWork, *given: Any) -> Any:
+        if isinstance(work, ReductionWork):
+            work = _create_work_from_future(work.get_future())
+        return keep(reducer_or_tensor, work, *given)
+
+    return keep_handle
 
 
 def _replace_monitored_barrier() -> None:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from reducer.wire.constants import ReduceOp
     from worker_client.client.client import Client
 
-DEVICES = ["cpu", "cuda"]
+# Torch takes any of them but the CPU for where a group's tensors are to be. Counting devices does
+# not keep children that are forked from using them, as `is_available()` may.
+DEVICES = ["cpu", "cuda"] if torch.cuda.device_count() else ["cpu"]
 OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max", "PRODUCT": "product"}
 _DTYPES = {getattr(torch, name) for name in DTYPES}
 

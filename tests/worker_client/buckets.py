@@ -1,0 +1,26 @@
+"""A bucket, as DDP gives it to its communication hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Bucket:
+    """A bucket of one gradient."""
+
+    gradient: torch.Tensor
+    last: bool = True
+
+    def buffer(self) -> torch.Tensor:
+        return self.gradient
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.gradient]
+
+    def is_last(self) -> bool:
+        return self.last
