@@ -505,8 +505,8 @@ class BufferSync:
             if client.rank == root:
                 return
             split = torch.from_numpy(found).split_with_sizes([part.numel() for part in parts])
-            for buffer, each, part, theirs in zip(buffers, whole, parts, split, strict=True):
-                part.copy_(theirs)
+            for buffer, each, part, received in zip(buffers, whole, parts, split, strict=True):
+                part.copy_(received)
                 if each is not buffer:  # a copy of one whose elements are apart
                     buffer.copy_(each)
 
