@@ -348,6 +348,17 @@ def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted: Driven) -> None:
     assert failure.rank == 1
 
 
+def test_a_hosted_reducer_that_does_not_know_a_rank_is_joined_again(hosted: Driven) -> None:
+    hosted.submit(operation(), 0.0)
+    actions = error(hosted, 1, MembershipError("I do not know you"))
+    assert [type(failure) for failure in errors(actions)] == [MembershipError]
+    assert resets(actions) == [1]
+    assert losses(actions) == []
+    join(hosted, 1)
+    contributions = sent(hosted.submit(operation(), 1.0), M.CONTRIBUTION)
+    assert {link for link, _ in contributions} == {0, 1}
+
+
 def test_a_reducer_that_shuts_down_without_another_finishes(session: Driven) -> None:
     session.disconnected(0, "died")
     assert session.receive(1, Header(M.GOODBYE).pack(), b"") == []

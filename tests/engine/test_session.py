@@ -13,13 +13,13 @@ from reducer.errors import (
     StaleGenerationError,
     VersionError,
 )
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, ReduceOp
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, DType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import MEASURED_BYTES
-from reducer.wire.messages import Stragglers, encode
+from reducer.wire.messages import Loss, Stragglers, Welcome, decode, encode
 from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
 from tests.engine.words import number
-from worker_client.protocol.flight import Reset
+from worker_client.protocol.flight import Connect, Reset, Send
 from worker_client.protocol.joining import RETRY_S
 from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import LAST_S
@@ -211,6 +211,73 @@ def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(
     if refused:
         join(session, 1)
         assert session.joined
+
+
+def test_no_rank_begins_without_a_reducer_that_a_rank_hosts(implementation: str) -> None:
+    addresses, hosts = ("pool:1", "a:1", "b:2"), {1: 0, 2: 1}
+    session = Driven(implementation, 0, 2, addresses, 8192, begin_without_s=3.0, hosts=hosts)
+    join(session, 1)
+    session.tick(1.0)
+    assert losses_told(session.tick(4.1)) == [(1, 0)], "the pool's is late as well"
+    assert session.tick(99.0) == []
+    assert not session.joined
+    join(session, 2)
+    assert session.joined
+
+
+def losses_told(actions: list) -> list[tuple[int, int]]:
+    """(link, reducer) of what a session says is lost."""
+    told = [one for one in actions if isinstance(one, Send)]
+    kinds = [(one, Header.unpack(one.header).type) for one in told]
+    return [(one.link, decode(Loss, one.payload).reducer) for one, k in kinds if k is M.SHARD_MAP]
+
+
+def test_who_hears_that_the_last_late_reducer_is_lost_has_begun(implementation: str) -> None:
+    session = Driven(implementation, 0, 2, ("a:1", "b:2", "c:3"), 8192, begin_without_s=3.0)
+    join(session, 0)
+    join(session, 1)
+    session.receive(0, Header(M.SHARD_MAP).pack(), encode(Loss(2, 0)))
+    assert session.joined
+    session.submit(operation(), 0.0)
+    session.disconnected(0, "died")
+    assert session.failover.map.used() == [1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(
+    implementation: str, late: bool
+) -> None:
+    ranks = [
+        Driven(implementation, r, 2, ("a:1", "b:2"), 1 << 20, 64, begin_without_s=3.0)
+        for r in range(2)
+    ]
+    for session in ranks:
+        join(session, 0)
+        session.tick(1.0)
+    knows, lacks = ranks
+    join_with_lanes(knows, 1)
+    join(knows, 2)
+    assert losses_told(lacks.tick(4.1)) == [(0, 1)]
+    if late:
+        (connect,) = [a for a in join_with_lanes(lacks, 1) if isinstance(a, Connect)]
+        assert connect.endpoint == "b:7"
+        join(lacks, 2)
+        assert knows.failover.usable() == lacks.failover.usable() == [1, 2]
+    cuts = [session.plan.cut(1024, PLACES + 1, DType.UINT8) for session in ranks]
+    assert cuts[0] == cuts[1]
+    for session in ranks:
+        session.failover.agree([1, 1 + late], 0)
+    cuts = [session.plan.cut(1024, 2 * PLACES + 1, DType.UINT8) for session in ranks]
+    assert cuts[0] == cuts[1]
+    assert len(cuts[0][0]) == 2 + late
+
+
+def join_with_lanes(session: Driven, index: int) -> list:
+    """Have a reducer welcome a session that says where its second lane is."""
+    (hello,) = session.connected(index)
+    window = Header.unpack(hello.header).window
+    welcome = encode(Welcome(incarnation="1", lanes=(7,)))
+    return session.receive(index, Header(M.WELCOME, window=window).pack(), welcome)
 
 
 def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:

@@ -37,6 +37,7 @@ class Served:
         *,
         memory_limit: int,
         address: str,
+        lanes: tuple[int, ...] = (),
         limits: Limits = NO_LIMITS,
         secret: bytes = b"",
     ) -> None:
@@ -50,6 +51,7 @@ class Served:
             memory_limit=memory_limit,
             incarnation=f"{Served.starts:x}",
             address=address,
+            lanes=lanes,
             limits=limits,
             secret=secret,
             features=COMPILED_FEATURES,

@@ -110,3 +110,64 @@ dist.barrier()
             assert field == "REDUCTION_SERVERS"
             assert "rank 0 says one in every rank" in message
             assert "rank 1 says the pool 127.0.0.1:1" in message
+
+
+BUSY = """
+import ctypes, os, signal, sys, threading, time
+import numpy, torch, torch.distributed as dist
+import worker_client
+from reducer.errors import RankLostError
+from tests.ranks import write_result
+dist.init_process_group("gloo")
+rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+"""
+# Rank 1 is held back, as by a busy host, until rank 0 has joined and holds its interpreter.
+LATE = """
+if rank == 1:
+    from worker_client.client import compose
+    begin = compose.Composer.client
+    def late(*arguments, **named):
+        store.wait(["busy"])
+        return begin(*arguments, **named)
+    compose.Composer.client = late
+client = worker_client.init(connect_timeout="1s")
+if rank == 0:
+    store.set("busy", "1")
+    ctypes.PyDLL(None).usleep(2_200_000)  # with the GIL, as an import or an extension
+mine = numpy.full(120_576, rank + 1.0, numpy.float32)
+client.all_reduce(mine).wait(5)
+write_result([client.in_use, float(mine.min()), float(mine.max())])
+"""
+GONE = """
+from worker_client.client import compose
+begin = compose.Composer.client
+def late(*arguments, **named):
+    store.set(f"hosts {rank}", "1")
+    store.wait([f"hosts {1 - rank}"])
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return begin(*arguments, **named)
+compose.Composer.client = late
+since = time.monotonic()
+try:
+    worker_client.init()
+except RankLostError as error:
+    write_result([error.rank, str(error), time.monotonic() - since])
+"""
+
+
+def test_a_host_that_is_busy_at_the_start_is_waited_for() -> None:
+    with ranks(environments(2), "-c", BUSY + LATE) as job:
+        assert job.results(30) == [[[True, True], 1.5, 1.5]] * 2
+        said = "rank 0, whose reducer is 127.0.0.1:"
+        assert said in job[1].err
+        assert "does not answer yet: waiting for" in job[1].err
+
+
+def test_a_host_that_dies_at_the_start_is_named() -> None:
+    with ranks(environments(2), "-c", BUSY + GONE) as job:
+        ((rank, message, seconds),) = job.results(30, killed=[0])
+    assert rank == 0
+    assert "rank 0, whose reducer is 127.0.0.1:" in message
+    assert "cannot be reached: Connection refused" in message
+    assert seconds < 5

@@ -36,7 +36,8 @@ def main() -> int:
 def tell(seed: int) -> int:
     """Run a seed and tell its story."""
     world = World(seed, implementation_of(seed))
-    print(world.faults, f"{world.world_size} ranks, {world.pool} reducers, {world.calls} calls")
+    reducers = f"{world.pool} + {len(world.hosts)} reducers of {world.lanes} lanes"
+    print(world.faults, f"{world.world_size} ranks, {reducers}, {world.calls} calls")
     try:
         print(world.run())
     finally:

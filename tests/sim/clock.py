@@ -29,9 +29,8 @@ class Clock:
     def run(self, until: float, done: Callable[[], bool]) -> None:
         """Let time pass until `done` or the time is over."""
         while self._events and not done():
-            time, _, event = heappop(self._events)
-            if time > until:
+            if self._events[0][0] > until:
                 self.now = until
                 return
-            self.now = time
+            self.now, _, event = heappop(self._events)
             event()

@@ -52,6 +52,8 @@ class Connection:
         clock, rng: the simulation's.
         ends: the worker's end and the reducer's: who hears `arrived(connection, message)` and
             `broken(connection)`.
+        link: the worker's number of the link.
+        place: the reducer and its lane.
         faults: how likely a message is repeated or overtaken.
         name: for the reducer: its transport's name of the peer.
     """
@@ -62,10 +64,12 @@ class Connection:
         rng: random.Random,
         ends: tuple[Any, Any],
         link: int,
+        place: tuple[int, int],
         name: bytes,
         faults: Any,
     ) -> None:
         self.link = link
+        self.reducer, self.lane = place
         self.name = name
         self.open = [True, True]  # whether each end believes in it
         self.cut = False  # nothing arrives any more
@@ -144,6 +148,13 @@ class Connection:
         if self.open[end]:
             self._shut(end)
             self._ends[end].broken(self)
+
+    def detach(self, buffer: object) -> None:
+        """Read a buffer no more: what lies there of it is copied."""
+        for leaving in self.leaving:
+            header, payload = leaving.message
+            if getattr(payload, "obj", None) is buffer:
+                leaving.message = Message(header, bytes(payload))
 
     def _shut(self, end: int) -> None:
         self.open[end] = False

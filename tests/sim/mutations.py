@@ -8,13 +8,15 @@ from unittest.mock import patch
 
 from reducer.engine import engine, rounds
 from reducer.engine.slots import Round
+from reducer.wire.constants import MAX_LANES
 from worker_client.protocol.failover import Failover
+from worker_client.protocol.joining import Joining
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
 from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.protocol.shard_map import ShardMap, Stage
+from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reducer.errors import RankLostError
     from reducer.wire.header import Header
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 _end_well = PlainFlight.take
 _next = PlainFlight._next
 _give_number = Numbering.give
+_give_up = Joining.give_up
 _stage = ShardMap.stage
 _take_out = Failover._take_out
+_use = Plan.use
 
 
 def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
@@ -117,6 +121,20 @@ def _decline_nothing(question: Header, call: Header) -> None:
     del question, call
 
 
+def _give_up_hosts(self: Joining, now: float) -> list[int]:
+    """Begin without reducers that ranks host, of which other ranks take no notice."""
+    late = _give_up(self, now)
+    if self._since is not None and now >= self._since + self._spec.begin_without_s:
+        self.complete = True
+        late = [link.reducer for link in self._links if not link.member]
+    return late
+
+
+def _use_all_known_lanes(self: Plan, links: Sequence[Link], taking_part: Mapping[int, int]) -> None:
+    """Cut buffers between all lanes that this rank knows of, whatever others know."""
+    _use(self, links, dict.fromkeys(taking_part, MAX_LANES))
+
+
 class Mutation(NamedTuple):
     """One broken rule.
 
@@ -136,18 +154,20 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "no-duplicate-check": Mutation(Round, "holds", _no_duplicates, seed=2),
-    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=23),
-    "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=6),
+    "no-epoch-check": Mutation(ShardMap, "lose", _no_epochs, seed=15),
+    "results-freed-early": Mutation(PlainFlight, "take", _free_results, seed=0),
     "window-before-order": Mutation(PlainFlight, "_next", _first_come, seed=14),
     "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=147),
     "refusals-unnumbered": Mutation(Numbering, "give", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
-    "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=5),
+    "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=7),
     "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
     "adopted-unclaimed": Mutation(Failover, "_claim_all", _claim_nothing, seed=60),
-    "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=199),
+    "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=124),
     "another-process-lost": Mutation(Failover, "_take_out", _leave_whatever_was_lost, seed=204),
     "calls-uncounted": Mutation(Numbering, "give", _number_by_place, seed=1),
+    "two-maps": Mutation(Joining, "give_up", _give_up_hosts, seed=15),
+    "lanes-not-agreed": Mutation(Plan, "use", _use_all_known_lanes, seed=15),
 }
 
 # What only one world in thousands notices.

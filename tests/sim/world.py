@@ -7,11 +7,12 @@ What must hold is checked with every all-reduce that ends, and when all is over.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,10 @@ from reducer.errors import (
     ReducerLostError,
     ReductionError,
 )
-from reducer.wire.constants import PLACES, DType, ReduceOp
+from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
+from reducer.wire.header import Header
+from reducer.wire.layout import mixed_weights
+from reducer.wire.states import LinkState
 from tests.engine.twins import Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
@@ -76,20 +80,35 @@ class Process:
 
 
 class Reducer(Process):
-    """One start of a reducer: an engine, and the connections to it."""
+    """One start of a reducer: an engine for each of its lanes, and the connections to them."""
 
     def __init__(self, world: World, index: int, address: str) -> None:
         super().__init__(world)
         self.index = index
-        self.served = Served(world.implementation, memory_limit=MEMORY_LIMIT, address=address)
-        self.served.engine.tick(world.clock.now)
+        ports = tuple(range(2, world.lanes + 1))
+        made = partial(Served, world.implementation, memory_limit=MEMORY_LIMIT, address=address)
+        self.lanes = [made(lanes=ports) for _ in range(world.lanes)]
+        for lane in self.lanes:
+            lane.engine.tick(world.clock.now)
         self.connections: dict[bytes, Connection] = {}
         self.dies_after: int | None = None  # so many more sends
+        self._busy_until = 0.0  # until then it does nothing but what needs no interpreter
         self._tick()
 
     def arrived(self, connection: Connection, message: Message) -> None:
-        """Take a message."""
-        self.do(lambda: self._send(self.served.receive(connection.name, *message)))
+        """Take a message; a HELLO later, while this process is busy."""
+        now, hello = self.world.clock.now, Header.unpack(message.header).type is MessageType.HELLO
+        if hello and (busy_s := self.world.busy_s(self.index)):
+            self.world.note(f"reducer {self.index} is busy for {busy_s:.1f} s")
+            self._busy_until = max(self._busy_until, now + busy_s)
+        if hello and now < self._busy_until:
+            self.world.clock.at(self._busy_until, lambda: self._take(connection, message))
+        else:
+            self._take(connection, message)
+
+    def _take(self, connection: Connection, message: Message) -> None:
+        lane = self.lanes[connection.lane]
+        self.do(lambda: self._send(lane, lane.receive(connection.name, *message)))
 
     def broken(self, connection: Connection) -> None:
         """Hear that a connection is gone; libzmq tells only when something is sent there."""
@@ -103,7 +122,7 @@ class Reducer(Process):
             for connection in list(self.connections.values()):
                 connection.close(1)
 
-    def _send(self, sends: list[Any]) -> None:
+    def _send(self, lane: Served, sends: list[Any]) -> None:
         for peer, header, payload in sends:
             if self.dies_after is not None:
                 self.dies_after -= 1
@@ -113,19 +132,23 @@ class Reducer(Process):
                 return
             connection = self.connections.get(peer)
             if connection is None:
-                self._send(self.served.engine.unreachable(peer))
+                self._send(lane, lane.engine.unreachable(peer))
             else:
                 body = None if payload is None else bytes(payload)
                 connection.send(1, Message(header, body))
 
     def _tick(self) -> None:
-        self.do(lambda: self._send(self.served.engine.tick(self.world.clock.now)))
+        for lane in self.lanes if self.world.clock.now >= self._busy_until else ():
+            self.do(lambda lane=lane: self._send(lane, lane.engine.tick(self.world.clock.now)))
         if self.alive:
             self.world.clock.after(TICK_S, self._tick)
 
 
 class Worker(Process):
-    """One rank: a session, its connections, and how each of its all-reduces ended."""
+    """One rank: a session, its connections, and how each of its all-reduces ended.
+
+    A reducer that it hosts is stopped and dies with it.
+    """
 
     def __init__(self, world: World, spec: JobSpec) -> None:
         super().__init__(world)
@@ -135,9 +158,21 @@ class Worker(Process):
         self.ended: dict[int, Exception | None] = {}
         self.open: dict[int, tuple[list[Operation], list[Finish]]] = {}  # calls, and their ends
         self.started = 0
+        self.begun = False  # it has joined, and makes calls
+        self._links = len(self.session.links)  # lanes that are told of follow
         for link in self.session.links:
             self._connect(link.index, 0.0)
         self._tick()
+
+    @property
+    def map(self) -> tuple[object, ...]:
+        """Between which reducers this rank cuts buffers, and which it uses."""
+        shards = self.session.failover.map
+        return shards.epoch, shards.base, shards.used(), self.session.plan.turns
+
+    def member_of(self, reducer: int) -> bool:
+        """Whether a reducer has welcomed this rank, and is not lost for it."""
+        return all(link.member for link in self.session.links if link.reducer == reducer)
 
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce."""
@@ -146,6 +181,9 @@ class Worker(Process):
     def leave(self) -> None:
         """Say goodbye."""
         self._act(self.session.close(LocalProtocolError("left")))
+        for link, connection in self.connections.items():
+            if self.session.links[link].state is not LinkState.LEFT:
+                connection.close(0)
         self.alive = False
 
     def die(self) -> None:
@@ -155,6 +193,8 @@ class Worker(Process):
             self.world.note(f"rank {self.rank} dies")
             for connection in list(self.connections.values()):
                 connection.close(0)
+            for reducer in self.world.hosted_by(self.rank):
+                reducer.die()
             if self.world.group:
                 self.world.group.go_on()
 
@@ -207,8 +247,10 @@ class Worker(Process):
                 self._reset(action.link)
             elif isinstance(action, HandOver):
                 self.world.group.take(self, action.calls)
+            elif isinstance(action, Connect):
+                self._connect(self._links, 0.0)
+                self._links += 1
             else:
-                assert not isinstance(action, Connect), "simulated reducers have one lane each"
                 self._send(action)
         for send in self.session.flight.refill(self.world.clock.now):
             self._send(send)
@@ -222,6 +264,9 @@ class Worker(Process):
             views = [leaving.message.payload for leaving in reads]
             mine = [view for view in views if getattr(view, "obj", 0) is finish.operation.view.obj]
             assert not mine, "a buffer is given back that is still read"
+        else:  # as transports do
+            for connection in self.connections.values():
+                connection.detach(finish.operation.view.obj)
         lacking, ends = self.open[number]
         lacking.remove(finish.operation)
         ends.append(finish)
@@ -331,6 +376,15 @@ LIMIT_S = 1000.0
 REACHED_S = 0.5  # by then all ranks have found a reducer that was restarted
 STALL_S = 3.0  # the longest that an all-reduce may take while some reducer is well
 ODD = 0.03  # of all calls, in worlds without a process group
+HOSTED = 0.3  # of all worlds: ranks host reducers, besides those of a pool or alone
+LATE = 0.4  # of all worlds: reducers may be busy when ranks join, and these begin one by one
+BUSY = 0.3  # of HELLOs there
+TWO_LANES = 0.2  # of all worlds
+BUSY_S = 8.0
+BEGIN_WITHOUT_S = 3.0
+JOINING_S = 0.01  # between two looks whether a rank has joined
+LOOK_S = 0.5  # between two looks at the ranks' maps
+AGREED_S = 5.0  # the longest that two ranks may go on with different maps
 ROLLING = 0.15  # of all worlds: reducers are restarted one after the other, each of them
 ODD_KINDS = ("refused", "larger", "cut")
 HARMLESS = ("kill_reducer", "break_connection")  # where there is a process group to fall back to
@@ -408,6 +462,10 @@ class World:
         self.pool = rng.choice((2, 2, 3, 3, 4)) if self.faults.spare else rng.choice((1, 2, 3))
         self.calls = rng.choice((10, 30, 60, 120))
         self.depth = rng.choice((1, 2, 5, 8))
+        self.hosts = self._choose_hosts(random.Random(f"hosts {seed}"))
+        self.late = random.Random(f"late {seed}").random() < LATE and not self.faults.rolling
+        self.lanes = 1 + (random.Random(f"lanes {seed}").random() < TWO_LANES)  # of each reducer
+        self.joined_at = math.inf  # when all ranks had begun
         self.agree_often = rng.random() < 0.5
         self._plan = [self._draw_call() for _ in range(self.calls)]
         self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
@@ -417,10 +475,13 @@ class World:
         self._amid: defaultdict[int, set[int]] = defaultdict(set)  # in flight with each call
         self._numbers: dict[Operation, int] = {}
         self.partitioned: set[tuple[int, int]] = set()  # (rank, reducer)
-        self.addresses = tuple(f"reducer-{index}:1" for index in range(self.pool))
+        count = self.pool + len(self.hosts)
+        self.addresses = tuple(f"reducer-{index}:1" for index in range(count))
         self.reducers = [Reducer(self, i, address) for i, address in enumerate(self.addresses)]
         window = rng.choice((1, 8192, 1 << 20))
         self.group = Group(self) if not self.faults.spare and rng.random() < 0.5 else None
+        if self.hosts:  # with a process group they lose nothing else
+            self.group = None
         if self.group and rng.random() < 0.5:
             self.faults.kinds = tuple(rng.sample(HARMLESS, rng.randint(1, 2)))
         if self.group is None:  # it counts one all-reduce for each call
@@ -431,13 +492,32 @@ class World:
         if self.world_size == 1:
             self.odd.clear()  # with whom it could disagree
         common = (self.world_size, self.addresses, window, CHUNK_BYTES, self.group is not None)
-        self.workers = [
-            Worker(self, JobSpec("job", 0, rank, *common)) for rank in range(self.world_size)
-        ]
+        spec = JobSpec(
+            "job",
+            0,
+            0,
+            *common,
+            begin_without_s=BEGIN_WITHOUT_S,
+            hosts=self.hosts,
+            weights=mixed_weights(self.world_size, self.pool) if self.hosts else (),
+        )
+        self.workers = [Worker(self, replace(spec, rank=r)) for r in range(self.world_size)]
         for worker in self.workers if self.agree_often else ():
             worker.session._agreement.every = FIRST_CALL
-        self.killed: set[int] = set()  # ranks that something happened to
-        self.sick: set[int] = set()  # reducers that something happened to
+        self._apart: dict[tuple[int, int], float] = {}  # ranks with two maps: since when
+
+    def _choose_hosts(self, rng: random.Random) -> dict[int, int]:
+        """Let ranks host reducers in some worlds, with a smaller pool or none; by the reducer."""
+        if self.world_size == 1 or rng.random() >= HOSTED:
+            return {}
+        self.pool = rng.randrange(self.world_size)
+        if self.pool == 0 and self.faults.spare:
+            self.faults.kinds, self.faults.rolling = (), False  # nothing may happen to a rank
+        return {self.pool + rank: rank for rank in range(self.world_size)}
+
+    def hosted_by(self, rank: int) -> list[Reducer]:
+        """Return the reducer that a rank hosts, if it does."""
+        return [self.reducers[at] for at, host in self.hosts.items() if host == rank]
 
     # -- what ranks ask for -------------------------------------------------------------------
 
@@ -515,7 +595,7 @@ class World:
 
     def ended(self, worker: Worker, number: int, finishes: list[Finish]) -> None:
         """Check how a call ended at a rank, whose caller then writes to its buffers at once."""
-        took = self.clock.now - self._began[worker.rank, number]
+        took = self.clock.now - max(self.joined_at, self._began[worker.rank, number])
         self.outcome.calls += 1
         finishes.sort(key=lambda finish: finish.operation.sequence)
         error = next((finish.error for finish in finishes if finish.error is not None), None)
@@ -554,15 +634,24 @@ class World:
 
     def connect(self, worker: Worker, link: int) -> Connection | None:
         """Connect a rank's link to its reducer, if that can be reached."""
-        reducer = self.reducers[worker.session.links[link].reducer]
+        place = worker.session.links[link].reducer, worker.session.links[link].lane
+        reducer = self.reducers[place[0]]
         cut = (worker.rank, reducer.index) in self.partitioned
         if cut or not reducer.alive or reducer.stopped:
             return None
         name = f"{worker.rank}/{link}/{self.rng.random()}".encode()
         ends = (worker, reducer)
-        connection = Connection(self.clock, self.rng, ends, link, name, self.faults)
+        connection = Connection(self.clock, self.rng, ends, link, place, name, self.faults)
         reducer.connections[name] = connection
         return connection
+
+    def busy_s(self, reducer: int) -> float:
+        """Return for how long a reducer is busy that gets a HELLO, seconds."""
+        spared = self.faults.spare and not self.hosts and reducer == self.pool - 1
+        spared |= self.group is not None and self.clock.now > self.joined_at  # ranks may be lost
+        if not self.late or spared or self.rng.random() >= BUSY:
+            return 0.0
+        return self.rng.uniform(0.5, BUSY_S)
 
     def _restart_next(self, turn: int) -> None:
         """Restart one reducer after the other, or all at once, when what died before is back."""
@@ -571,7 +660,8 @@ class World:
         self.outcome.events += 1
         self.outcome.kinds["restart"] = self.outcome.kinds.get("restart", 0) + 1
         all_at_once = self.rng.random() < 0.3
-        for reducer in self.reducers if all_at_once else [self.reducers[turn % self.pool]]:
+        pool = self.reducers[: self.pool]
+        for reducer in pool if all_at_once else [pool[turn % self.pool]]:
             reducer.dies_after = self.rng.randrange(2 * self.world_size + 2)
             self.clock.after(0.05, reducer.die)
             away = self.rng.uniform(0.1, 1.0)
@@ -590,10 +680,14 @@ class World:
         self.clock.after(wait, self._something_happens)
 
     def _victim(self) -> int:
-        return self.rng.randrange(self.pool - self.faults.spare)
+        spared = len(self.hosts) or 1 if self.faults.spare else 0
+        return self.rng.randrange(len(self.reducers) - spared)
 
     def _kill_reducer(self) -> None:
         reducer = self.reducers[self._victim()]
+        if reducer.index in self.hosts:
+            self._kill(self.hosts[reducer.index])
+            return
         reducer.dies_after = self.rng.randrange(2 * self.world_size + 2)
         self.clock.after(0.05, reducer.die)
         self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._restart(reducer))
@@ -607,27 +701,41 @@ class World:
 
     def _break_connection(self) -> None:
         victim = self._victim()
-        connections = list(self.reducers[victim].connections.values())
+        connections = self._outer(self.reducers[victim])
         if connections:
             connection = self.rng.choice(connections)
             self.note(f"connection {connection.name!r} breaks")
             connection.reset()
 
+    def _outer(self, process: Reducer | Worker) -> list[Connection]:
+        """Return the connections of a process to others."""
+        return [
+            connection
+            for connection in process.connections.values()
+            if not connection.name.startswith(b"%d/" % self.hosts.get(connection.reducer, -1))
+        ]
+
     def _stop_reducer(self) -> None:
-        self._stop(self.reducers[self._victim()])
+        reducer = self.reducers[self._victim()]
+        host = self.hosts.get(reducer.index)
+        self._stop(reducer if host is None else self.workers[host])
 
     def _stop(self, process: Reducer | Worker) -> None:
         seconds = self.rng.choice((0.05, 0.5, 2.5))
         self.note(f"{type(process).__name__} stops for {seconds} s")
-        process.stop(seconds)
-        if seconds > 1.3:
-            for connection in list(process.connections.values()):
-                connection.partition()
+        hosted = self.hosted_by(process.rank) if isinstance(process, Worker) else []
+        for one in [process, *hosted]:
+            one.stop(seconds)
+            if seconds > 1.3:
+                for connection in self._outer(one):
+                    connection.partition()
 
     def _partition(self) -> None:
         victim = self._victim()
         rank = self.rng.randrange(self.world_size)
         pair = (rank, victim)
+        if self.hosts.get(victim) == rank:
+            return
         self.note(f"rank {rank} and reducer {victim} cannot reach each other")
         self.partitioned.add(pair)
         for connection in list(self.reducers[victim].connections.values()):
@@ -636,8 +744,11 @@ class World:
         self.clock.after(self.rng.uniform(0.2, 3.0), lambda: self.partitioned.discard(pair))
 
     def _kill_rank(self) -> None:
+        self._kill(self.rng.randrange(self.world_size))
+
+    def _kill(self, rank: int) -> None:
         if self.rng.random() < 0.2:
-            self.workers[self.rng.randrange(self.world_size)].die()
+            self.workers[rank].die()
 
     def _stop_rank(self) -> None:
         self._stop(self.workers[self.rng.randrange(self.world_size)])
@@ -646,10 +757,12 @@ class World:
 
     def run(self) -> Outcome:
         """Let everything happen, check it, and return what was shown."""
-        self.clock.run(LIMIT_S, lambda: all(worker.session.joined for worker in self.workers))
-        assert all(worker.session.joined for worker in self.workers), "ranks cannot join"
+        self._compare_maps()
         for worker in self.workers:
-            self._call(worker)
+            self._begin(worker)
+        self.clock.run(LIMIT_S, lambda: all(worker.begun for worker in self.workers))
+        assert all(worker.begun for worker in self.workers), "ranks cannot join"
+        self.joined_at = self.clock.now
         if self.faults.rolling:
             self._restart_next(self.rng.randrange(self.pool))
         elif self.faults.kinds:
@@ -660,12 +773,40 @@ class World:
         self.check_end()
         return self.outcome
 
+    def _begin(self, worker: Worker) -> None:
+        """Let a rank make calls as soon as it has joined, or else all of them at once."""
+        joined = [worker] if self.late else self.workers
+        if not all(one.session.joined for one in joined):
+            self.clock.after(JOINING_S, lambda: self._begin(worker))
+            return
+        worker.begun = True
+        self._call(worker)
+
+    def _compare_maps(self) -> None:
+        """Check that no two ranks have different maps for longer than they need to agree."""
+        for one, other in combinations(self.workers, 2):
+            pair, maps = (one.rank, other.rank), (one.map, other.map)
+            if maps[0] == maps[1] or not self._may_talk(one, other):
+                self._apart.pop(pair, None)
+                continue
+            apart_s = self.clock.now - self._apart.setdefault(pair, self.clock.now)
+            assert apart_s < AGREED_S, f"ranks {pair} have two maps: {maps}"
+        self.clock.after(LOOK_S, self._compare_maps)
+
+    def _may_talk(self, *workers: Worker) -> bool:
+        """Whether ranks make calls, and are members at the same reducer that runs."""
+        there = [one.alive and one.begun and not one.stopped for one in workers]
+        return all(there) and any(
+            reducer.alive and not reducer.stopped and all(one.member_of(at) for one in workers)
+            for at, reducer in enumerate(self.reducers)
+        )
+
     def _watch(self) -> None:
         """Look for calls that take too long, long before their deadline."""
         for rank, worker in enumerate(self.workers):
             waiting = set(range(worker.started)) - worker.ended.keys()
             for number in waiting if worker.alive and self.faults.spare else ():
-                waited = self.clock.now - self._began[rank, number]
+                waited = self.clock.now - max(self.joined_at, self._began[rank, number])
                 assert waited < self._patience(), f"rank {rank}: call {number} hangs"
         self.clock.after(1.0, self._watch)
 
@@ -684,12 +825,12 @@ class World:
         for worker in self.workers:
             missing = set(range(self.calls)) - worker.ended.keys()
             assert not worker.alive or not missing, f"rank {worker.rank} hangs in {sorted(missing)}"
-        self.clock.run(self.clock.now + 5.0, lambda: False)  # everything heals, and settles
+        self._settle()  # everything heals
         if self.faults.spare:  # with one more call all ranks learn that all have the results before
             self.calls += 1
             for worker in self.workers:
                 self._call(worker)
-            self.clock.run(self.clock.now + 5.0, lambda: False)
+            self._settle()
         for worker in filter(lambda worker: worker.alive, self.workers):
             flight, failover = worker.session.flight, worker.session.failover
             links = range(len(worker.session.links))
@@ -701,16 +842,22 @@ class World:
             self.outcome.moved += failover.moved
             self.outcome.claimed += failover.claimed
             self.outcome.supplied += failover.supplied
-        for reducer in self.reducers:
-            engine = reducer.served.engine
-            self.outcome.duplicates += engine.counters.duplicates
-            assert not reducer.alive or engine.held() == 0, "contributions are left over"
+        for reducer, lane in self._all_lanes():
+            self.outcome.duplicates += lane.engine.counters.duplicates
+            assert not reducer.alive or lane.engine.held() == 0, "contributions are left over"
         for worker in self.workers:
             if worker.alive:
                 worker.leave()
-        self.clock.run(self.clock.now + 5.0, lambda: False)
-        for reducer in self.reducers:
-            assert not reducer.alive or reducer.served.engine.jobs == [], "a job is left over"
+        self._settle()
+        for reducer, lane in self._all_lanes():
+            assert not reducer.alive or lane.engine.jobs == [], "a job is left over"
+
+    def _all_lanes(self) -> list[tuple[Reducer, Served]]:
+        return [(reducer, lane) for reducer in self.reducers for lane in reducer.lanes]
+
+    def _settle(self) -> None:
+        """Let a while pass in which no reducer is busy at the end."""
+        self.clock.run(self.clock.now + 5.0 + BUSY_S * self.late, lambda: False)
 
     def describe(self) -> list[str]:
         """Say where every rank and reducer is."""
@@ -732,8 +879,8 @@ class World:
                     f"connected {link.index in worker.connections}, refusal "
                     f"{link.refusal}, waits {undone[:6]}, holds {len(carried) - len(undone)}"
                 )
-        for reducer in self.reducers:
-            for job in reducer.served.engine.jobs:
+        for reducer, lane in self._all_lanes():
+            for job in lane.engine.jobs:
                 rounds = {
                     at: (one.open, one.missing_ranks(), one.error)
                     for at in job.rounds

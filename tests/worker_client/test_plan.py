@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reducer.wire.constants import DType
+from reducer.wire.constants import MAX_LANES, DType
 from reducer.wire.layout import shards
 from tests.engine.words import number
 from worker_client.protocol import shard_map
@@ -31,7 +31,7 @@ def links(*places: tuple[int, int]) -> list[Link]:
 
 def made(weights: tuple[int, ...], among: list[Link], chunk_bytes: int = 0) -> Plan:
     plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts)
-    plan.use(among, range(len(weights)))
+    plan.use(among, dict.fromkeys(range(len(weights)), MAX_LANES))
     return plan
 
 
@@ -82,7 +82,7 @@ def test_a_new_link_makes_new_plans() -> None:
     among = links((0, 0), (1, 0))
     plan = made((1, 1), among[:1])
     assert [part.link for part in cut(plan, MIB, 0)] == [0]
-    plan.use(among, {0, 1})
+    plan.use(among, {0: 1, 1: 1})
     assert [part.link for part in cut(plan, MIB, number(1))] == [1, 0]  # begins elsewhere
 
 
@@ -90,11 +90,13 @@ def test_only_reducers_that_are_used_get_anything() -> None:
     among = links((0, 0), (1, 0), (2, 0), (1, 1))
     plan = made((1, 1, 1), among)
     assert {part.link for part in cut(plan, 9 * MIB, 0)} == {0, 1, 2, 3}
-    plan.use(among, (0, 1))
+    plan.use(among, {0: 2, 1: 2})
     assert sorted(part.link for part in cut(plan, 8 * MIB, 1)) == [0, 1, 3]
-    plan.use(among, (2,))
+    plan.use(among, {0: 1, 1: 1})
+    assert sorted(part.link for part in cut(plan, 8 * MIB, 1)) == [0, 1]
+    plan.use(among, {2: 1})
     assert cut(plan, MIB, 2) == [(2, 0, MIB)]
-    plan.use(among, (0, 1, 2))
+    plan.use(among, {0: 1, 1: 2, 2: 1})
     assert {part.link for part in cut(plan, 9 * MIB, 3)} == {0, 1, 2, 3}
 
 

@@ -370,6 +370,7 @@ def enlist(
             elastic=settings.on_rank_lost == "continue",
             begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
             wait_s=settings.wait_for_reducers,
+            hosts_wait_s=settings.timeout,
             weights=weights,
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from worker_client.runtime.implementation import Implementation
 
 LOOK_S = 0.2  # between two looks for a pool that is gone
+LOOK_AT_HOSTS_S = 1.0  # between two looks whether a rank that does not answer is there
 SETTLE_S = 1.0  # several times what an idle driver takes to see that some do not answer
 
 log = logging.getLogger(__name__)
@@ -232,10 +233,17 @@ class FlatCommunicator(Driver, Communicator):
         return Counters(seen.losses, seen.moved, seen.claimed, seen.supplied)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the reducers; if none answers, for as long as `spec.wait_s` says."""
+        """Wait for the reducers; if none answers, for as long as `spec.wait_s` says.
+
+        Raises:
+            RankLostError: what a rank hosts cannot be reached, or has not answered in the time that
+                `spec.hosts_wait_s` says.
+        """
         since = time.monotonic()
         settled = self.settled
-        settled.wait(timeout_s)
+        if self.spec.hosts:
+            self._await_hosts(since, timeout_s)
+        settled.wait(max(0.0, since + timeout_s - time.monotonic()))
         if time.monotonic() < self._wait_until and not settled.is_set() and not self._is_known:
             left_s = self._wait_until - time.monotonic()
             log.warning("no reducer answers yet: waiting for one for up to %.0f s more", left_s)
@@ -261,6 +269,34 @@ class FlatCommunicator(Driver, Communicator):
                     reducer=link.address,
                 )
 
+    def _await_hosts(self, since: float, timeout_s: float) -> None:
+        """Wait for reducers that ranks host, busy ones too: no rank can go on without them."""
+        reached: dict[str, float] = {}  # when each could be last
+        until, told = since + max(timeout_s, self.spec.hosts_wait_s), False
+        while not self.settled.wait(LOOK_AT_HOSTS_S):
+            late = [link for link in self.session.links if link.reducer in self.spec.hosts]
+            late = [link for link in late if not link.member and link.refusal is None]
+            now = time.monotonic()
+            for link in late:
+                error = _attempt(link.address)
+                if error is None:
+                    reached[link.address] = now
+                elif isinstance(error, ConnectionRefusedError) or (
+                    now >= reached.get(link.address, since) + timeout_s
+                ):
+                    why = f"cannot be reached: {error.strerror or error}"
+                    raise self.session.failover.host_lost(link, why)
+            if not late:
+                return
+            if now >= until:
+                why = f"has not answered for {now - since:.3g} s: it is stopped, or too busy"
+                raise self.session.failover.host_lost(late[0], why)
+            if now >= since + timeout_s and not told:
+                told = True
+                rank, address = self.spec.hosts[late[0].reducer], late[0].address
+                said = "rank %d, whose reducer is %s, does not answer yet: waiting for %.0f s more"
+                log.warning(said, rank, address, until - now)
+
     @property
     def _is_known(self) -> bool:
         """Whether some reducer has welcomed us."""
@@ -275,12 +311,19 @@ class FlatCommunicator(Driver, Communicator):
 
 def _diagnose(address: str) -> str:
     """Say why a reducer cannot be reached, by trying once with a plain socket."""
+    if (error := _attempt(address)) is not None:
+        return f"cannot be reached: {error.strerror or error}"
+    return "accepts connections but does not speak this protocol"
+
+
+def _attempt(address: str) -> OSError | None:
+    """Return why there is no connection to a reducer, None if there is one."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
     except OSError as error:
-        return f"cannot be reached: {error.strerror or error}"
-    return "accepts connections but does not speak this protocol"
+        return error
+    return None
 
 
 def _keep(calls: list[Unfinished]) -> None:

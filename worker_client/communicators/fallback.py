@@ -50,11 +50,11 @@ class Offer(NamedTuple):
 
     Attributes:
         attempt: number of the job that it has joined, or tries to join.
-        usable: by reducer, whether it is a member there; empty if it has not joined.
+        usable: by reducer, on how many lanes it is a member; empty if it has not joined.
     """
 
     attempt: int
-    usable: Sequence[bool] = ()
+    usable: Sequence[int] = ()
 
 
 @dataclass

@@ -78,6 +78,7 @@ class Membership:
             lanes={at: lanes[address] for at, address in enumerate(reducers)},
             elastic=True,
             patience_s=PATIENCE_S,
+            hosts_wait_s=0.0,  # who does not answer is lost, and the others go on
             fallback=False,
         )
         return Membership(s, spec, present)

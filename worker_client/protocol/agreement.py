@@ -117,12 +117,12 @@ class Agreement:
         calls = OFTEN_S / max(self._between_s, self._mean_s, OFTEN_S / self.every)
         return 1 << (max(1, int(calls)).bit_length() - 1)
 
-    def question(self, rate: float, usable: Sequence[bool], before: Operation) -> Operation:
+    def question(self, rate: float, usable: Sequence[int], before: Operation) -> Operation:
         """Return the all-reduce that finds what all ranks can do.
 
         Args:
             rate: what this rank's links carry, as measured, bytes per second.
-            usable: which reducers it can use.
+            usable: how many lanes of each reducer it can use.
             before: the first all-reduce of the call that waits for it.
         """
         call = before.sequence // PLACES
@@ -133,11 +133,11 @@ class Agreement:
         question.sequence = call * PLACES
         return question
 
-    def answer(self) -> list[bool]:
-        """Take the result of the latest question: which reducers every rank can use."""
+    def answer(self) -> list[int]:
+        """Take the result of the latest question: the lanes of each that every rank can use."""
         rate, *usable = self._layout.unpack(self._buffer)
         self._measure(rate)
-        return [bool(all_can) for all_can in usable]
+        return usable
 
     def _measure(self, rate: int) -> None:
         """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""

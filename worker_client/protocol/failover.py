@@ -186,8 +186,13 @@ class Failover:
     def lose(self, link: Link, error: ReductionError) -> list[Action]:
         """Go on without the reducer at the other end of a link."""
         if link.reducer in self._spec.hosts:
-            return self._calls.fail_all(error)
+            return [*self._calls.fail_all(error), self.close(link)]
         return self._lose_reducer(link.reducer, self._present, error, link.incarnation)
+
+    def host_lost(self, link: Link, why: str) -> RankLostError:
+        """Return the error that names the rank at whose reducer a link ends."""
+        rank = self._spec.hosts[link.reducer]
+        return RankLostError(f"rank {rank}, whose reducer is {link.address}, {why}", rank=rank)
 
     def route(self, operation: Operation, link: Link) -> list[Action]:
         """Find who takes what a link cannot, of an all-reduce that begins."""
@@ -232,11 +237,11 @@ class Failover:
         self._cut_anew(True)
         return [send for link in self._links if link.member for send in self._news(link)]
 
-    def agree(self, usable: Sequence[bool], sequence: int) -> list[Action]:
+    def agree(self, usable: Sequence[int], sequence: int) -> list[Action]:
         """Begin a new epoch with the reducers that every rank can use.
 
         Args:
-            usable: those, as the ranks have agreed.
+            usable: the number of each reducer's lanes, as the ranks have agreed.
             sequence: of the question that was answered.
         """
         used = {reducer for reducer in self.map.base if self.map.uses(reducer)}
@@ -268,19 +273,20 @@ class Failover:
         """Whether a rank has begun anew since this all-reduce, or a later one, failed there."""
         return sequence <= self._renewed_after
 
-    def usable(self) -> list[bool]:
-        """Return which reducers this rank could use from now on."""
-        reachable = [True] * self._reducers
+    def usable(self) -> list[int]:
+        """Return how many lanes of each reducer this rank could use from now on: all, or none."""
+        lanes, reachable = [0] * self._reducers, [True] * self._reducers
         for link in self._links:
+            lanes[link.reducer] += 1
             reachable[link.reducer] &= link.state is LinkState.MEMBER
-        return reachable
+        return [count * able for count, able in zip(lanes, reachable, strict=True)]
 
     def wanted(self) -> bool:
-        """Whether this rank could use a reducer that buffers are not cut between."""
-        usable, adopted = self.usable(), self.map.adopted is not None
+        """Whether this rank could use a reducer, or a lane, that buffers are not cut between."""
+        adopted, lanes = self.map.adopted is not None, self.map.lanes
         return any(
-            usable[reducer] and (adopted or not self.map.uses(reducer))
-            for reducer in range(self._reducers)
+            count and (adopted or count > lanes.get(reducer, 0) or not self.map.uses(reducer))
+            for reducer, count in enumerate(self.usable())
             if reducer not in self._hosts
         )
 
@@ -352,7 +358,7 @@ class Failover:
 
     def _lose_host(self, link: Link, reason: str) -> list[Action]:
         """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
-        error = self._host_lost(link, reason)
+        error = self.host_lost(link, reason)
         actions: list[Action] = []
         needed = self._flight.needs(link.index)
         self._flight.shut(link.index)
@@ -380,12 +386,8 @@ class Failover:
             return link.refusal  # a later generation, perhaps
         why = "is shutting down" if link.state is LinkState.DRAINING else link.unreachable
         if link.reducer in self._spec.hosts:
-            return self._host_lost(link, why)
+            return self.host_lost(link, why)
         return self._lost(link, why)
-
-    def _host_lost(self, link: Link, why: str) -> RankLostError:
-        rank = self._spec.hosts[link.reducer]
-        return RankLostError(f"rank {rank}, whose reducer is {link.address}, {why}", rank=rank)
 
     def _none_left(self, error: ReductionError) -> ReductionError:
         """Add to the loss of a reducer what to do, as no other one is left."""
@@ -470,7 +472,9 @@ class Failover:
             if heir is None:
                 stuck += [] if chunk.done else [chunk.sequence]
                 continue
-            lanes = [other.index for other in self._links if other.reducer == heir]
+            most = self.map.lanes_of(heir, chunk.epoch)
+            to_any = (other for other in self._links if other.reducer == heir)
+            lanes = [other.index for other in to_any if other.lane < most]
             to = lanes[chunk.number % len(lanes)]
             self._flight.move(chunk.sequence, chunk.offset, to)
             if not chunk.done:

@@ -57,7 +57,7 @@ class Joining:
         shard_map: knows which reducers are used.
 
     Attributes:
-        complete: every reducer has welcomed us once, or was given up.
+        complete: every reducer has welcomed us once, or was given up, here or by another rank.
     """
 
     def __init__(
@@ -91,7 +91,10 @@ class Joining:
         return all(link.member or not used(link.reducer) for link in self._links)
 
     def give_up(self, now: float) -> list[int]:
-        """Return the reducers to begin without, when the others have been waited for enough."""
+        """Return the reducers to begin without, when the others have been waited for enough.
+
+        No rank begins without one that a rank hosts: nothing replaces it, and no rank could agree.
+        """
         if self.complete or not any(link.member for link in self._links):
             return []
         if self._since is None:
@@ -100,8 +103,9 @@ class Joining:
         begin_s = math.inf if self._refused else self._spec.begin_without_s
         if now < self._since + min(self._spec.patience_s, begin_s):
             return []
-        self.complete = True
-        return [link.reducer for link in self._links if not link.member]
+        late = {link.reducer for link in self._links if not link.member}
+        self.complete = late.isdisjoint(self._spec.hosts)
+        return sorted(late.difference(self._spec.hosts))
 
     def hello(self, link: Link, header: Header) -> Send:
         """Introduce ourselves to a reducer that was reached."""
@@ -168,12 +172,13 @@ class Joining:
         link.ticket = welcome.ticket
         link.resumes = bool(welcome.features & Feature.RESUME)
         connects = []
-        if not self.complete:
+        # Who has begun without it may learn only now what lanes it has, and ranks agree on them.
+        if not self.complete or self._spec.may_lack(link.reducer):
             host = link.address.rpartition(":")[0]
             known = sum(other.reducer == link.reducer for other in self._links)
             for lane, port in enumerate(welcome.lanes[known - 1 :], known):
                 connects.append(self._add(link.reducer, lane, f"{host}:{port}"))
-            self.complete = self.done
+            self.complete = self.complete or self.done
         return connects
 
     def connections(self, link: Link) -> list[Keep | AddStreams]:
@@ -226,5 +231,5 @@ class Joining:
         window = self._spec.window_per_reducer()
         hosted = reducer in self._spec.hosts
         self._flight.add_link(window, self._spec.keeps(reducer), in_place=hosted)
-        self._plan.use(self._links, self._map.base)
+        self._plan.use(self._links, self._map.lanes)
         return Connect(self.endpoint(link))

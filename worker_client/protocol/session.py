@@ -292,6 +292,8 @@ class Session(SessionState):
 
     def _something_happened(self) -> None:
         self.steady_until, self._quiet = 0, False
+        # Also if another rank has told that the only reducer is lost that was waited for.
+        self._joining.complete = self._joining.complete or self._joining.done
 
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
@@ -327,7 +329,7 @@ class Session(SessionState):
         """Cut buffers from now on as the agreement, if it still holds, and the shard map say."""
         if afresh:
             self._agreement.reset()
-        self.plan.use(self.links, self._map.base)
+        self.plan.use(self.links, self._map.lanes)
         self._flow.chunk_bytes = self._agreement.chunk_bytes
 
     def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:

@@ -14,13 +14,14 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from reducer.wire.constants import MAX_LANES
 from reducer.wire.layout import shards, turn_of
 from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.state import PlanState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reducer.wire.constants import DType
     from worker_client.protocol.link import Link
@@ -74,14 +75,30 @@ class ShardMap:
         self._all = tuple(range(reducers))
         self._hosted = frozenset(hosted)
         self.adopts = adopts
-        self._bases = {0: self._all}  # by epoch: what buffers are cut between
+        # By epoch: what buffers are cut between, and how many lanes of each take part.
+        self._bases: dict[int, Mapping[int, int]] = {0: self._first}
         self._lost = [Stage(NEVER)] * reducers  # the latest in which each was lost
         self._admitted = [0] * reducers  # the latest one that all ranks agreed to use it in
 
     @property
     def base(self) -> tuple[int, ...]:
         """Reducers between which buffers are cut now."""
+        return tuple(self._bases[self.epoch])
+
+    @property
+    def lanes(self) -> Mapping[int, int]:
+        """How many lanes of these reducers take part, if they have so many."""
         return self._bases[self.epoch]
+
+    def lanes_of(self, reducer: int, epoch: int) -> int:
+        """Return how many lanes of a reducer take part in what was begun in an epoch."""
+        return self._bases.get(epoch, self._first).get(reducer, 1)
+
+    @property
+    def _first(self) -> Mapping[int, int]:
+        """What every rank can begin with: some may not know what lanes a reducer of a pool has."""
+        known = self._all if len(self._all) == 1 else self._hosted
+        return {reducer: MAX_LANES if reducer in known else 1 for reducer in self._all}
 
     @property
     def final(self) -> Stage:
@@ -151,7 +168,7 @@ class ShardMap:
             number: of the chunk within its shard; neighbours get different heirs.
             epoch: in which the all-reduce was begun.
         """
-        base = self._bases.get(epoch, ())
+        base = tuple(self._bases.get(epoch, ()))
         if reducer not in base:
             return None  # nothing is in progress for so long
         stage = self.stage(epoch)
@@ -164,10 +181,11 @@ class ShardMap:
                 return heir
         return None
 
-    def agree(self, usable: Sequence[bool]) -> None:
-        """Begin the epoch that all ranks have agreed on, with what every rank can use."""
-        agreed = tuple(r for r in self._all if usable[r] or r in self._hosted)
-        self._begin(self.epoch + 1, agreed or self.base)
+    def agree(self, usable: Sequence[int]) -> None:
+        """Begin the epoch that all ranks have agreed on, with the lanes that every rank can use."""
+        lanes = [MAX_LANES if r in self._hosted else usable[r] for r in self._all]
+        agreed = {reducer: count for reducer, count in enumerate(lanes) if count}
+        self._begin(self.epoch + 1, agreed or self.lanes)
 
     def fresh(self) -> int:
         """Return an epoch that is later than any rank's, for which nothing is lost but for ever.
@@ -179,9 +197,9 @@ class ShardMap:
 
     def renew(self, epoch: int) -> None:
         """Begin anew with all reducers, as ranks have lost touch."""
-        self._begin(epoch, self._all)
+        self._begin(epoch, self._first)
 
-    def _begin(self, epoch: int, base: tuple[int, ...]) -> None:
+    def _begin(self, epoch: int, base: Mapping[int, int]) -> None:
         self.epoch = epoch
         self._bases[epoch] = base
         if len(self._bases) > _KEPT_EPOCHS:
@@ -219,12 +237,21 @@ class Plan(PlanState):
         self.turns = 0
         self.known: dict[tuple[int, int, DType], tuple[list[LinkShard], int]] = {}
 
-    def use(self, links: Sequence[Link], reducers: Collection[int]) -> None:
-        """Share buffers out over the links of these reducers, whose lanes divide their parts."""
+    def use(self, links: Sequence[Link], taking_part: Mapping[int, int]) -> None:
+        """Share buffers out over the links of reducers, whose lanes divide their parts.
+
+        Args:
+            links: all.
+            taking_part: how many lanes of each reducer do; none of those that it lacks.
+        """
         # Lanes answer in any order, but every rank must cut buffers alike.
         weights = self._weights_of_reducers
         owners = sorted(
-            (link for link in links if link.reducer in reducers and weights[link.reducer]),
+            (
+                link
+                for link in links
+                if link.lane < taking_part.get(link.reducer, 0) and weights[link.reducer]
+            ),
             key=lambda link: (link.reducer, link.lane),
         )
         lanes = Counter(link.reducer for link in owners)

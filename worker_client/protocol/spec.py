@@ -55,6 +55,8 @@ class JobSpec:
         begin_without_s: how long to wait for the others, when some reducers have answered at the
             start, if none of them refuses this worker.
         wait_s: how long to wait for a reducer, if none answers.
+        hosts_wait_s: how long to wait at the start for a reducer that a rank hosts and that can be
+            reached, if that is longer than for others.
         weights: share of each reducer, relative to the others; equal if empty.
         inproc: endpoints of reducers' threads in this process, by address.
         agreed: what else ranks must have in common, by the names of variables.
@@ -79,6 +81,7 @@ class JobSpec:
     patience_s: float = math.inf
     begin_without_s: float = math.inf
     wait_s: float = 0.0
+    hosts_wait_s: float = 0.0
     weights: tuple[int, ...] = ()
     hosts: Mapping[int, int] = field(default_factory=dict)
     inproc: Mapping[str, str] = field(default_factory=dict)
@@ -97,6 +100,10 @@ class JobSpec:
     def replaceable(self) -> bool:
         """Whether any reducer could replace another one."""
         return len(self.reducers) > 1 and len(self.hosts) < len(self.reducers)
+
+    def may_lack(self, reducer: int) -> bool:
+        """Whether a rank may begin without a reducer."""
+        return self.replaceable and reducer not in self.hosts
 
     @property
     def adopts(self) -> bool:
