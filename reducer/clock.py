@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MOST_S = 0.25  # between two looks at the clock of a thread that runs: more than a step takes
+RECENT_S = 1.0  # after a pause: until then what it has caused is noticed
 HEARTBEATS_PER_S = 1024  # bytes, generously
 JUDGED_S = 0.08  # of a message that has begun: in less, one heartbeat would be too much
 # TCP sends what was lost again after 0.2 s and a round trip at the least, and after twice as long
@@ -55,13 +56,22 @@ class ServingTime:
 
     def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
-        self._latest = self._now = read()
+        self._latest = self._now = self._resumed = read()
+        self._paused_s = 0.0
 
     def now(self) -> float:
         """Return the seconds of a monotonic clock; to be asked several times in `MOST_S`."""
         latest, self._latest = self._latest, self._read()
-        self._now += min(self._latest - latest, MOST_S)
+        passed = self._latest - latest
+        if passed > MOST_S:
+            self._paused_s, self._resumed = passed, self._latest
+        self._now += min(passed, MOST_S)
         return self._now
+
+    def paused_s(self) -> float:
+        """Return the seconds for which the clock stood still within the last second, else 0."""
+        self.now()
+        return self._paused_s if self._latest - self._resumed < RECENT_S else 0.0
 
 
 class Silence:

@@ -299,7 +299,6 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "test_it_says_that_it_was_never_answered",
             "test_another_reducer_that_is_this_one_is_shown_once",
             "test_text_can_be_read",
-            "test_a_slow_rank_is_named_with_the_reason",
         ),
         "test_a_red_square_has_its_sentence_though_its_rank_is_not_named": (
             "test_a_slow_rank_is_named_with_the_reason",

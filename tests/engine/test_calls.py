@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionTimeout
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReducerLostError,
+    ReductionTimeout,
+)
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
@@ -114,6 +120,20 @@ def test_a_reducer_that_is_away_is_told_later_of_a_refusal(lone: Driven) -> None
     (failure,) = errors(lone.submit(refusal(), 0.0))
     assert str(failure) == str(REFUSAL)
     assert aborts(join(lone, 0)) == {0: [(number(0), MismatchError)]}
+
+
+def test_a_rank_that_was_stopped_hears_that_it_was_the_one(lone: Driven) -> None:
+    lone.submit(part(), 0.0)
+    (failure,) = errors(lone.disconnected(0, "ended the connection", 5.0))
+    assert isinstance(failure, RankLostError)
+    assert failure.rank == lone.spec.rank
+    assert "this process, did not run for 5.0 s" in str(failure)
+    assert "set REDUCTION_PATIENCE" in str(failure)
+    join(lone, 0)
+    actions = lone.submit(part(), 1.0)
+    result(lone, *sent(actions)[0])
+    (failure,) = errors([*lone.submit(part(), 1.0), *lone.disconnected(0, "died")])
+    assert isinstance(failure, ReducerLostError), "the next loss is another one"
 
 
 def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session: Driven) -> None:

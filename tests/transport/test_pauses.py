@@ -37,8 +37,13 @@ def test_the_clock_stands_still_while_nobody_asks() -> None:
     assert begun == 100.0 + 4 * MOST_S
     read[0] += PAUSE_S
     assert clock.now() == begun + MOST_S
+    assert clock.paused_s() == PAUSE_S
     read[0] += MOST_S / 4
     assert clock.now() == begun + 1.25 * MOST_S
+    for _ in range(8):
+        read[0] += MOST_S / 2
+        clock.now()
+    assert clock.paused_s() == 0.0, "what happens now has another reason"
 
 
 class Paused:

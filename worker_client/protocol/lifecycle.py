@@ -6,7 +6,12 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-from reducer.errors import LocalProtocolError, RankLostError, ReductionTimeout
+from reducer.errors import (
+    LocalProtocolError,
+    RankLostError,
+    ReducerLostError,
+    ReductionTimeout,
+)
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
 from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import encode_error
@@ -101,6 +106,8 @@ class Calls:
         numbering: gives them their numbers.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
+        paused_s: for how long this process did not run before reducers ended their connections; 0
+            if that was not why, and when a call has ended well since.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class Calls:
         self.names = Names()
         self.numbering = Numbering()
         self.question: Operation | None = None
+        self.paused_s = 0.0
         self.final: RankLostError | None = None
         self._spec = spec
         self._frozen: int | None = None
@@ -169,9 +177,19 @@ class Calls:
             self.final = error
             self.freeze()
             return self.fail_all(error)
+        if self.paused_s and isinstance(error, (RankLostError, ReducerLostError)):
+            error = self._paused()
         actions = self.drop(operation, error)
         actions += self._aborts.tell(operation.sequence, error, told_by)
         return actions + self._fail_others(operation, error)
+
+    def _paused(self) -> RankLostError:
+        """Say that it was this rank that the others lost, whatever came of it here."""
+        return RankLostError(
+            f"rank {self._spec.rank}, this process, did not run for {self.paused_s:.1f} s, and the "
+            "others lost it: set REDUCTION_PATIENCE to more than that, so that they wait for it",
+            rank=self._spec.rank,
+        )
 
     def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce that cannot begin at this rank, and tell the reducers why."""

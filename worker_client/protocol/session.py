@@ -189,9 +189,16 @@ class Session(SessionState):
         hello = self._identity._replace(watermark=self.watermark)
         return [*actions, self._joining.hello(link, hello)]
 
-    def disconnected(self, index: int, reason: str) -> list[Action]:
-        """Go on without a reducer that the transport has lost, if that can be."""
+    def disconnected(self, index: int, reason: str, paused_s: float = 0.0) -> list[Action]:
+        """Go on without a reducer that the transport has lost, if that can be.
+
+        Args:
+            index: of the link.
+            reason: why it was lost.
+            paused_s: for how long this process did not run, if that is why; else 0.
+        """
         self._something_happened()
+        self.calls.paused_s = paused_s
         link = self.links[index]
         if self._joining.complete and not self.failover.final:
             return self._move_on(self.failover.disconnected(link, reason))
@@ -367,7 +374,11 @@ class Session(SessionState):
             else:
                 actions.append(Finish(operation, None))
         # In a steady state there is nothing to move on from, and this is called with every result.
-        return actions if self.steady_until else self._move_on(actions)
+        if self.steady_until:
+            return actions
+        if sequences:
+            calls.paused_s = 0.0
+        return self._move_on(actions)
 
     def fail(self, error: ReductionError) -> list[Action]:
         """End badly what is in progress, and tell the reducers."""

@@ -80,6 +80,7 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     void loop_keep(loop_t *self, uint32_t line) noexcept
     bint loop_splice(loop_t *self, uint32_t line, uint32_t fresh, uint64_t peer_read) noexcept
     void loop_break(loop_t *self, uint32_t line) noexcept
+    uint64_t loop_paused_ns(loop_t *self) noexcept
     void loop_close(loop_t *self, uint32_t line) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept

@@ -191,6 +191,14 @@ cdef class Loop:
         cdef connection *its = self.its.line[self.check(line)].connection
         return its != NULL and its.connected
 
+    def paused_s(self):
+        """Return for how many seconds the process did not run before it ran again, within the last
+        second; 0.0 if it did."""
+        cdef uint64_t paused_ns
+        with nogil:
+            paused_ns = loop_paused_ns(&self.its)
+        return paused_ns / 1e9
+
     def received(self, line):
         """Return how many bytes have come over a line's connection, and whether a frame's rest has
         not.

@@ -34,7 +34,6 @@ from worker_client.runtime.service_thread import close_in_child
 from worker_client.runtime.transport import (
     CONNECT_S,
     HANDSHAKE_S,
-    HUNG_UP,
     LINGER_MS,
     LOOK_S,
     NO_REDUCER,
@@ -48,6 +47,7 @@ from worker_client.runtime.transport import (
     Message,
     Refused,
     Transport,
+    hung_up,
     silence,
 )
 
@@ -292,7 +292,10 @@ class CompiledTransport(Transport):
         self._end(link)
         if change.shook:
             way.retry_at = 0.0
-            yield Disconnected(link, silence(way.silent_s) if way.silent_s else HUNG_UP)
+            if way.silent_s:
+                yield Disconnected(link, silence(way.silent_s))
+            else:
+                yield hung_up(link, self._loop.paused_s(), self._patience_s)
             return
         if tried and (error := self._refusal(way, change)) is not None:
             way.retry_at = math.inf  # nothing is tried before a reset

@@ -295,7 +295,7 @@ class Driver(DriverState):
             round_trip_s = self._transport.round_trip_s(event.link)
             return self.session.connected(event.link, round_trip_s)
         if isinstance(event, Disconnected):
-            return self.session.disconnected(event.link, event.reason)
+            return self.session.disconnected(event.link, event.reason, event.paused_s)
         if isinstance(event, Refused):
             return self.session.refused(event.link, event.error)
         return self.session.receive(*event, time.monotonic())

@@ -22,6 +22,9 @@ enum {
     PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
 };
 
+static const uint64_t PAUSED_NS = 300 * 1000 * 1000; /* that heartbeats are overdue after a pause */
+static const uint64_t RECENT_NS = 1000 * 1000 * 1000;
+
 static const uint32_t WAKER = UINT32_MAX; /* in the place of a line's number */
 
 static uint64_t now_ns(void)
@@ -33,9 +36,31 @@ static uint64_t now_ns(void)
 
 /* -- heartbeats ------------------------------------------------------------------------------ */
 
+/* Notes that the process has not run since the last heartbeats, if they are overdue. */
+static void note_pause(struct loop *loop, uint64_t now)
+{
+    uint64_t since = now - loop->beaten_ns;
+    if (loop->beaten_ns != 0 && since > PAUSED_NS + loop->beat_every_ns) {
+        loop->paused_ns = since;
+        loop->resumed_ns = now;
+    }
+    loop->beaten_ns = now;
+}
+
+uint64_t loop_paused_ns(struct loop *loop)
+{
+    pulse_hold(&loop->pulse);
+    uint64_t now = now_ns();
+    note_pause(loop, now); /* this thread may run again before that of the heartbeats does */
+    uint64_t paused = now - loop->resumed_ns < RECENT_NS ? loop->paused_ns : 0;
+    pulse_release(&loop->pulse);
+    return paused;
+}
+
 static uint64_t ping_all(void *argument, uint64_t now)
 {
     struct loop *loop = argument;
+    note_pause(loop, now);
     for (uint32_t line = 0; line < loop->lines; line++)
         if (loop->line[line].connection != NULL)
             connection_beat(loop->line[line].connection);

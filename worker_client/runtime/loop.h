@@ -48,6 +48,8 @@ struct loop {
     uint64_t patient_ns; /* when low water marks are looked at next; 0: there are none */
     struct pulse pulse; /* held while connections are used, but not while the loop waits */
     uint64_t beat_every_ns;
+    uint64_t beaten_ns;              /* when heartbeats were last sent */
+    uint64_t paused_ns, resumed_ns;  /* the latest pause of the process, and when it ended */
 };
 
 /* False, with errno: out of files, memory or threads. */
@@ -75,6 +77,9 @@ void loop_keep(struct loop *loop, uint32_t line);
 bool loop_splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from);
 /* Has a line's connection end, if it has one, when all that came over it is read. */
 void loop_break(struct loop *loop, uint32_t line);
+/* For how long the process did not run before it ran again, within the last second; 0 if it did. A
+ * thread that waits for the GIL is none of this: heartbeats go on meanwhile. */
+uint64_t loop_paused_ns(struct loop *loop);
 /* Drops a line's connection, if it has one, with all that it has not sent. */
 void loop_close(struct loop *loop, uint32_t line);
 

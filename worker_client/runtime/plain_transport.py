@@ -25,7 +25,6 @@ from worker_client.runtime.service_thread import close_in_child
 from worker_client.runtime.transport import (
     CONNECT_S,
     HANDSHAKE_S,
-    HUNG_UP,
     LINGER_MS,
     LOOK_S,
     NO_REDUCER,
@@ -38,6 +37,7 @@ from worker_client.runtime.transport import (
     Message,
     Refused,
     Transport,
+    hung_up,
     silence,
 )
 from worker_client.runtime.zmtp_greeting import mechanism
@@ -232,12 +232,12 @@ class PlainTransport(Transport):
     def _is_lost(self, line: tcp_connections.Reception) -> bool:
         return is_lost(line.silent_s, self._heartbeats.patience_s, line.round_trip_s)
 
-    def _why_gone(self, link: int) -> str:
+    def _gone(self, link: int) -> Disconnected:
         """Say how a connection has ended, as far as that can be told."""
         line = self._lines.pop(link, None)
         if line is not None and self._is_lost(line):
-            return silence(line.silent_s)
-        return HUNG_UP
+            return Disconnected(link, silence(line.silent_s))
+        return hung_up(link, self._clock.paused_s(), self._heartbeats.patience_s)
 
     def _messages(self, link: int, limit: int = sys.maxsize) -> Iterator[Event]:
         socket, _ = self._links[link]
@@ -277,9 +277,9 @@ class PlainTransport(Transport):
                 yield from self._messages(link)
                 if self._links[link][1] is not monitor:
                     return
-                why = self._why_gone(link)
+                gone = self._gone(link)
                 self._renew(link)  # what was not sent is for nobody
-                yield Disconnected(link, why)
+                yield gone
             else:
                 yield Disconnected(link, NO_REDUCER)
 

@@ -35,10 +35,18 @@ class Connected(NamedTuple):
 
 
 class Disconnected(NamedTuple):
-    """A reducer was lost; the transport keeps trying to reach it again."""
+    """A reducer was lost; the transport keeps trying to reach it again.
+
+    Attributes:
+        link: its index.
+        reason: what the log says of the reducer.
+        paused_s: for how long this process did not run before, if that was for longer than a
+            reducer waits for a heartbeat; else 0.
+    """
 
     link: int
     reason: str
+    paused_s: float = 0.0
 
 
 class Refused(NamedTuple):
@@ -181,3 +189,11 @@ def silence(silent_s: float) -> str:
 
 HUNG_UP = "closed the connection, died or cannot be reached"
 NO_REDUCER = "is not a reducer, or is shutting down"
+
+
+def hung_up(link: int, paused_s: float, patience_s: float) -> Disconnected:
+    """Say why a connection has ended at the reducer's end, or that it was this process's pause."""
+    if paused_s <= patience_s:
+        return Disconnected(link, HUNG_UP)
+    why = f"ended the connection, as this process did not run for {paused_s:.1f} s"
+    return Disconnected(link, why, paused_s)
