@@ -63,11 +63,11 @@ demo: .venv/demo-ready
 
 # Every layer, and one representative of every scenario: about five minutes on two cores.
 test: .venv/ready
-	$(PYTEST) -rs $(PARALLEL) $(APART) -m "not extended"
+	$(PYTEST) -rfEs $(PARALLEL) $(APART) -m "not extended"
 
 # All that `make test` runs, and what it leaves out: tests/extended.py says what.
 test-extended: .venv/notebook-ready
-	$(PYTEST) -rs $(PARALLEL) $(APART) $(SELECT)
+	$(PYTEST) -rfEs $(PARALLEL) $(APART) $(SELECT)
 
 test-frameworks: .venv/frameworks-ready
 	$(PYTEST) $(PARALLEL) -m "not slow" $(or $(SELECT),tests/frameworks)

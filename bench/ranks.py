@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import secrets
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ class Ranks:
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": str(free_port()),
+            "REDUCTION_JOB": f"bench-{secrets.token_hex(4)}",  # no launcher names it
             "WORLD_SIZE": str(len(hosts)),
             "GLOO_SOCKET_IFNAME": "lo" if hosts[0].address == "127.0.0.1" else "eth0",
             "REDUCTION_SERVERS": ",".join(servers),

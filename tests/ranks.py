@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -51,7 +52,9 @@ SETTINGS = {**ONE_THREAD, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT)}
 def environments(
     world_size: int, servers: Sequence[str] = (), **settings: str
 ) -> list[dict[str, str]]:
-    """Return the environment of every rank as torchrun sets it on this machine, and settings.
+    """Return the environment of every rank as a launcher sets it on this machine, and settings.
+
+    Where there are servers, the job has a name of its own: ranks without a process group need one.
 
     Args:
         world_size: number of ranks.
@@ -64,10 +67,14 @@ def environments(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
-        **({"REDUCTION_SERVERS": ",".join(servers)} if servers else {}),
+        **({"REDUCTION_SERVERS": ",".join(servers), "REDUCTION_JOB": _job()} if servers else {}),
         **settings,
     }
     return [{**shared, "RANK": str(rank)} for rank in range(world_size)]
+
+
+def _job() -> str:
+    return f"test-{secrets.token_hex(4)}"
 
 
 def _is_setting(name: str) -> bool:

@@ -137,7 +137,7 @@ class Agreement:
         """Take the result of the latest question: the lanes of each that every rank can use."""
         rate, *usable = self._layout.unpack(self._buffer)
         self._measure(rate)
-        return usable
+        return [max(lanes, 0) for lanes in usable]  # no rank has sent less than 0
 
     def _measure(self, rate: int) -> None:
         """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""
