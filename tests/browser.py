@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.waits import TooLateError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -79,10 +81,16 @@ class Opened:
         """Wait until one of some elements has a text.
 
         Raises:
-            TimeoutError: of Playwright: none had it in time.
+            TooLateError: none had it in time.
         """
-        found = self.page.locator(selector, has_text=text).first
-        found.wait_for(timeout=1000 * seconds)
+        from playwright.sync_api import TimeoutError as TimedOut  # noqa: PLC0415 (it is there)
+
+        elements = self.page.locator(selector)
+        try:
+            elements.filter(has_text=text).first.wait_for(timeout=1000 * seconds)
+        except TimedOut:
+            there = elements.all_inner_texts()
+            raise TooLateError(f"{text!r} not within {seconds:g} s: {there}") from None
 
     def spare_width(self) -> int:
         """Pixels that it does not fill; below 0 it has to be scrolled sideways."""
