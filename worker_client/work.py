@@ -125,8 +125,8 @@ class Work:
                 future: concurrent.futures.Future[Any] = concurrent.futures.Future()
                 future.set_running_or_notify_cancel()  # what is on the wire cannot be called back
                 self._future = future  # first: what ends meanwhile, without the lock, settles it
-                if self._ended:
-                    self._settle(future)
+            if self._ended and not self._future.done():  # an interrupt may have kept it from that
+                self._settle(self._future)
             return self._future
 
     def written_back(self) -> Exception | None:

@@ -31,7 +31,7 @@ class Summary:
     losses: int
     fallbacks: int
     straggler: Straggler | None
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     def __str__(self) -> str:
         """Say all of it."""
