@@ -16,7 +16,7 @@ cdef class OperationState:
 cdef class CallMeter:
     cdef public int64_t calls, pending, bytes_reduced
     cdef public double since, waited_s
-    cdef public object failure
+    cdef public str failure
 
 
 cdef class MeteredCall:

@@ -29,6 +29,9 @@ cdef class OperationState:
 cdef class CallMeter:
     """See `worker_client.protocol.plain_state.CallMeter`."""
 
+    def __init__(self):
+        self.failure = ""
+
 
 cdef class MeteredCall:
     """See `worker_client.protocol.plain_state.MeteredCall`."""
@@ -50,7 +53,7 @@ cdef class MeteredCall:
             return
         self.pending = False
         meter.pending -= 1
-        meter.failure = error
+        meter.failure = "" if error is None else f"{type(error).__name__}: {error}"
         if error is None:
             meter.bytes_reduced += self.nbytes
         if not meter.pending:

@@ -120,13 +120,14 @@ class CallMeter:
         bytes_reduced: of the buffers of those that have ended well.
         since: the latest beginning, or end of the last pending one, in seconds of `time.monotonic`.
         waited_s: seconds from the latest beginning to when none was pending, in all.
-        failure: of the call that has ended last.
+        failure: class and text of the error of the call that has ended last; "" for none. Not the
+            error itself, which refers to where it was raised, and so to that call's buffer.
     """
 
     def __init__(self) -> None:
         self.calls = self.pending = self.bytes_reduced = 0
         self.since = self.waited_s = 0.0
-        self.failure: BaseException | None = None
+        self.failure = ""
 
 
 class MeteredCall:
@@ -158,7 +159,7 @@ class MeteredCall:
         if not self.pending:
             return
         self.pending, meter.pending = False, meter.pending - 1
-        meter.failure = error
+        meter.failure = "" if error is None else f"{type(error).__name__}: {error}"
         if error is None:
             meter.bytes_reduced += self.nbytes
         if not meter.pending:

@@ -233,7 +233,7 @@ class Driver(DriverState):
                     break
                 self._transport.wait(min(IDLE_S, self._active.earliest - now))
                 self._advance()
-            self._stands_in = False
+            self._stands_in = self._stands_in and bool(self.open)
             self._leader = 0
         if not (self.closing or self._failure):  # others may lead, for as long as they wait
             self._transport.rest(REST_S, LONGEST_REST_S, IDLE_S)
