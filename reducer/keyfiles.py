@@ -48,13 +48,13 @@ def read(directory: Path, name: str) -> str:
     """Return a file's text, without spaces around it.
 
     Raises:
-        ConfigError: it is missing, cannot be read, or anybody on this machine may change it.
+        ConfigError: it is missing, cannot be read, or others than its owner may change it.
     """
     path = directory / name
     try:
-        _check_modes(directory, path)
         with open(path, encoding="utf-8", opener=_open_at_once) as file:
-            found = os.fstat(file.fileno())
+            found = os.fstat(file.fileno())  # of what is read, whatever the name leads to by now
+            _check_modes(directory, path, found.st_mode)
             if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
                 raise ConfigError(
                     f"{path} is no regular file of at most {_MOST_BYTES} bytes: it must hold keys, "
@@ -86,16 +86,17 @@ def read_key(directory: Path, name: str) -> str:
     return key
 
 
-def _check_modes(directory: Path, path: Path) -> None:
+def _check_modes(directory: Path, path: Path, mode: int) -> None:
     # A mounted Secret's directory is open to all, with the sticky bit, in a mount of its own, and
     # its files are by default readable for everyone in the container.
     mounted = (directory / "..data").is_symlink()
-    mode, folder = path.stat().st_mode, directory.stat().st_mode
-    open_to_all = folder & stat.S_IWOTH and not (folder & stat.S_ISVTX or mounted)
-    if mode & stat.S_IWOTH or open_to_all:
+    folder = directory.stat().st_mode
+    guarded = folder & stat.S_ISVTX or mounted  # each file is its owner's to replace
+    changed = mode | (0 if guarded else folder)
+    if changed & (stat.S_IWGRP | stat.S_IWOTH):
+        who = "anybody on this machine" if changed & stat.S_IWOTH else "its group"
         raise ConfigError(
-            f"anybody on this machine can change {path}: run chmod 700 {directory} and chmod 600 "
-            f"{path}"
+            f"{who} can change {path}: run chmod 700 {directory} and chmod 600 {path}"
         )
     if mode & stat.S_IROTH and path.name.endswith(".secret") and not mounted:
         log.warning("anybody on this machine can read %s: run chmod 600 on it", path)

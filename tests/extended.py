@@ -74,7 +74,9 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "TestTwins": ("TestManyTwins",),
     },
     "tests/worker_client/test_driver_signals.py": {
-        "test_interrupts_at_any_instant": ("test_a_signal_handler_may_shut_down_at_any_instant",),
+        "test_after_interrupts_at_any_instant": (
+            "test_a_signal_handler_may_shut_down_at_any_instant",
+        ),
     },
     "tests/worker_client/test_named_counts.py": {
         "": ("test_whatever_fails_where_only_calls_of_one_step",),

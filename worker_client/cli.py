@@ -102,7 +102,7 @@ def merge(
 ) -> None:
     """Join timelines of ranks and reducers on one clock; say how exact that is."""
     from reducer.commands import terminal  # noqa: PLC0415 (loads rich)
-    from reducer.monitoring.status import printable  # noqa: PLC0415 (loads pydantic)
+    from reducer.wire.messages import printable  # noqa: PLC0415 (so that launching is quick)
     from worker_client.commands import timeline as its  # noqa: PLC0415 (loads NumPy)
 
     clocks, left_out = its.merge(files, output)

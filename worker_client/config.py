@@ -256,6 +256,8 @@ class WorkerConfig(BaseSettings):
         most = MAX_JOB_NAME_BYTES - len(NAMED)
         if value is not None and len(value.encode()) > most:
             raise ValueError(f"at most {most} bytes of UTF-8")
+        if value is not None and not value.isprintable():
+            raise ValueError(f"printable characters only, got {value!r}")
         return value
 
     @field_validator("chunk_bytes")

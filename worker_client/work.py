@@ -23,6 +23,24 @@ if TYPE_CHECKING:
 STATELESS: tuple[str, ...] = ()  # slots of a class whose subclasses, compiled or not, have them
 
 
+class _Condition(type(threading.RLock())):  # type: ignore[misc]
+    """A future's condition that no exception out of a signal handler leaves locked.
+
+    That of the library takes its lock in a method that is interpreted, and so may be interrupted
+    between taking the lock and saying so; then whoever ends the all-reduce would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        told = threading.Condition(self)
+        self.wait, self.notify_all = told.wait, told.notify_all
+
+
+class _Future(concurrent.futures.Future[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = _Condition()
+
+
 class Work:
     """What `Client.all_reduce` returns; its result is the array or tensor that was given.
 
@@ -122,11 +140,11 @@ class Work:
         """
         with self._lock:
             if self._future is None:
-                future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+                future = _Future()
                 future.set_running_or_notify_cancel()  # what is on the wire cannot be called back
                 self._future = future  # first: what ends meanwhile, without the lock, settles it
-                if self._ended:
-                    self._settle(future)
+            if self._ended and not self._future.done():  # an interrupt may have kept it from that
+                self._settle(self._future)
             return self._future
 
     def written_back(self) -> Exception | None:

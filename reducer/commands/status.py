@@ -19,8 +19,8 @@ from reducer.commands import terminal
 from reducer.commands.terminal import FittedTable
 from reducer.config import parse_http
 from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
-from reducer.monitoring.status import dump, load, printable
-from reducer.wire.messages import Straggler, worst
+from reducer.monitoring.status import dump, load
+from reducer.wire.messages import Straggler, printable, worst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -320,4 +320,4 @@ def _cell(text: str) -> Text:
 
 def _plain(text: str) -> str:
     """Whatever was read, let it do nothing to the terminal."""
-    return "\n".join(part if part.isprintable() else printable(part) for part in text.split("\n"))
+    return "\n".join(map(printable, text.split("\n")))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from pydantic import TypeAdapter
 
 from reducer.logs import Listener
-from reducer.monitoring.status import printable
+from reducer.wire.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,7 +167,7 @@ class _Events(Listener):
         event = Event(
             at=round(record.created, 3),
             level=_level(record.levelno),
-            text=_visible(text)[:MAX_TEXT],
+            text=printable(text)[:MAX_TEXT],
             job="" if job is None else printable(str(job)),
             rank=rank if isinstance(rank, int) else None,
         )
@@ -178,8 +178,3 @@ def _level(number: int) -> Level:
     if number >= logging.ERROR:
         return "error"
     return "warning" if number >= logging.WARNING else "info"
-
-
-def _visible(text: str) -> str:
-    """Return a line without what is not printed; names in it are escaped already."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -25,7 +25,6 @@ from reducer.monitoring.status import (
     RankStatus,
     ReducerStatus,
     State,
-    printable,
     ranges,
 )
 from reducer.wire.messages import worst
@@ -219,7 +218,7 @@ def look(engine: Engine, connections: int, port: int) -> LaneView:
     most = min(MOST_RANKS, max(MAX_RANKS, TOLD_RANKS // max(1, len(engine.jobs))))
     jobs = tuple(
         JobView(
-            name=printable(job.name),
+            name=job.name,
             generation=job.generation,
             world_size=job.world_size,
             ranks=frozenset(job.members),

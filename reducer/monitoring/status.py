@@ -63,7 +63,7 @@ class JobStatus:
     """One generation of one job.
 
     Attributes:
-        name: printable; other characters are escaped as in a Python string.
+        name: printable.
         world_size: number of ranks.
         present: number of ranks that are here.
         ranks_present, ranks_absent: such as ``0-3,7``; the latter have not come, or have gone.
@@ -156,13 +156,6 @@ def load(data: bytes) -> ReducerStatus:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the whole"
         raise RemoteProtocolError(f"no status of a reducer: {where}: {first['msg']}") from None
-
-
-def printable(name: str) -> str:
-    """Return a name that cannot do anything to a terminal; different names stay different."""
-    return "".join(
-        each if each.isprintable() and each != "\\" else ascii(each)[1:-1] for each in name
-    )
 
 
 def ranges(ranks: Iterable[int]) -> str:

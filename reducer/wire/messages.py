@@ -49,12 +49,24 @@ _Body = TypeVar(
 )
 
 
+def printable(text: str) -> str:
+    """Return text in which what is not printable is escaped as in a Python string.
+
+    So it does nothing to a terminal, and in a log it is one line. Applied again it changes nothing.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RemoteProtocolError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
     size = value if isinstance(value, int) else _utf8_length(str(value), what)
     if not low <= size <= high:
         raise RemoteProtocolError(f"{what} must be between {low} and {high}, got {size}")
+    if isinstance(value, str) and not value.isprintable():
+        raise RemoteProtocolError(f"{what} must be printable, got {value!r:.80}")
 
 
 def _utf8_length(text: str, what: str) -> int:
@@ -382,15 +394,17 @@ _CODES[errors.LocalProtocolError] = ErrorCode.PROTOCOL
 
 
 def encode_error(error: ReductionError) -> bytes:
-    """Return the body of an ERROR or ABORT that reports `error`, without its `name`."""
+    """Return the body of an ERROR or ABORT that reports `error`, without its `name`, printable."""
     code = _CODES.get(type(error), ErrorCode.FAILED)
     detail = {name: getattr(error, name) for name in _LEAVES[code][1]}
+    message = printable(str(error))
+    detail = {name: printable(v) if isinstance(v, str) else v for name, v in detail.items()}
     if "missing" in detail:
         detail["missing"] = detail["missing"][:MAX_NAMED_RANKS]
     # What is longer would be refused, and nothing be told.
     for length in (1024, 512, 256, 128, 64, 32):
         detail = {name: v[:length] if isinstance(v, str) else v for name, v in detail.items()}
-        values = {"code": int(code), "message": str(error)[:length], "detail": detail}
+        values = {"code": int(code), "message": message[:length], "detail": detail}
         body = _dump(values)
         if len(body) <= MAX_BODY_BYTES:
             break
@@ -398,7 +412,7 @@ def encode_error(error: ReductionError) -> bytes:
 
 
 def decode_error(data: Buffer, sequence: int = NO_SEQUENCE) -> ReductionError:
-    """Rebuild the exception that an ERROR or ABORT reports.
+    """Rebuild the exception that an ERROR or ABORT reports, with printable text.
 
     Args:
         data: the message's body.
@@ -411,6 +425,7 @@ def decode_error(data: Buffer, sequence: int = NO_SEQUENCE) -> ReductionError:
     message, detail = values.get("message"), values.get("detail")
     if not isinstance(message, str) or not isinstance(detail, dict):
         raise RemoteProtocolError("an error body needs `message` and `detail`")
+    message = printable(message)
     try:
         code = values["code"]
         unknown = _is_number(code) and code not in _LEAVES
@@ -433,7 +448,7 @@ def _attribute(name: str, value: Any) -> Any:
     kinds = _KINDS.get(name, (str,))
     if not (int in kinds and _is_number(value)) and not (str in kinds and isinstance(value, str)):
         raise RemoteProtocolError(f"`{name}` cannot be {value!r:.80}")
-    return value
+    return printable(value) if isinstance(value, str) else value
 
 
 def _is_number(value: object) -> bool:

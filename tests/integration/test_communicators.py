@@ -26,7 +26,6 @@ from tests.conftest import local_pool
 from tests.integration.calls import process_of
 from tests.interrupts import BoomError, boom_at
 from tests.waits import eventually
-from tests.worker_client.waits import leave_the_lead
 from worker_client.client.compose import Composer
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
@@ -334,12 +333,9 @@ def test_a_late_rank_is_named(four: list[Communicator]) -> None:
 
 
 def test_an_interrupted_call_is_no_other_ones(
-    four: list[Communicator], monkeypatch: pytest.MonkeyPatch
+    four: list[Communicator],
 ) -> None:
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
-    # A thread that is interrupted while it leads ends the client: tests of the driver see to that.
-    for communicator in four:
-        leave_the_lead(monkeypatch, communicator.flat)
     for line in range(1, 200):
         call, interrupted = object(), False
         asked = Asked(np.full(4, 100, np.float32), call=call)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import signal
 import sys
 import time
+import weakref
 from collections import defaultdict
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,9 +17,11 @@ import pytest
 
 from bench.chaos_run import Pool
 from bench.ranks import Ranks
+from reducer.errors import RankLostError
 from tests.integration.calls import all_reduce, ones
 from tests.integration.elastic_rank import IN_FLIGHT
 from tests.ranks import Loopback
+from tests.waits import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,3 +230,21 @@ def test_a_minority_does_not_go_on() -> None:
     job = run(5, 2, action)
     assert set(job.errors) == {3, 4}
     assert all(error.startswith("RankLostError: rank ") for error in job.errors.values())
+
+
+def test_calls_that_fail_for_want_of_ranks_keep_nothing(job: Callable[..., list[Client]]) -> None:
+    def failed(client: Client) -> weakref.ref[Any]:
+        data = ones()
+        try:
+            client.all_reduce(data).wait(30)
+        except RankLostError:
+            return weakref.ref(data)
+        pytest.fail("it goes on alone")
+
+    clients = job(3, on_rank_lost="continue")
+    all_reduce(clients)
+    last = clients.pop()
+    for client in clients:
+        client.shutdown()
+    there = [failed(last) for _ in range(5)]
+    eventually(lambda: gc.collect() >= 0 and not any(one() is not None for one in there))

@@ -512,14 +512,6 @@ def test_labels_are_bounded_and_no_series_is_told_twice() -> None:
     assert len(keys) == len(set(keys))
 
 
-def test_names_do_nothing_to_a_terminal_and_stay_different() -> None:
-    names = ["a\x1b[31m", "a\\x1b[31m", "a\x9b", "a\u202e", "a\ud800", "ä b", "a\n", "a\\n"]
-    shown = [status.printable(name) for name in names]
-    assert all(name.isprintable() for name in shown)
-    assert len(set(shown)) == len(names)
-    assert shown[5] == "ä b"
-
-
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0,2-3,7")],

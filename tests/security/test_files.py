@@ -201,14 +201,17 @@ def test_the_directory_above_is_a_common_mistake(home: Path) -> None:
         worker_keys.load(home)
 
 
-def test_what_anybody_can_change_is_refused(home: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "who"), [(0o022, "anybody on this machine"), (0o020, "its group")]
+)
+def test_what_others_can_change_is_refused(home: Path, mode: int, who: str) -> None:
     pool = home / "pool"
-    (pool / "allowed").chmod(0o622)
-    with pytest.raises(ConfigError, match=r"can change .*/allowed: run chmod"):
+    (pool / "allowed").chmod(0o600 | mode)
+    with pytest.raises(ConfigError, match=rf"^{who} can change .*/allowed: run chmod"):
         Keyring.load(pool)
     (pool / "allowed").chmod(0o600)
-    pool.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"can change .*: run chmod 700"):
+    pool.chmod(0o700 | mode)
+    with pytest.raises(ConfigError, match=rf"^{who} can change .*: run chmod 700"):
         Keyring.load(pool)
 
 

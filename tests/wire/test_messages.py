@@ -74,6 +74,13 @@ def test_names_of_later_versions_are_ignored() -> None:
         {"patience_ms": 499},
         {"patience_ms": 60001},
         {"host_name": "x" * 65},
+        {"host_name": "x\n2026-11-28T23:59:59Z [error] disk is full"},
+        {"job": "a\x1b[31m"},
+        {"run": "a\u202e"},
+        {"process": "a\0"},
+        {"settings": {"A": "\x1b]0;t\x07"}},
+        {"settings": {"A\n": "1"}},
+        {"version": "1.0\n"},
         {"features": -1},
         {"version": 1},
     ],
@@ -135,6 +142,21 @@ def test_errors_keep_their_attributes(error: errors.ReductionError) -> None:
     assert vars(arrived) == vars(error) | {"sequence": 5}
     for copied in (copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301 (our own)
         assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize("escapes", ["who sends", "who receives"])
+def test_text_of_errors_is_one_line_that_does_nothing_to_a_terminal(escapes: str) -> None:
+    text, shown = "a\n\x1b[31m \ud800 ä \u202e \\n", "a\\n\\x1b[31m \\ud800 ä \\u202e \\n"
+    error = errors.MismatchError(text, field=text, rank=0, other_rank=2, expected=text, got=text)
+    body = encode_error(error)
+    values = json.loads(body)
+    assert values["message"] == values["detail"]["got"] == shown
+    if escapes == "who receives":
+        detail = values["detail"] | dict.fromkeys(("field", "expected", "got"), text)
+        body = json.dumps(values | {"message": text, "detail": detail}).encode()
+    arrived = decode_error(body)
+    assert {str(arrived), arrived.field, arrived.expected, arrived.got} == {shown}
+    assert decode_error(encode_error(arrived)).expected == shown, "a reducer passes it on"
 
 
 def test_every_code_has_its_error() -> None:

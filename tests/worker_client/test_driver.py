@@ -16,7 +16,7 @@ import pytest
 
 from reducer.errors import LocalProtocolError, ReductionTimeout
 from tests.waits import eventually, within_s
-from tests.worker_client.waits import break_here, half_a_job, one_after_another
+from tests.worker_client.waits import at_all, break_here, half_a_job, one_after_another
 from worker_client.runtime import driver
 
 if TYPE_CHECKING:
@@ -37,7 +37,14 @@ def enders(ours: Client, theirs: Client) -> list[int]:
 
 
 def test_who_waits_again_and_again_leads(make: Callable[..., Client]) -> None:
-    assert enders(*half_a_job(make)).count(threading.get_ident()) >= 20
+    ours, theirs = half_a_job(make)
+    [(found, me)] = at_all([ours], lambda ours: (enders(ours, theirs), threading.get_ident()))
+    assert found.count(me) >= 20
+
+
+def test_in_the_main_thread_no_callback_is_interrupted(make: Callable[..., Client]) -> None:
+    ours, theirs = half_a_job(make)
+    assert set(enders(ours, theirs)) == {ours._ordered.flat._thread.ident}
 
 
 def test_the_plain_transport_stays_with_its_thread(
@@ -156,7 +163,7 @@ def test_the_drivers_own_thread_looks_soon_after_a_long_wait(
     work = ours.all_reduce(np.ones(8), op="sum")
     timer = threading.Timer(5 * driver.LONGEST_REST_S, theirs.all_reduce, (np.ones(8), "sum"))
     timer.start()
-    work.wait(10)
+    at_all([ours], lambda _: work.wait(10))  # the main thread leads for no longer than a tick
     assert resumed == [False]
     monkeypatch.undo()
 
@@ -280,10 +287,13 @@ def test_waiting_where_nobody_could_end_it_is_refused(client: Client) -> None:
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def break_a_step(client: Client) -> None:
+        break_here(monkeypatch, client._ordered.flat.session, "tick", BlockingIOError)
+        with pytest.raises(BlockingIOError):
+            one_after_another(client, 1_000_000)
+
     one_after_another(client)
-    break_here(monkeypatch, client._ordered.flat.session, "tick", BlockingIOError)
-    with pytest.raises(BlockingIOError):
-        one_after_another(client, 1_000_000)
+    at_all([client], break_a_step)
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
     client._ordered.flat._thread.join(10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import PATIENCE_S
 from worker_client.protocol.operation import Operation, refused
+from worker_client.protocol.state import CallMeter, MeteredCall
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import DEFINED, parse, parse_op, refuse_weight
 from worker_client.staging.device_copies import DeviceStaging
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 class Departure:
     """What is done after the farewell of a client, by the thread that has said it.
 
-    Whatever ends the client comes here: its `shutdown`, or an interrupt in the thread that moves
-    its all-reduces on.
+    Whatever ends the client comes here: its `shutdown`, or an error of its own in the thread that
+    moves its all-reduces on.
 
     Args:
         stop_host: stops the reducer that this rank hosts, if it does.
@@ -114,13 +115,10 @@ class Client:
         self._departure = departure
         self._admission = admission
         self._enter = enter
-        self._bytes_reduced = 0
-        self._calls = 0
-        self._since = 0.0  # the latest call, or end of one, in seconds of the monotonic clock
-        self._waited_s = 0.0
-        self._failure: Exception | None = None  # of the call that has ended last
+        self._meter = CallMeter()
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
+        self._given_up: deque[tuple[MeteredCall, BaseException]] = deque()  # others are to hear
         self._trace = trace
         self._staging = DeviceStaging(ordered.submit, trace)
         self._submit = ordered.submit  # until there is a tensor on a device
@@ -193,12 +191,16 @@ class Client:
     @property
     def bytes_reduced(self) -> int:
         """Bytes of all buffers that were reduced so far."""
-        return self._bytes_reduced + self._staging.bytes_reduced + self._fusion.bytes_reduced
+        return self._meter.bytes_reduced + self._staging.bytes_reduced + self._fusion.bytes_reduced
 
     @property
     def calls(self) -> int:
-        """Number of all-reduces that callers have started; of those with names, that were made."""
-        return self._calls + self._fusion.calls
+        """Number of all-reduces that callers have started; of those with names, that were made.
+
+        After an exception out of a signal handler this tells whether the call that it interrupted
+        counts at the other ranks: if it has no name, it has begun if it is among these.
+        """
+        return self._meter.calls + self._fusion.calls
 
     @property
     def waited_s(self) -> float:
@@ -207,7 +209,7 @@ class Client:
         They are counted from the latest call until none is in progress, so what a backward pass
         hides before its last bucket is not among them.
         """
-        return self._waited_s + self._fusion.waited_s
+        return self._meter.waited_s + self._fusion.waited_s
 
     def summary(self) -> Summary:
         """Return what this client has gone through so far, the straggler included; prints well."""
@@ -221,7 +223,7 @@ class Client:
             losses=self.losses,
             fallbacks=self.counters.fallbacks,
             straggler=self.straggler,
-            failure=self._failure,
+            failure=self._meter.failure,
         )
 
     @property
@@ -306,13 +308,13 @@ class Client:
             )
         if service_thread.forks != self._forks:  # now: who held the lock is not in this process
             self._check_usable()
-        call = object()
+        call = MeteredCall(self._meter)
         with self._order:
+            self._give_up()
             try:
+                call.begin()
                 if self._casts:
                     self._check_usable()  # before a residual is used up; others see it later
-                self._calls += 1
-                self._since = time.monotonic()
                 if shape:
                     raise ConfigError("shape= is compared in calls with a name: give name= as well")
                 array = type(data) is np.ndarray  # which is no tensor, and asked faster
@@ -321,6 +323,7 @@ class Client:
                     refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
                     return self._stage(call, data, op, timeout, residual=residual, exact=exact)
                 view, dtype, write_back = host_buffer(data)
+                call.nbytes = view.nbytes
                 reduction, timeout_s = None, self.timeout_s
                 if timeout is None and type(op) is str:
                     reduction = DEFINED.get((dtype, op))  # a call less, mostly
@@ -336,7 +339,7 @@ class Client:
                     data=data,
                     write_back=write_back,
                     lead=self._ordered.wait,
-                    ended=partial(self._note_end, view.nbytes),
+                    ended=call,
                 )
                 if self._casts or residual is not None:
                     self._round(operation, view.nbytes, residual, exact)
@@ -346,7 +349,8 @@ class Client:
                     self._submit(operation)
                 return operation
             except BaseException as error:
-                self._give_up(call, error)
+                self._given_up.append((call, error))  # first: a second interrupt may follow
+                self._give_up()
                 raise
 
     def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
@@ -379,7 +383,10 @@ class Client:
             self._fusion.decline(name, why)
             return
         with self._order:
-            self._give_up(object(), why)
+            call = MeteredCall(self._meter)
+            call.begin()
+            self._given_up.append((call, why))
+            self._give_up()
 
     def rounds(self, data: Any, op: str | ReduceOp = ReduceOp.MEAN) -> bool:
         """Say whether `all_reduce(data, op)`, without a name, rounds it to the wire's type.
@@ -524,9 +531,9 @@ class Client:
             if earlier is not self._fusion:  # all have left it behind
                 self._departure.fusion = self._fusion
                 earlier.stop()
-                self._bytes_reduced += earlier.bytes_reduced
-                self._calls += earlier.calls
-                self._waited_s += earlier.waited_s
+                self._meter.bytes_reduced += earlier.bytes_reduced
+                self._meter.calls += earlier.calls
+                self._meter.waited_s += earlier.waited_s
 
     @property
     def admits(self) -> bool:
@@ -580,7 +587,7 @@ class Client:
 
     def _stage(
         self,
-        call: object,
+        call: MeteredCall,
         tensor: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
@@ -600,20 +607,27 @@ class Client:
             call=call,
             data=tensor,
             lead=self._wait_for_device,
-            ended=partial(self._note_end, 0),  # staging counts bytes
+            ended=call,  # of no bytes: staging counts them
         )
         self._round(operation, flat.data.nbytes, residual, exact)
         self._submit = self._submit_in_order
         self._staging.all_reduce(operation, flat)
         return operation
 
-    def _give_up(self, call: object, why: BaseException) -> None:
-        """Use up the number of a call that this rank was refused, or was interrupted in.
+    def _give_up(self) -> None:
+        """Use up the numbers of calls that this rank was refused, or was interrupted in.
 
-        Whatever of it has begun ends badly, and the other ranks hear why.
+        Whatever of them has begun ends badly, and the other ranks hear why. If this is interrupted,
+        the next call goes on with it.
         """
-        if not self.usable:
-            return  # it makes no calls any more, as the others hear
+        while self._given_up:
+            call, why = self._given_up[0]
+            if self.usable and call.pending:  # else others hear that it left, or of no such call
+                self._refuse(call, why)
+            call(why)
+            self._given_up.popleft()
+
+    def _refuse(self, call: MeteredCall, why: BaseException) -> None:
         nothing = memoryview(b"")
         refusal = refused(self._ordered.rank, f"{type(why).__name__}: {why}")
         with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that
@@ -635,15 +649,6 @@ class Client:
             self._ordered.submit(operation)
         else:
             self._staging.follow(operation)
-
-    def _note_end(self, nbytes: int, error: Exception | None) -> None:
-        """Take note that a call ends whose buffer has so many bytes; perhaps once more."""
-        self._failure = error
-        if error is None:
-            self._bytes_reduced += nbytes
-        if not self._ordered.busy:
-            earlier, self._since = self._since, time.monotonic()
-            self._waited_s += self._since - earlier
 
     def _wait_for_device(self, done: Callable[[], bool], until: float) -> None:
         del done, until  # the driver's own thread leads, and staging's bring the end

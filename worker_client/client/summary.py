@@ -19,7 +19,8 @@ class Summary:
         calls, bytes_reduced, waited_s, losses: as of `Client`.
         fallbacks: all-reduces that the process group did, as no reducer was left.
         straggler: the rank that the others wait for again and again, and why, if there is one.
-        failure: error of the all-reduce that has ended last, named ones apart.
+        failure: class and text of the error of the all-reduce that has ended last, named ones
+            apart; "" if it ended well.
     """
 
     rank: int
@@ -31,7 +32,7 @@ class Summary:
     losses: int
     fallbacks: int
     straggler: Straggler | None
-    failure: Exception | None = None
+    failure: str = ""
 
     def __str__(self) -> str:
         """Say all of it."""
@@ -46,8 +47,8 @@ class Summary:
             said.append(f"went on without rank {', '.join(map(str, lost))}")
         if self.straggler is not None and self.rank == self.present[0]:  # once a job
             said.append(f"{self.straggler}")
-        if self.failure is not None:
-            said.append(f"the last one failed: {type(self.failure).__name__}: {self.failure}")
+        if self.failure:
+            said.append(f"the last one failed: {self.failure}")
         return ", ".join(said)
 
 

@@ -287,9 +287,10 @@ class ElasticCommunicator(Communicator):
 
     def _enter_call(self, entry: Entry) -> bool:
         """Begin a call, now or when the ranks have reconciled; return whether it has failed."""
-        self._replay_log.add(entry)
-        if self._failure is not None and not entry.over:
+        if self._failure is not None:
             entry.finish(None, self._failure)
+            return True
+        self._replay_log.add(entry)
         if not entry.over and self._recovery is None:
             self._begin(entry)
         return entry.over
@@ -611,6 +612,8 @@ class ElasticCommunicator(Communicator):
                 else:
                     entry.finish(None, error)
                     ends.append(entry)
+            if self._failure is not None:
+                self._replay_log.close()
             # Who does not go on must not be waited for.
             left = [communicator for communicator, _ in coming]
             left += [] if self._failure is None else [self.communicator]

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.wire.messages import MAX_SETTING_BYTES
+from reducer.wire.messages import MAX_SETTING_BYTES, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ def arrange(keys: Sequence[str], rank: int) -> Place | None:
 
 def host_name() -> str:
     """Return what people call this host, cut to what a HELLO takes."""
-    return socket.gethostname().encode()[:MAX_SETTING_BYTES].decode(errors="ignore")
+    return printable(socket.gethostname()).encode()[:MAX_SETTING_BYTES].decode(errors="ignore")
 
 
 def host_identity() -> str:

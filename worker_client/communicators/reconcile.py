@@ -79,7 +79,7 @@ class Reconciliation:
     def _supply(self, entry: Entry, supplier: int, timeout_s: float) -> None:
         """Give everyone the result that one rank has: the others add zeros to its bytes."""
         mine = entry.result if supplier == self._me else None
-        data = bytearray(len(entry.contribution) if mine is None else mine)
+        data = bytearray(entry.operation.view.nbytes if mine is None else mine)
         question = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, "a result", timeout_s)
         self._ask(question)
         self.last = question.sequence

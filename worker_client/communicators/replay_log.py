@@ -22,7 +22,7 @@ class Entry:
 
     Attributes:
         operation: what the caller asked for.
-        contribution: a copy of what was in the buffer then.
+        contribution: a copy of what was in the buffer then; empty when the call has ended.
         attempt: the same call as the current membership makes it; None: not yet, or not any more.
         result: a copy of the result.
         error: why it has failed.
@@ -69,6 +69,7 @@ class Entry:
         if self.attempt is not None:
             self.last = self.operation.sequence = self.attempt.sequence
         self.result, self.error = result, error
+        self.contribution = b""  # it is not made again
 
 
 class ReplayLog:
@@ -151,6 +152,11 @@ class ReplayLog:
         with self._lock:
             calls = self._entries.items()
             return max((number for number, entry in calls if entry.over), default=-1) + 1
+
+    def close(self) -> None:
+        """Forget what has ended, though others may lack it: there is no reconciling any more."""
+        with self._lock:
+            self._entries = {at: entry for at, entry in self._entries.items() if not entry.over}
 
     def prune(self, reached: float) -> None:
         """Forget what has ended at every rank.

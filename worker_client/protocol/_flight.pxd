@@ -40,6 +40,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     ctypedef struct operation_t "struct operation":
         header_t header
         uint64_t sent_ns, answered_ns
+        operation_t *following
 
     struct shard:
         operation_t *of

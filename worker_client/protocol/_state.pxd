@@ -13,6 +13,18 @@ cdef class OperationState:
     cdef public bint more, rounded, over, overdue, quiet, cut, _ended
 
 
+cdef class CallMeter:
+    cdef public int64_t calls, pending, bytes_reduced
+    cdef public double since, waited_s
+    cdef public str failure
+
+
+cdef class MeteredCall:
+    cdef CallMeter _meter
+    cdef public bint pending
+    cdef public uint64_t nbytes
+
+
 cdef class NumberingState:
     cdef public object call, failure
     cdef public int64_t number

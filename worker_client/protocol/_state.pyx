@@ -4,6 +4,7 @@ An attribute of a Python object costs them several cold cache lines, one in here
 """
 
 from threading import Lock
+from time import monotonic
 
 from reducer.wire.header import fingerprint
 
@@ -23,6 +24,41 @@ cdef class OperationState:
         self.sequence = -1
         self.pieces, self._missing = {}, ()
         self._lead, self._lock = lead, Lock()
+
+
+cdef class CallMeter:
+    """See `worker_client.protocol.plain_state.CallMeter`."""
+
+    def __init__(self):
+        self.failure = ""
+
+
+cdef class MeteredCall:
+    """See `worker_client.protocol.plain_state.MeteredCall`."""
+
+    def __init__(self, CallMeter meter):
+        self._meter = meter
+
+    def begin(self):
+        cdef CallMeter meter = self._meter
+        meter.calls += 1
+        meter.pending += 1
+        meter.since = monotonic()
+        self.pending = True
+
+    def __call__(self, error):
+        cdef CallMeter meter = self._meter
+        cdef double since
+        if not self.pending:
+            return
+        self.pending = False
+        meter.pending -= 1
+        meter.failure = "" if error is None else f"{type(error).__name__}: {error}"
+        if error is None:
+            meter.bytes_reduced += self.nbytes
+        if not meter.pending:
+            since, meter.since = meter.since, monotonic()
+            meter.waited_s += meter.since - since
 
 
 cdef class NumberingState:

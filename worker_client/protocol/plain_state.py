@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from reducer.wire.header import fingerprint
@@ -108,6 +109,62 @@ class OperationState:
         self._future: concurrent.futures.Future[Any] | None = None
         self._waiters: tuple[queue.SimpleQueue[None], ...] | None = None
         self._lock = threading.Lock()
+
+
+class CallMeter:
+    """What a client's calls have come to so far; threads may share it.
+
+    Attributes:
+        calls: how many have begun.
+        pending: how many of them have not ended.
+        bytes_reduced: of the buffers of those that have ended well.
+        since: the latest beginning, or end of the last pending one, in seconds of `time.monotonic`.
+        waited_s: seconds from the latest beginning to when none was pending, in all.
+        failure: class and text of the error of the call that has ended last; "" for none. Not the
+            error itself, which refers to where it was raised, and so to that call's buffer.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.pending = self.bytes_reduced = 0
+        self.since = self.waited_s = 0.0
+        self.failure = ""
+
+
+class MeteredCall:
+    """One call: what all its operations have in common, and what is called with its end.
+
+    Args:
+        meter: counts it.
+
+    Attributes:
+        pending: whether it has begun, and not ended.
+        nbytes: of its buffer.
+    """
+
+    def __init__(self, meter: CallMeter) -> None:
+        self._meter = meter
+        self.pending = False
+        self.nbytes = 0
+
+    def begin(self) -> None:
+        """Count it."""
+        meter = self._meter
+        # As one: an exception out of a signal handler finds it begun, or not.
+        self.pending, meter.calls, meter.pending = True, meter.calls + 1, meter.pending + 1
+        meter.since = time.monotonic()
+
+    def __call__(self, error: BaseException | None) -> None:
+        """Take note of its end, once."""
+        meter = self._meter
+        if not self.pending:
+            return
+        self.pending, meter.pending = False, meter.pending - 1
+        meter.failure = "" if error is None else f"{type(error).__name__}: {error}"
+        if error is None:
+            meter.bytes_reduced += self.nbytes
+        if not meter.pending:
+            since, meter.since = meter.since, time.monotonic()
+            meter.waited_s += meter.since - since
 
 
 class NumberingState:

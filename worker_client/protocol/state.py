@@ -12,7 +12,9 @@ else:
     except ImportError:
         from worker_client.protocol import plain_state as chosen
 
+CallMeter = chosen.CallMeter
 DriverState = chosen.DriverState
+MeteredCall = chosen.MeteredCall
 NumberingState = chosen.NumberingState
 OperationState = chosen.OperationState
 PendingState = chosen.PendingState

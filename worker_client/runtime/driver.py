@@ -89,6 +89,7 @@ class Driver(DriverState):
         self._settling = True
         self._listened = 0.0  # when it was looked at last who was heard
         self._waited_at = 0.0
+        self._stands_in = False  # the driver's own thread leads for one that has left off
         if transport.loop is not None:
             from worker_client.runtime import _caller_lead  # noqa: PLC0415 (there if the loop is)
 
@@ -199,12 +200,16 @@ class Driver(DriverState):
 
     def _resume(self, *, at_once: bool = True) -> None:
         """Have the driver's own thread lead again, if it rests: at once, or if nobody else does."""
+        self._stands_in = at_once
         with self._order:
             if not self.closing:
                 self._transport.resume(at_once=at_once)
 
     def _is_wanted(self, now: float) -> bool:
-        return now < self._wanted_until and self.session.active <= 1
+        """Whether another thread asks to lead, or has left off and may go on."""
+        if now < self._wanted_until and self.session.active <= 1:
+            return True
+        return self._stands_in and not self.open
 
     def _run(self) -> None:
         try:
@@ -221,12 +226,14 @@ class Driver(DriverState):
     def _lead_and_rest(self) -> None:
         with self._lead:
             self._leader = threading.get_ident()
+            self._advance()  # who led before may have left something, and no message of it
             while not (self.closing or self._failure):
                 now = time.monotonic()
                 if self._is_wanted(now):
                     break
                 self._transport.wait(min(IDLE_S, self._active.earliest - now))
                 self._advance()
+            self._stands_in = self._stands_in and bool(self.open)
             self._leader = 0
         if not (self.closing or self._failure):  # others may lead, for as long as they wait
             self._transport.rest(REST_S, LONGEST_REST_S, IDLE_S)
@@ -244,7 +251,7 @@ class Driver(DriverState):
                 if actions := self.session.submit(operation, time.monotonic()):
                     self._do(actions)
             self._transport.refill()
-        except BaseException as error:  # an interrupt may leave things half done
+        except BaseException as error:  # things may be half done
             self._failure = error
             self._resume()
             raise
@@ -317,7 +324,7 @@ class Driver(DriverState):
                     self.open.pop(operation, None)
                     operation.end(error)
                 except BaseException:
-                    self.open[operation] = None  # an interrupt: it ends in `_close`
+                    self.open[operation] = None  # it ends in `_close`
                     raise
             elif isinstance(action, Send):
                 self._transport.send(*action)

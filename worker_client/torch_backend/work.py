@@ -45,8 +45,8 @@ class ReductionWork(TorchWork):
     Args:
         parts: the all-reduces that it consists of; none for what is done already.
         results: the tensors that hold the result at the end.
-        finish: puts the result into them, when all parts have ended well; once, and perhaps on the
-            client's thread.
+        finish: puts the result into them, when all parts have ended well; perhaps on the client's
+            thread. Once, and once more if an exception out of a signal handler comes in between.
         begin: called on the thread that calls the future's callbacks, before them.
     """
 
@@ -185,6 +185,6 @@ class ReductionWork(TorchWork):
 
     def _settle(self) -> None:
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            if self._finish is not None:
+                self._finish()
+                self._finish = None  # only now: after an interrupt it is put there again

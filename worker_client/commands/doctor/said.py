@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reducer.commands import terminal
-from reducer.monitoring.status import printable
+from reducer.wire.messages import printable
 from worker_client.commands.doctor.findings import mbit
 from worker_client.commands.launch import report
 
