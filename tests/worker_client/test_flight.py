@@ -315,6 +315,11 @@ def test_links_are_measured(flight: Flight) -> None:
     assert stats.min_rtt_s == pytest.approx(0.25)
     assert stats.rtt_s == pytest.approx((0.5 * 7 / 8 + 0.25 / 8) * 7 / 8 + 1 / 8)
     assert flight.stats(1).results == 0
+    flight.measure_anew(0)
+    assert flight.stats(0) == stats._replace(min_rtt_s=0.0)
+    submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
+    answer(flight, *flight.refill(2.0), 2.5)
+    assert flight.stats(0).min_rtt_s == pytest.approx(0.5)
 
 
 # -- what fails ---------------------------------------------------------------------------------

@@ -83,6 +83,9 @@ cdef class CompiledFlight:
     def set_window(self, link, nbytes):
         self.its.links[self.check(link)].window = nbytes
 
+    def measure_anew(self, link):
+        self.its.links[self.check(link)].min_rtt_ns = 0
+
     def stats(self, link):
         cdef flight_link *its = &self.its.links[self.check(link)]
         return LinkStats(

@@ -68,7 +68,7 @@ class LinkStats(NamedTuple):
         bytes_sent, bytes_received: of contributions and of results, all in all.
         results: how many came.
         rtt_s: time from sending a contribution to its result, smoothed as TCP does; 0: unknown.
-        min_rtt_s: the shortest such time.
+        min_rtt_s: the shortest such time since `measure_anew`; 0: unknown.
     """
 
     window: int
@@ -136,6 +136,9 @@ class Flight(Protocol):
 
     def set_window(self, link: int, nbytes: int) -> None:
         """Change how many bytes may be in flight on a link."""
+
+    def measure_anew(self, link: int) -> None:
+        """Forget the shortest round trip of a link."""
 
     def stats(self, link: int) -> LinkStats:
         """Return what is known about a link."""

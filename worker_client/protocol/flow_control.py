@@ -22,7 +22,7 @@ MOST_ASK_S = 64.0
 BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
 BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
 LOOK_S = 0.2  # while a large one is in progress
-SAMPLES = 16  # the best rate of so many measurements counts
+SAMPLES = 16  # the best rate, and the shortest round trip, of so many measurements counts
 FAR_ROUND_TRIPS = 5  # that a chunk takes there, if packets are lost: each holds up what comes later
 
 
@@ -45,7 +45,8 @@ class FlowControl:
     """Chooses the windows of a worker's links from what it measures.
 
     A link's window is the product of its rate and its shortest round trip, and what it takes
-    besides to keep both ends busy. A window that is too small for the distance so grows with every
+    besides to keep both ends busy. Both are those of large all-reduces: a small one takes less time
+    than a chunk needs to leave, and says nothing of the way that many chunks share. A window that is too small for the distance so grows with every
     look until the rate grows no more. In a far network it is the product with several round trips:
     TCP sends lost packets again, and hands out what came after them only then, at the reducer, at
     the ranks, and for each rank whose contribution is missing. A reducer that owns less than others
@@ -74,6 +75,7 @@ class FlowControl:
             int, tuple[float, float]
         ] = {}  # not again before; and the pause after that
         self._rates: dict[int, deque[float]] = {}
+        self._trips_s: dict[int, deque[float]] = {}
         self._received: dict[int, int] = {}
         self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
@@ -104,6 +106,7 @@ class FlowControl:
         self._most[link] = most
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
+        self._trips_s[link] = deque(maxlen=SAMPLES)
         self._received[link] = self._flight.stats(link).bytes_received
         self._set_window(link, 0.0)
 
@@ -125,6 +128,7 @@ class FlowControl:
         if self._measured == 0:
             for link in self._most:
                 self._received[link] = self._flight.stats(link).bytes_received
+                self._flight.measure_anew(link)
             self._looked = now
         self._measured += 1
 
@@ -170,13 +174,15 @@ class FlowControl:
             stats = self._flight.stats(link)
             received = stats.bytes_received - self._received[link]
             self._received[link] = stats.bytes_received
+            self._flight.measure_anew(link)
             if received:  # a link that waits says nothing about what it can carry
                 self._rates[link].append(received / elapsed)
+                self._trips_s[link].append(stats.min_rtt_s)
             carried = max(self._rates[link], default=0.0)
             carried *= FAR_ROUND_TRIPS if link in self._far_s else 1
             if link in self._wanted:  # no more than that: a result also waits for other ranks
                 self._wanted[link] = self._window(link, carried * self._far_s[link])
-            self._set_window(link, carried * stats.min_rtt_s)
+            self._set_window(link, carried * min(self._trips_s[link], default=0.0))
 
     def _set_window(self, link: int, distance: float) -> None:
         most = self._most[link]

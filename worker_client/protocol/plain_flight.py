@@ -169,6 +169,9 @@ class PlainFlight:
     def set_window(self, link: int, nbytes: int) -> None:
         self._links[link].window = nbytes
 
+    def measure_anew(self, link: int) -> None:
+        self._links[link].rtt_min = 0.0
+
     def stats(self, link: int) -> LinkStats:
         its = self._links[link]
         return LinkStats(
