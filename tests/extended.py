@@ -327,7 +327,16 @@ BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tests/test_ci.py": {
         "test_what_fails_at_once[wrong]": tuple(
             f"test_what_fails_at_once[{case}]"
-            for case in ("crash", "hang", "guarantee", "stopped", "many", "skipped", "late again")
+            for case in (
+                "crash",
+                "hang",
+                "wrong as well",
+                "guarantee",
+                "stopped",
+                "many",
+                "skipped",
+                "late again",
+            )
         ),
     },
     "tests/lab/test_lab.py": {

@@ -168,13 +168,24 @@ def look_again(
         ("if first: os.kill(os.getpid(), signal.SIGSEGV)", {}),
         ("if first: time.sleep(60)", {}),  # until pytest-timeout ends it
         ("assert not first, 'a wrong bit'", {}),
+        (f"{LATE}\n\n@pytest.fixture(autouse=True)\ndef wrong():\n    yield\n    assert False", {}),
         (LATE, {"name": "tests/sim/test_once.py"}),
         (LATE, {"log": RAN.replace("Error 1", "Error 2")}),
         ("eventually(lambda: len(runs.read_text()) > 4, 0.01)", {"files": 4}),
         ("if first: eventually(lambda: False, 0.01)\n    pytest.skip('not now')", {}),
         ("eventually(lambda: runs.read_text() == 'xx', 0.01)", {}),
     ],
-    ids=["crash", "hang", "wrong", "guarantee", "stopped", "many", "skipped", "late again"],
+    ids=[
+        "crash",
+        "hang",
+        "wrong",
+        "wrong as well",
+        "guarantee",
+        "stopped",
+        "many",
+        "skipped",
+        "late again",
+    ],
 )
 def test_what_fails_at_once(body: str, others: dict[str, Any], tmp_path: Path) -> None:
     status, runs, kept = look_again(tmp_path, body, **others)

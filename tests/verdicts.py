@@ -50,10 +50,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Leave the tests that failed by a limit of time to `.ci/second_look.py`."""
-    late = [
-        report.nodeid
-        for report in terminalreporter.stats.get("failed", [])
-        if getattr(report, "too_late", False)
-    ]
+    found = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
+    otherwise = {report.nodeid for report in found if not getattr(report, "too_late", False)}
+    late = sorted({report.nodeid for report in found} - otherwise)
     if getattr(config, "cache", None) is not None:  # there is none with -p no:cacheprovider
         config.cache.set("reduction/too-late", late)

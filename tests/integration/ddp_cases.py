@@ -149,7 +149,7 @@ def buffers() -> dict[str, object]:
     waited_s = client.waited_s
     for _ in range(10):
         if rank == 1:
-            time.sleep(0.1)
+            time.sleep(0.2)
         ddp(torch.randn(8, 4)).sum().backward()
     waited_s = client.waited_s - waited_s
     layers.transposed.add_(-float(rank))

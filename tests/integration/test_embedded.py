@@ -133,7 +133,7 @@ if rank == 1:
 client = worker_client.init(connect_timeout="1s")
 if rank == 0:
     store.set("busy", "1")
-    ctypes.PyDLL(None).usleep(2_200_000)  # with the GIL, as an import or an extension
+    ctypes.PyDLL(None).usleep(3_500_000)  # with the GIL, as an import or an extension
 mine = numpy.full(120_576, rank + 1.0, numpy.float32)
 client.all_reduce(mine).wait(5)
 write_result([client.in_use, float(mine.min()), float(mine.max())])
@@ -170,4 +170,4 @@ def test_a_host_that_dies_at_the_start_is_named() -> None:
     assert rank == 0
     assert "rank 0, whose reducer is 127.0.0.1:" in message
     assert "cannot be reached: Connection refused" in message
-    assert seconds < 5
+    assert seconds < 15, "not when calls or the start time out"

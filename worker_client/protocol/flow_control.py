@@ -47,13 +47,14 @@ class FlowControl:
     A link's window is the product of its rate and its shortest round trip, and what it takes
     besides to keep both ends busy. Both are those of large all-reduces: a small one takes less time
     than a chunk needs to leave, and says nothing of the way that many chunks share. A window that
-    is too small for the distance so grows with every look until the rate grows no more. In a far network it is the product with several round trips:
-    TCP sends lost packets again, and hands out what came after them only then, at the reducer, at
-    the ranks, and for each rank whose contribution is missing. A reducer that owns less than others
-    gets less, so that all are done at the same time: contributions to it must not fill the network
-    card's queue, while those to a larger owner wait at its end of the network, where all ranks
-    meet. In a far network that may be more than a reducer has set aside when the worker joined: it
-    is asked for the difference when that is known.
+    is too small for the distance so grows with every look until the rate grows no more. In a far
+    network it is the product with several round trips: TCP sends lost packets again, and hands out
+    what came after them only then, at the reducer, at the ranks, and for each rank whose
+    contribution is missing. A reducer that owns less than others gets less, so that all are done at
+    the same time: contributions to it must not fill the network card's queue, while those to a
+    larger owner wait at its end of the network, where all ranks meet. In a far network that may be
+    more than a reducer has set aside when the worker joined: it is asked for the difference when
+    that is known.
 
     Args:
         flight: whose windows are set.
