@@ -20,6 +20,7 @@ from reducer.runtime.plain_transport import LATE_LOOKS
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, Post, answer, ended, rounds
+from tests.waits import within_s
 
 # -- strangers --------------------------------------------------------------------------------
 
