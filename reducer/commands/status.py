@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 4.0  # for each step of a request
 MAX_BYTES = 4 << 20  # of an answer; `reducer.monitoring.status` keeps it far smaller
 MAX_ROWS = 40  # of jobs
+MAX_QUOTED = 200  # characters of another answer
 PIPE_WIDTH = 200  # characters
 _AT_ONCE = 16
 Ports = Annotated[str, typer.Argument(metavar="HOST:PORT,...", help="HTTP ports of reducers.")]
@@ -144,8 +145,10 @@ def read(port: str) -> ReducerStatus:
     """
     code, body = _get(port, "/status.json")
     if code != 200:
+        said = body.partition(b"\n")[0].decode(errors="replace")
         raise RemoteProtocolError(
-            f"{port} answers HTTP, but is no reducer's port (status {code} for /status.json)"
+            f"{port} answers /status.json with status {code} and {said[:MAX_QUOTED]!r}: is it the "
+            "HTTP port of a reducer?"
         )
     try:
         return load(body)

@@ -183,8 +183,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with what the path has to say."""
-        if not page.may_name(self.headers.get("Host", "")):
-            self.send_error(421, "ask by an address, this host's name or one of a private network")
+        if not page.may_ask(self.headers):
+            self.send_error(
+                421,
+                "have the browser ask by this host's address or its own name, or forward the port "
+                "and ask localhost: a site could have any other name lead here",
+            )
             return
         path, _, query = self.path.partition("?")
         answer = self._paths.get(path)

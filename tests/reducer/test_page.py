@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import re
 import socket
+from email.message import Message
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,21 +161,55 @@ def test_pages_of_the_internet_may_not(port: str, origin: str) -> None:
         assert "Access-Control-Allow-Origin" not in ask(port, "/status.json", Origin=origin)[1]
 
 
-@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics"])
-def test_a_site_cannot_have_its_name_lead_to_this_port(port: str, path: str) -> None:
-    for host in [
-        "evil.example",
-        "evil.example:9090",
-        "localhost.evil.example",
-        "a@b",
-        "127.0.0.1.",
-    ]:
-        code, headers, said = ask(port, path, Host=host)
+@pytest.mark.parametrize(
+    "browser",
+    [
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)"},
+        {"User-Agent": "as a page wrote", "Accept-Language": ""},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Sec-Fetch-Site": "none"},
+        {"Origin": "http://evil.example:9090"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/", "/status.json"])
+def test_a_site_cannot_have_its_name_lead_to_this_port(
+    port: str, path: str, browser: dict[str, str]
+) -> None:
+    for host in ["evil.example", "evil.example.:9090", "localhost.evil.example", "a@b"]:
+        code, headers, said = ask(port, path, Host=host, **browser)
         assert (code, headers["Content-Type"]) == (421, "text/plain; charset=utf-8")
         assert "evil" not in said
-    own = [socket.gethostname(), "8.8.8.8:9090", "[2606:4700::1111]:9090", ""]
+        assert "address" in said
+    own = [socket.gethostname(), socket.getfqdn(), "8.8.8.8:9090", "[2606:4700::1111]:9090"]
+    own += ["pool.lan", "localhost.:9090", ""]
     for host in [*own, *(origin.removeprefix("http://") for origin in INSIDE)]:
-        assert ask(port, path, Host=host)[0] == 200
+        assert ask(port, path, Host=host, **browser)[0] == 200
+
+
+def test_a_browser_calls_a_host_by_the_first_parts_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Reducer-0")
+    monkeypatch.setattr(socket, "getfqdn", lambda host: f"{host}.reducer.jobs.example.edu")
+
+    def may_ask(host: str) -> bool:
+        headers = Message()
+        headers["Host"], headers["accept-language"] = host, "en"
+        return page.may_ask(headers)
+
+    assert may_ask("reducer-0.reducer:9090")
+    assert may_ask("REDUCER-0.reducer.jobs.example.edu.")
+    assert not may_ask("reducer-0.red")
+    assert not may_ask("reducer.jobs.example.edu")
+    assert not may_ask("reducer-0.reducer.jobs.example.edu.evil.example")
+
+
+@pytest.mark.parametrize("host", ["reducer-0.reducer.default:9090", "node1.hpc.example.edu", "a@b"])
+def test_programs_and_pages_of_a_private_network_use_any_name(port: str, host: str) -> None:
+    prometheus = {"User-Agent": "Prometheus/2.53.0", "Accept-Encoding": "gzip", "Accept": "*/*"}
+    for headers in ({}, prometheus, {"Origin": "http://localhost:9090", "Accept-Language": "en"}):
+        assert ask(port, "/status.json", Host=host, **headers)[0] == 200
 
 
 def test_nobody_is_asked_who_an_origin_is(monkeypatch: pytest.MonkeyPatch) -> None:

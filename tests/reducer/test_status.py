@@ -128,7 +128,8 @@ def test_the_workers_port_is_not_the_one(pool: list[Serving]) -> None:
 @pytest.mark.parametrize(
     ("code", "body", "says"),
     [
-        (404, b"{}", r"no reducer's port \(status 404 "),
+        (404, b"{}\n\n", r"with status 404 and '\{\}': is it the HTTP port of a reducer"),
+        (421, b"421 ask \x1b[31m by", r"with status 421 and '421 ask \\x1b\[31m by'"),
         (200, b"<html>", "no status of a reducer: the whole: Invalid JSON"),
         (200, b"{}", "no status of a reducer: version: Field required"),
         (200, b'{"version": 1}', "no status of a reducer: version: "),

@@ -2,7 +2,7 @@
 
 Its script asks the HTTP ports that the query names, each of which is another origin to a browser.
 So three things are decided here: whom the page may ask (its content-security policy), which pages
-may read what this port answers (`may_read`), and under which names it answers (`may_name`).
+may read what this port answers (`may_read`), and under which names a browser finds it (`may_ask`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from functools import cache
 from importlib import resources
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qs
 
 from reducer.errors import ConfigError
 from reducer.units import is_private
+
+if TYPE_CHECKING:
+    from email.message import Message
 
 MAX_REDUCERS = 64  # that one page follows
 # No address of IPv6: a content-security policy cannot name one. Nor anything that could end the
 # directive that this becomes a part of.
 _PORT = re.compile(r"(?P<host>[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?):(?P<port>[0-9]{1,5})")
 _ORIGIN = re.compile(r"http://(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+)(:[0-9]{1,5})?")
-_INSIDE = (".svc", ".local", ".internal", ".cluster.local")  # ends of names that no site has
+# Ends of names that no site has.
+_INSIDE = (".svc", ".local", ".internal", ".cluster.local", ".lan", ".home.arpa", ".localhost")
+# A browser sends one of these, or is a Mozilla. A page may write other values, but leaves out no
+# Accept-Language; Sec-Fetch-Site goes to https and loopback alone, and Origin to other origins.
+_BROWSERS = ("Accept-Language", "Sec-Fetch-Site", "Origin")
 
 
 class File(NamedTuple):
@@ -102,21 +110,38 @@ def may_read(origin: str) -> bool:
     return is_private(f"{host}:80") if _is_address(host) else _is_inside(host)
 
 
-def may_name(host: str) -> bool:
-    """Whether a request may call this port so: by an address, or a name that no site has.
+def may_ask(headers: Message) -> bool:
+    """Whether a request is to be answered: a browser's only under a name that no site has.
 
     A site could have its own name lead to this address, and its pages would be this port's to a
-    browser (DNS rebinding).
+    browser (DNS rebinding). Other programs ask under any name, and so does a page that may read.
 
     Args:
-        host: the request's ``Host``, such as ``pool-0:9090``; empty if it has none, which is no
-            browser's.
+        headers: of the request; a ``Host`` that is missing is no browser's.
     """
+    host = headers.get("Host", "")
+    if not host or not _is_of_browser(headers) or may_read(headers.get("Origin", "")):
+        return True
     match = _ORIGIN.fullmatch(f"http://{host}")
     if match is None:
-        return not host
-    name = match["host"].lower()
-    return _is_address(name) or _is_inside(name) or name == socket.gethostname().lower()
+        return False
+    name = match["host"].lower().removesuffix(".")
+    return _is_address(name) or _is_inside(name) or _is_own(name)
+
+
+def _is_of_browser(headers: Message) -> bool:
+    return any(name in headers for name in _BROWSERS) or "Mozilla" in headers.get("User-Agent", "")
+
+
+def _is_own(name: str) -> bool:
+    """Whether this host is called so, in full or by the first parts of its name."""
+    host = socket.gethostname()
+    return any(f"{own.lower()}.".startswith(f"{name}.") for own in (host, _full_name(host)))
+
+
+@cache
+def _full_name(host: str) -> str:
+    return socket.getfqdn(host)  # asks a name server
 
 
 def _is_address(host: str) -> bool:
