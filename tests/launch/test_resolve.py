@@ -74,6 +74,11 @@ NOT_ALONE: list[tuple[dict[str, str], str]] = [
     ({"AWS_BATCH_JOB_NUM_NODES": "2"}, "AWS_BATCH_JOB_NUM_NODES='2' of AWS Batch"),
     ({"SM_HOSTS": '["algo-1","algo-2"]'}, 'SM_HOSTS=\'["algo-1","algo-2"]\' of SageMaker'),
     ({"TPU_WORKER_HOSTNAMES": "t0,t1"}, "TPU_WORKER_HOSTNAMES='t0,t1' of Cloud TPU"),
+    ({"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES='2' of JAX"),
+    ({"VC_TASK_INDEX": "1"}, "VC_TASK_INDEX='1' of Volcano"),
+    ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX='1' of Kubernetes' Indexed Job"),
+    ({"NODE_RANK": "1"}, "NODE_RANK='1' of Lightning"),
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK='1' of env://"),
     ({"TF_CONFIG": "{}", "WORLD_SIZE": "4"}, "WORLD_SIZE='4' without RANK"),
 ]
 
@@ -98,6 +103,8 @@ def test_what_was_started_with_others_is_not_taken_for_a_job_of_one(
         {},
         {"WORLD_SIZE": "1"},
         {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "1"},
+        {"JOB_COMPLETION_INDEX": "0"},
+        {"LOCAL_RANK": "0", "NODE_RANK": "0"},
         {"PMIX_RANK": "0"},  # as a shell of srun has it
         {"SM_HOSTS": '["algo-1"]'},
         {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"},

@@ -45,7 +45,6 @@ OF_TF_CONFIG: dict[str, Any] = {
     "master_addr": "training-workerpool0-ab-0",
     "master_port": 2222,
     "reducers": ("training-workerpool2-ab-0:5555",),
-    "job": "training-workerpool0-ab-0",
 }
 CASES: dict[str, Case] = {
     "Vertex AI, the primary": (vertex(0, 0), {**OF_VERTEX, "node_rank": 0}),
@@ -78,7 +77,7 @@ CASES: dict[str, Case] = {
     ),
     "TF_CONFIG, a worker of a trial": (
         {"TF_CONFIG": spec(TUNING_CLUSTER, "worker", 0, trial="1", cloud="ab")},
-        {**OF_TF_CONFIG, "node_rank": 1, "job": "training-workerpool0-ab-0-trial-1", "trial": "1"},
+        {**OF_TF_CONFIG, "node_rank": 1, "trial": "1"},
     ),
     "TF_CONFIG, a parameter server": (
         {"TF_CONFIG": spec(TUNING_CLUSTER, "ps", 0)},
@@ -96,7 +95,30 @@ CASES: dict[str, Case] = {
             "nodes": 2,
             "master_addr": "host0",
             "master_port": 2222,
+        },
+    ),
+    "TF_CONFIG, Kubeflow's": (
+        {"TF_CONFIG": spec(AZURE_CLUSTER, "worker", 0), "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "node_rank": 0,
+            "nodes": 2,
+            "master_addr": "host0",
+            "master_port": 2222,
             "job": "host0",
+        },
+    ),
+    "TF_CONFIG of a pod's own ranks": (
+        {
+            "TF_CONFIG": spec({"worker": ["localhost.localdomain:1", "localhost:2"]}, "worker", 1),
+            "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        },
+        {
+            "launcher": Launcher.TF_CONFIG,
+            "node_rank": 1,
+            "nodes": 2,
+            "master_addr": "localhost.localdomain",
+            "master_port": 1,
         },
     ),
     "TF_CONFIG of machines that other jobs may use": (

@@ -27,6 +27,11 @@ _NOT_SERVED = (
     ("AWS Batch", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
     ("SageMaker", "", "SM_HOSTS"),
     ("Cloud TPU", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES"),
+    ("Lightning", "NODE_RANK", ""),
+    ("env://", "LOCAL_RANK", ""),
+    ("JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ("Volcano", "VC_TASK_INDEX", ""),
+    ("Kubernetes' Indexed Job", "JOB_COMPLETION_INDEX", ""),
 )
 _AZURE = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")  # several nodes; one
 

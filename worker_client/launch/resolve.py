@@ -81,7 +81,7 @@ def resolve(environment: Mapping[str, str]) -> Resolved:
         _compare(notes, name, cluster)
     if launcher is Launcher.NONE or (cluster and launcher is cluster.launcher and nodes < 2):
         processes.others(notes)
-    _name(notes, cluster)
+    _name(notes, name, cluster)
     _count_restarts(notes)
     _find_reducers(notes, name, cluster)
     notes.values["also"] = tuple(other for other in there if other is not launcher)
@@ -113,7 +113,7 @@ def _compare(notes: Notes, name: str, cluster: Cluster) -> None:
         )
 
 
-def _name(notes: Notes, cluster: Cluster | None) -> None:
+def _name(notes: Notes, cluster_name: str, cluster: Cluster | None) -> None:
     """Find a name for the job that its processes share, and other jobs do not have."""
     environment = notes.environment
     if name := notes.get("REDUCTION_JOB"):
@@ -127,18 +127,21 @@ def _name(notes: Notes, cluster: Cluster | None) -> None:
             notes.put("job", f"mpi-{number}", name)
     if slurm.is_task(environment):
         notes.put("job", slurm.job(environment), "SLURM_JOB_ID")
-    if cluster is not None and cluster.workers and _is_of_job(cluster.workers[0]):
+    # Vertex AI, AI Platform and Kubernetes name hosts for one job. Who writes a TF_CONFIG may write
+    # the same one, of hosts that have names anyway, for several runs.
+    platform = cluster_name == "CLUSTER_SPEC" or "KUBERNETES_SERVICE_HOST" in environment
+    if platform and cluster is not None and cluster.workers and _is_of_job(cluster.workers[0]):
         trial = f"-trial-{cluster.trial}" if cluster.trial else ""
         notes.put("job", cluster.workers[0].rpartition(":")[0] + trial, "the first that trains")
 
 
 def _is_of_job(address: str) -> bool:
-    """Whether a platform may have given a host its name for one job, and no other job has it."""
+    """Whether a host may have its name from a platform: no address, nor what all hosts have."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         ip_address(host)
     except ValueError:
-        return host != "localhost"
+        return host.partition(".")[0].lower() != "localhost"
     return False
 
 
