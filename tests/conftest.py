@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
+import socket
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -208,6 +210,19 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith(PREFIXES) or name in NAMES:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this system make no sockets of IPv6, as Linux does with ``ipv6.disable=1``."""
+    make = socket.socket
+
+    def refuse(family: int = socket.AF_INET, *arguments: int, **named: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return make(family, *arguments, **named)
+
+    monkeypatch.setattr(socket, "socket", refuse)
 
 
 @pytest.fixture

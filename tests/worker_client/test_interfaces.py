@@ -97,6 +97,11 @@ def test_the_way_to_an_address_of_this_machine_is_that_address() -> None:
     assert [towards(address) for address in there] == there
 
 
+def test_a_system_without_ipv6_has_no_way_there(without_ipv6: None) -> None:
+    assert towards("::1") is None
+    assert towards("localhost") == "127.0.0.1"
+
+
 def test_where_to_listen_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDUCTION_INTERFACE", "eth1")
     assert config.load().interface == "eth1"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from worker_client.communicators.placement import Place, arrange, host_identity
@@ -28,3 +33,23 @@ def test_one_node_single_ranks_and_unequal_nodes_have_no_hierarchy(keys: str) ->
 
 def test_a_host_is_itself() -> None:
     assert host_identity() == host_identity()
+
+
+IDENTITY = """
+from worker_client.communicators.placement import host_identity
+print(host_identity())
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="hides a boot's number: needs root"
+)
+def test_a_host_that_hides_its_boot_is_itself_as_well() -> None:
+    """A sandbox may have the file, and nothing in it that can be read."""
+    script = 'mount --bind /proc/$$/mem /proc/sys/kernel/random/boot_id && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", IDENTITY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "mount" in done.stderr:
+        pytest.skip("the kernel refuses mounts")
+    name, _, inode = host_identity().split("/")
+    assert done.stdout.strip() == f"{name}//{inode}", done.stderr

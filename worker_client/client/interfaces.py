@@ -22,7 +22,7 @@ _REQUEST = struct.Struct("@16s4x4s16x")  # struct ifreq with an IPv4 address
 _MOST = 1024  # addresses
 _IPV6 = Path("/proc/net/if_inet6")
 _LOOPBACK = "lo"
-_ANY_PORT = 9
+_DISCARD_PORT = 9  # discard's (RFC 863); any would do
 _ANYWHERE = "00"  # an IPv6 address's scope, if other networks know it
 
 
@@ -40,12 +40,14 @@ def addresses() -> dict[str, list[str]]:
     for name, address in _REQUEST.iter_unpack(buffer.tobytes()[:used]):
         interface = name.partition(b"\0")[0].decode().partition(":")[0]  # eth0:1 is eth0's
         found.setdefault(interface, []).append(socket.inet_ntoa(address))
-    if _IPV6.exists():
-        for line in _IPV6.read_text().splitlines():
-            digits, _, _, scope, _, interface = line.split()
-            address = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if scope == _ANYWHERE or address.is_loopback:
-                found.setdefault(interface, []).append(str(address))
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # there is none without IPv6
+        lines = _IPV6.read_text().splitlines()
+    for line in lines:
+        digits, _, _, scope, _, interface = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(digits))
+        if scope == _ANYWHERE or address.is_loopback:
+            found.setdefault(interface, []).append(str(address))
     return found
 
 
@@ -56,11 +58,12 @@ def towards(host: str) -> str | None:
     own link knows, and that means nothing without a zone, another one of that interface stands.
     """
     try:
-        found = socket.getaddrinfo(host.strip("[]"), _ANY_PORT, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host.strip("[]"), _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return None
     for family, kind, protocol, _, place in sorted(found, key=itemgetter(0)):
-        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+        # A system without IPv6 has no such socket, and its name server may have such addresses.
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(place)  # sends nothing; the kernel picks the route's own address
             own = probe.getsockname()
             if family == socket.AF_INET6 and ipaddress.ip_address(own[0]).is_link_local:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,9 +67,10 @@ def host_name() -> str:
 def host_identity() -> str:
     """Return what tells this host from others of a job."""
     # Machines made from one image have the same names and numbers, but boot for themselves.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    booted = boot.read_text().strip() if boot.exists() else ""
+    booted, inode = "", 0  # some systems and sandboxes hide them
+    with suppress(OSError):
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Containers on one machine have network namespaces, and so loopbacks, of their own.
-    namespace = Path("/proc/self/ns/net")
-    inode = namespace.stat().st_ino if namespace.exists() else 0
+    with suppress(OSError):
+        inode = Path("/proc/self/ns/net").stat().st_ino
     return f"{socket.gethostname()}/{booted}/{inode}"

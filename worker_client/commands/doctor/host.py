@@ -70,7 +70,8 @@ def _found(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
 def _bound(host: str) -> str | None:
     """Return the address that Gloo takes: the first one of this name that can be bound."""
     for family, place in _found(host):
-        with socket.socket(family) as probe, contextlib.suppress(OSError):
+        # A system without IPv6 has no such socket.
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
             probe.bind(place)
             return str(place[0]).partition("%")[0]
     return None
