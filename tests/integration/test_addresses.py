@@ -20,6 +20,7 @@ from worker_client.client.bootstrap import enlist
 from worker_client.client.client import Client
 from worker_client.client.interfaces import addresses
 from worker_client.client.rendezvous import Rendezvous
+from worker_client.commands.demo.ranks import free_port
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -164,3 +165,13 @@ def test_a_rank_with_a_wrong_interface_keeps_nobody_waiting() -> None:
     first, second = outcomes(["", "nowhere9"])
     assert "REDUCTION_INTERFACE: no interface" in str(second)
     assert str(first) == f"rank 1: {second}"
+
+
+def test_a_rank_whose_port_is_taken_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("REDUCTION_BIND", f"tcp://127.0.0.1:{port}")
+    errors = [str(error) for error in outcomes(["", ""])]
+    late = errors.index(min(errors, key=len))
+    assert str(port) in errors[late]
+    assert errors[1 - late] == f"rank {late}: {errors[late]}"
+    socket.create_server(("127.0.0.1", port)).close()  # the other rank listens no longer

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from reducer.errors import MembershipError, MismatchError, ReductionError, ReductionTimeout
+from reducer.errors import (
+    ConfigError,
+    MembershipError,
+    MismatchError,
+    ReductionError,
+    ReductionTimeout,
+)
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import MAX_OWNER_BYTES, owner
 from tests.ranks import environments, ranks
@@ -85,6 +91,19 @@ def test_a_rank_that_does_not_come_is_named(kept: str, tmp_path: Path) -> None:
     with pytest.raises(ReductionTimeout, match=r"rank 7 did not join the job within 0\.2 s") as one:
         waiting.read("run", 1)
     assert one.value.missing == (7,)
+
+
+def test_a_rank_that_fails_in_any_way_keeps_nobody_waiting() -> None:
+    store = torch.distributed.HashStore()
+    ranks = [Rendezvous(rank, [4, 7], store, timeout_s=0.2) for rank in range(2)]
+
+    def fail() -> str:
+        raise OSError("too many open files")
+
+    with pytest.raises(OSError, match="too many"):
+        ranks[1].gather_made("way", fail)
+    with pytest.raises(ConfigError, match="rank 7: too many open files"):
+        ranks[0].gather_made("way", lambda: "10.0.0.1")
 
 
 KEEPER = """

@@ -23,6 +23,7 @@ from worker_client.runtime.service_thread import close_in_child
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from reducer.config import ReducerConfig
     from reducer.keyfiles import KeyPair
     from reducer.runtime.keyring import Keyring
     from reducer.server import Server
@@ -63,31 +64,35 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
         encrypt: have keys as well, made here, where other machines can reach a reducer.
 
     Raises:
-        ConfigError: a setting of the reducer is wrong, there is no such interface, or a rank has no
-            address that ranks on other hosts can reach.
+        ConfigError: at this rank or another one a setting of the reducer is wrong or its port is
+            taken, or there is no such interface, or no address that ranks on other hosts can reach.
     """
     # The one place where a worker runs a reducer's code; most workers never load it.
-    from reducer import config as reducer_config  # noqa: PLC0415
     from reducer.server import Server  # noqa: PLC0415
 
-    bind = _listen_at(group, interface)
-    settings = reducer_config.load(bind=bind, insecure=True)  # it takes no strangers, without keys
+    settings = _settings(group, interface)
     if group.rank == 0:
         group.share("secret", secrets.token_hex(SECRET_BYTES))
     secret = bytes.fromhex(group.read("secret", 0))
     mine = make_pair()
     others = group.gather("key", mine.public)
     pair = make_pair() if encrypt and not is_loopback(settings.bind) else None
-    server = Server(settings, None if pair is None else _keyring(pair, others), secret)
-    server.start()
-    close_in_child(server, _descriptors)
+    started: list[Server] = []
+
+    def serve() -> str:
+        server = Server(settings, None if pair is None else _keyring(pair, others), secret)
+        server.start()
+        started.append(server)
+        close_in_child(server, _descriptors)
+        return json.dumps([server.address, list(server.lanes), pair and pair.public])
+
     try:
-        told = json.dumps([server.address, list(server.lanes), pair and pair.public])
-        offers = [json.loads(offer) for offer in group.gather("reducer", told)]
+        offers = [json.loads(offer) for offer in group.gather_made("reducer", serve)]
         if group.rank == 0:
             group.withdraw("secret")  # who offers a reducer has read it
     except BaseException:
-        server.stop()
+        for server in started:
+            server.stop()
         raise
     log.info(
         "embedded: each of %d ranks hosts a reducer%s",
@@ -99,7 +104,7 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
         for _, lanes, public in offers
         for lane in lanes
     }
-    return Hosted(server, tuple(first for first, _, _ in offers), curves, secret)
+    return Hosted(started[0], tuple(first for first, _, _ in offers), curves, secret)
 
 
 def _descriptors(server: Server) -> Iterator[int]:
@@ -117,37 +122,37 @@ def _descriptors(server: Server) -> Iterator[int]:
                 known.detach()
 
 
-def _listen_at(group: Rendezvous, interface: str) -> str:
-    """Agree on the addresses of the ranks' reducers, and return the endpoint of this rank's.
+def _settings(group: Rendezvous, interface: str) -> ReducerConfig:
+    """Return the settings of this rank's reducer, at an address that the ranks agree on.
 
     Raises:
-        ConfigError: this rank or another one has no address that ranks on other hosts can reach.
+        ConfigError: at this rank or another one a setting is wrong, or there is no address that
+            ranks on other hosts can reach.
     """
+    from reducer import config as reducer_config  # noqa: PLC0415 (as above)
+
     several_hosts = len(set(group.gather("host", host_identity()))) > 1
+    loaded: list[ReducerConfig] = []
 
     def first() -> str:
-        return _given(interface) or (_on_the_way(group) if several_hosts else LOOPBACK)
+        loaded.append(reducer_config.load(insecure=True))  # it takes no strangers, without keys
+        host = choose(interface, addresses()) if interface else _given_bind(loaded[0])[0]
+        given = "" if host in _ANYWHERE else host
+        return given or (_on_the_way(group) if several_hosts else LOOPBACK)
 
     found = group.gather_made("way", first)
     own = found[group.rank]
     if several_hosts:
         own = group.gather_made("address", lambda: _reachable(own, found))[group.rank]
-    return f"tcp://{host_port(own, _given_bind()[1])}"
+    bind = f"tcp://{host_port(own, _given_bind(loaded[0])[1])}"
+    return loaded[0].model_copy(update={"bind": bind})
 
 
-def _given(interface: str) -> str:
-    """Return the address that the settings choose for this rank, empty if they choose none."""
-    host = choose(interface, addresses()) if interface else _given_bind()[0]
-    return "" if host in _ANYWHERE else host
-
-
-def _given_bind() -> tuple[str, int]:
+def _given_bind(settings: ReducerConfig) -> tuple[str, int]:
     """Return host and port of REDUCTION_BIND, or no host and a free port."""
-    from reducer import config as reducer_config  # noqa: PLC0415 (as above)
-
     if not config.bind_is_set():
         return "", 0
-    host, port = address(reducer_config.load(insecure=True).bind)
+    host, port = address(settings.bind)
     return host.strip("[]"), port
 
 
@@ -155,7 +160,7 @@ def _on_the_way(group: Rendezvous) -> str:
     """Return this host's address on the way to where the ranks meet; empty if they meet here."""
     for host in (group.host, config.launch().master_addr):
         own = host and towards(host)
-        if own and not _is_loopback(own):
+        if own and not _leads_to_loopback(own):
             return own
     return ""
 
@@ -169,10 +174,10 @@ def _reachable(own: str, found: Sequence[str]) -> str:
         ConfigError: that is loopback, or there is none.
     """
     if not own:
-        others = [host for host in found if host and not _is_loopback(host)]
+        others = [host for host in found if host and not _leads_to_loopback(host)]
         ways = map(towards, others or [socket.gethostname()])
         own = next(filter(None, ways), LOOPBACK)
-    if _is_loopback(own):
+    if _leads_to_loopback(own):
         raise ConfigError(
             f"{socket.gethostname()} has ranks of a job of several hosts, and other hosts cannot "
             f"reach {own}: set REDUCTION_INTERFACE there to the network interface that leads to "
@@ -182,7 +187,7 @@ def _reachable(own: str, found: Sequence[str]) -> str:
     return own
 
 
-def _is_loopback(host: str) -> bool:
+def _leads_to_loopback(host: str) -> bool:
     return ip_address(towards(host) or LOOPBACK).is_loopback
 
 

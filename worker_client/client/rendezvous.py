@@ -153,12 +153,13 @@ class Rendezvous:
         """Gather what `make` returns at each rank; if it fails at one, no rank waits for its value.
 
         Raises:
-            ConfigError: `make` raised it at this rank, or at another one, which the message names.
+            Exception: `make` raised it at this rank.
+            ConfigError: it failed at another one, which the message names.
         """
         try:
             made = make()
-        except ConfigError as error:
-            self.share(topic, json.dumps([None, str(error)]))
+        except Exception as error:
+            self.share(topic, json.dumps([None, str(error) or type(error).__name__]))
             raise
         values = []
         for rank, told in enumerate(self.gather(topic, json.dumps([made, ""]))):
