@@ -198,7 +198,8 @@ class Session(SessionState):
             paused_s: for how long this process did not run, if that is why; else 0.
         """
         self._something_happened()
-        self.calls.paused_s = paused_s
+        if paused_s:
+            self.calls.note_pause(paused_s)
         link = self.links[index]
         if self._joining.complete and not self.failover.final:
             return self._move_on(self.failover.disconnected(link, reason))
@@ -376,8 +377,6 @@ class Session(SessionState):
         # In a steady state there is nothing to move on from, and this is called with every result.
         if self.steady_until:
             return actions
-        if sequences:
-            calls.paused_s = 0.0
         return self._move_on(actions)
 
     def fail(self, error: ReductionError) -> list[Action]:
