@@ -251,8 +251,8 @@ class Session(SessionState):
             return []
         if self._agreement.due(operation.sequence):
             self._held.append((operation, now))
-            usable = self.failover.usable()
-            question = self._agreement.question(self._flow.rate, usable, operation)
+            usable_lanes = self.failover.usable_lanes()
+            question = self._agreement.question(self._flow.rate, usable_lanes, operation)
             self.calls.question = question
             return self._start(question, now)
         return self._start(operation, now)
