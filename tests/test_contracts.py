@@ -18,7 +18,7 @@ PACKAGES = ("reducer", "worker_client")
 FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
     "_slots": {"engine", "wire"},
-    "_loop": {"engine", "failpoints", "kernels", "runtime", "wire"},
+    "_loop": {"engine", "failpoints", "kernels", "runtime", "wire", "zmtp"},
     "_zmtp": {"zmtp"},
 }
 # ... and what those of the worker's client may take from it.

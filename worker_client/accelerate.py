@@ -165,7 +165,7 @@ def _has_wrapped(models: list[torch.nn.Module]) -> bool:
     Accelerate's list has what models were before it wrapped them, and DDP leaves no mark on those.
     """
     found = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel))
-    return bool(models) and any(one.module in models for one in found)
+    return bool(models) and any(getattr(one, "module", None) in models for one in found)
 
 
 def _reduce(

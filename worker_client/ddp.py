@@ -86,6 +86,7 @@ class ReductionState:
 
     __slots__ = (
         "_before",
+        "_begun",
         "_changed",
         "_client",
         "_complete",
@@ -131,6 +132,7 @@ class ReductionState:
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # what they were before the last call
         # Of DDP's buckets since an error was last raised, or there was none to raise:
         self._changed: set[torch.Tensor] = set()  # parameters whose residuals they have changed
+        self._begun: list[torch.futures.Future[torch.Tensor]] = []
         self._error: ReductionError | None = None
         self._complete = False  # whether the last bucket has begun
         self._task = _OUTSIDE_BACKWARD  # the backward pass that was last prepared to raise
@@ -269,6 +271,8 @@ class ReductionState:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]
         )
+        if in_backward:
+            self._begun.append(future)
 
         def finish(error: BaseException | None) -> None:
             if error is None:
@@ -330,9 +334,14 @@ class ReductionState:
             raise error
 
     def _settle(self) -> ReductionError | None:
-        """Return the error of DDP's buckets, which then have left the residuals as they were."""
+        """Return the error of DDP's buckets, which then have left the residuals as they were.
+
+        A pass that DDP could not end, as a device or a nested pass failed, has perhaps not waited
+        for all of them: their calls change the residuals still, and these stay as they are.
+        """
         error, self._error = self._error, None
-        if error is not None:
+        begun, self._begun = self._begun, []
+        if error is not None and all(future.done() for future in begun):
             for parameter in self._changed:
                 self._residuals[parameter].copy_(self._before[parameter])
         self._changed.clear()
@@ -491,9 +500,11 @@ class BufferSync:
     def _sync(self, authoritative_rank: int) -> None:
         model, client = self._model, self._state.client
         buffers = model.modules_buffers
-        if not client.usable or any(buffer.device.type != "cpu" for buffer in buffers):
-            theirs = model._default_broadcast_coalesced  # noqa: SLF001 (what this stands for)
-            theirs(authoritative_rank=authoritative_rank)  # type: ignore[no-untyped-call]
+        hooked = hasattr(model, "buffer_hook")  # the user's own, which DDP's own method calls
+        on_device = any(buffer.device.type != "cpu" for buffer in buffers)
+        if hooked or on_device or not client.usable:
+            theirs = type(model)._sync_module_buffers  # noqa: SLF001 (what this stands for)
+            theirs(model, authoritative_rank)  # type: ignore[no-untyped-call]
             return
         present = client.present
         root = authoritative_rank if authoritative_rank in present else present[0]

@@ -281,9 +281,8 @@ def straggler(
     if lost[rank] < least_us or its.habit_s < LEAST_SHARE * seconds:
         return None
     everyones = _lately(lateness, None, cause)
-    long = (
-        everyones.long
-    )  # must not depend on whose waits they are: chance would seem to bring less
+    # Which waits are long must not depend on whose they are: chance would seem to bring less.
+    long = everyones.long
     if rank != named:
         mine, of = its.above(long), everyones.above(long)
         if mine < LEAST_WAITS or world_size * chance(mine, of, 1 / world_size) > MOST_CHANCE:

@@ -343,11 +343,13 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         return IRREGULAR;
     if (watermark > member->watermark && !may_advance(rounds, member, watermark))
         return IRREGULAR;
-    if (in == NULL && (in = rounds_open(rounds, header->sequence, header)) == NULL)
+    if (in == NULL)
+        in = rounds_open(rounds, header->sequence, header);
+    at = in == NULL ? NULL : round_place(rounds, in, header, payload);
+    if (at == NULL) {
+        block_drop(rounds->pool, payload); /* no slot has it */
         return OUT_OF_MEMORY;
-    at = round_place(rounds, in, header, payload);
-    if (at == NULL)
-        return OUT_OF_MEMORY;
+    }
     if (watermark > member->watermark)
         advance(rounds, member, watermark); /* the round is above, so it stays */
     in->spoke[header->rank] = 1;

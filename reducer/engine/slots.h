@@ -125,7 +125,8 @@ enum verdict {
 /* Bytes that the records of all rounds take. */
 uint64_t rounds_taken(const struct rounds *rounds);
 
-/* Takes a healthy contribution, and with it the payload. Sets where it was put. */
+/* Takes a healthy contribution, and with it the payload, unless it is IRREGULAR. Sets where it was put,
+ * if there was memory. */
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
                           struct block *payload, struct round **round, struct slot **slot);
 

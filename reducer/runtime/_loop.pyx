@@ -25,6 +25,7 @@ from reducer.engine._slots cimport (
     rounds,
 )
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
+from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
 
 import sys
 import time
@@ -45,20 +46,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
         OUT_OF_MEMORY
 
 
-cdef extern from "<string.h>" nogil:
-    void explicit_bzero(void *wiped, size_t nbytes)
-
-
 cdef extern from "reducer/zmtp/connection.h" nogil:
-    struct sodium:
-        pass
-
-    void curve_use(const sodium *functions) noexcept
-
-    struct curve_keys:
-        uint8_t public_key[32]
-        uint8_t secret_key[32]
-
     enum zmtp_fault:
         ZMTP_DIFFERS
         ZMTP_WRONG_KEY
@@ -205,17 +193,12 @@ cdef class Sockets:
 
     def __cinit__(self, listener=None, double every_s=1.0, double handshake_s=1.0,
                   uint64_t max_frame_bytes=0, keys=None):
-        cdef bytes public_key, secret_key
         self.its.pool.most_spare_bytes = SPARE_BYTES
         self.its.max_frame_bytes = max_frame_bytes
         self.its.handshake_ns = <uint64_t>(handshake_s * 1e9)
         self.limit(sys.maxsize, sys.maxsize)
         if keys is not None:
-            public_key, secret_key = keys
-            if {len(key) for key in keys} != {sizeof(self._keys.public_key)}:
-                raise ValueError("a key has 32 bytes")
-            memcpy(self._keys.public_key, PyBytes_AsString(public_key), len(public_key))
-            memcpy(self._keys.secret_key, PyBytes_AsString(secret_key), len(secret_key))
+            copy_keys(&self._keys, keys)
             self.its.keys = &self._keys
         if listener is not None and not loop_listen(&self.its, listener, <uint64_t>(every_s * 1e9)):
             raise OSError(errno, "the loop cannot be set up")
@@ -488,6 +471,8 @@ cdef class Core:
                 for peer in self.unreachable():
                     yield self._engine.unreachable(peer)
             elif event == LOOP_OUT_OF_MEMORY:
+                # A contribution is gone, of which its rank will never hear: all jobs of this lane
+                # hear that their reducer has ended, and go on with another one.
                 raise MemoryError
             else:
                 raise OSError(self.its.error, "the sockets cannot be polled")

@@ -600,17 +600,26 @@ static bool drain_group(const struct group *group)
     return unsent;
 }
 
+/* Takes note of which connections of a group can be written to. */
+static void note_writable(struct group *group, int timeout_ms)
+{
+    struct epoll_event events[EVENTS];
+    int found = epoll_wait(group->epoll, events, EVENTS, timeout_ms);
+    for (int at = 0; at < found; at++)
+        if (events[at].data.ptr != NULL)
+            ((struct peer *)events[at].data.ptr)->connection.writable = true;
+}
+
 /* Waits until everything is with the kernel. */
 static void linger(struct loop *loop, long timeout_ms)
 {
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     for (bool unsent = true; unsent && now_ns() < until;) {
         unsent = drain_group(&loop->joined) | drain_group(&loop->strangers);
-        struct epoll_event events[EVENTS];
-        int found = unsent ? epoll_wait(loop->joined.epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
-        for (int at = 0; at < found; at++)
-            if (events[at].data.ptr != NULL)
-                ((struct peer *)events[at].data.ptr)->connection.writable = true;
+        if (unsent) {
+            note_writable(&loop->joined, LINGER_LOOK_MS);
+            note_writable(&loop->strangers, 0); /* whose news would end each wait for members' */
+        }
     }
 }
 

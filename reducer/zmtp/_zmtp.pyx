@@ -9,26 +9,14 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from libc.stdint cimport uint8_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
+from reducer.zmtp.curve cimport (
+    CURVE_KEY_BYTES, copy_keys, curve_keys, curve_use, explicit_bzero, sodium,
+)
+
 from reducer.zmtp.sodium import FUNCTIONS, addresses
 
 
-cdef extern from "<string.h>" nogil:
-    void explicit_bzero(void *wiped, size_t nbytes)
-
-
 cdef extern from "reducer/zmtp/zmtp.h" nogil:
-    const int CURVE_KEY_BYTES
-
-    struct sodium:
-        pass
-
-    struct curve_keys:
-        uint8_t public_key[32]
-        uint8_t secret_key[32]
-        uint8_t server_key[32]
-
-    void curve_use(const sodium *functions) noexcept
-
     enum zmtp_event:
         ZMTP_MORE
         ZMTP_ADMIT
@@ -141,14 +129,9 @@ cdef class Zmtp:
             return
         if not _loaded:
             use(addresses())
-        if len(keys) != 3 or any(len(key) != CURVE_KEY_BYTES for key in keys):
+        if len(keys) != 3:
             raise ValueError(f"keys are three of {CURVE_KEY_BYTES} bytes each")
-        cdef bytes public_key = keys[0]
-        cdef bytes secret_key = keys[1]
-        cdef bytes server_key = keys[2]
-        memcpy(pair.public_key, PyBytes_AsString(public_key), CURVE_KEY_BYTES)
-        memcpy(pair.secret_key, PyBytes_AsString(secret_key), CURVE_KEY_BYTES)
-        memcpy(pair.server_key, PyBytes_AsString(server_key), CURVE_KEY_BYTES)
+        copy_keys(&pair, keys)
         cdef bint begun = zmtp_init(&self.its, server, &pair, max_frame_bytes)
         explicit_bzero(&pair, sizeof(pair))
         if not begun:

@@ -84,13 +84,14 @@ static void measure(uint32_t world_size, uint64_t slots)
     rounds_free(&rounds);
 }
 
-/* Has one allocation after the other fail. Returns whether a contribution that is left to the engine
- * has changed anything. */
-static bool starve(void)
+/* Has one allocation after the other fail. Returns "changed" if a contribution that is left to the
+ * engine has changed anything, "leaked" if nobody has one for which there was no memory. */
+static const char *starve(void)
 {
     for (long failing = 0;; failing++) {
         struct rounds rounds = {.pool = &rounds.own, .world_size = 1, .most = 100, .reserved = 1 << 30,
                                 .max_chunk_bytes = 1 << 20};
+        rounds.own.most_spare_bytes = SIZE_MAX;
         struct member member = {.window = 1 << 20, .regular = true};
         rounds.members = calloc(1, sizeof *rounds.members);
         rounds.members[0] = &member;
@@ -103,11 +104,14 @@ static bool starve(void)
         enum verdict verdict = rounds_offer(&rounds, &member, &header, payload, &round, &slot);
         left = -1;
         bool changed = member.watermark != 0 || member.held != 0 || rounds.by_sequence.count != 0;
+        bool leaked = verdict == OUT_OF_MEMORY && rounds.own.spare_bytes == 0;
         rounds_free(&rounds);
         if (verdict == COMPLETE)
-            return false;
+            return "unchanged";
         if (verdict == IRREGULAR && changed)
-            return true;
+            return "changed";
+        if (leaked)
+            return "leaked";
     }
 }
 
@@ -117,6 +121,6 @@ int main(int count, char **arguments)
     if (count == 3)
         measure((uint32_t)atol(arguments[1]), (uint64_t)atol(arguments[2]));
     else
-        printf("%s\n", starve() ? "changed" : "unchanged");
+        printf("%s\n", starve());
     return 0;
 }

@@ -106,7 +106,7 @@ def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh: Networ
     session = fresh.workers[0].session
     session._agreement._measure(200_000_000)
     assert session._agreement.chunk_bytes == 128 * KIB
-    session._map.agree([True, True])
+    session._map.agree([1, 1])
     call(fresh)
     fresh.deliver_all()
     errors = [worker.ended[0] for worker in fresh.workers]

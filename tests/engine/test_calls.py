@@ -20,6 +20,7 @@ from reducer.wire.messages import decode_error
 from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.network import Network, connected
 from tests.engine.words import number
+from worker_client.protocol.failover import ADOPT_S
 from worker_client.protocol.flight import Finish, Send
 from worker_client.protocol.lifecycle import FIRST_PLACE, GRACE_S
 from worker_client.protocol.operation import Pending, refused
@@ -134,6 +135,25 @@ def test_a_rank_that_was_stopped_hears_that_it_was_the_one(lone: Driven) -> None
     result(lone, *sent(actions)[0])
     (failure,) = errors([*lone.submit(part(), 1.0), *lone.disconnected(0, "died")])
     assert isinstance(failure, ReducerLostError), "the next loss is another one"
+
+
+def test_a_rank_that_was_stopped_and_is_served_again_hears_who_is_lost_later(lone: Driven) -> None:
+    lone.disconnected(0, "ended the connection", 5.0)
+    join(lone, 0)
+    for _ in range(2):  # from the second one on nothing stands in the way
+        result(lone, *sent(lone.submit(part(), 1.0), M.CONTRIBUTION)[0])
+    ((link, mine),) = sent(lone.submit(part(), 1.0), M.CONTRIBUTION)
+    (failure,) = errors(error(lone, link, LOST, mine.sequence))
+    assert (failure.rank, "did not run" in str(failure)) == (0, False)
+
+
+def test_a_rank_that_was_stopped_hears_it_whichever_reducer_is_the_last(session: Driven) -> None:
+    session.submit(part(), 0.0)
+    assert errors(session.disconnected(0, "ended the connection", 5.0)) == []
+    assert errors(session.disconnected(1, "died")) == []
+    assert errors(session.tick(1.0)) == []
+    (failure,) = errors(session.tick(1.0 + ADOPT_S))
+    assert "this process, did not run for 5.0 s" in str(failure)
 
 
 def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session: Driven) -> None:

@@ -102,5 +102,5 @@ def test_records_take_no_more_than_is_counted(world_size: int, slots: int, recor
         assert in_use <= counted, said
 
 
-def test_what_is_left_to_the_engine_for_want_of_memory_has_changed_nothing(records: str) -> None:
+def test_for_want_of_memory_nothing_is_changed_and_nothing_leaks(records: str) -> None:
     assert run_command(records).stdout == "unchanged\n"

@@ -18,6 +18,7 @@ from tests.engine.words import TWO_KEYS, M, Reducer
 from worker_client.protocol.flight import AddStreams, Keep
 
 TICKET = "a" * 32
+SECRET = b"s" * 32
 
 
 def resume(
@@ -83,29 +84,31 @@ def test_who_goes_on_shows_the_key_of_the_link() -> None:
     assert resume(reducer, b"y", ticket, key="key-1") == []
 
 
+def proof(ticket: str, number: int = 0, attempt: int = 1, offset: int = 77) -> str:
+    """What the specification says of who goes on and knows `SECRET`."""
+    said = f"resume\0{ticket}".encode() + struct.pack("<3Q", number, attempt, offset)
+    return hmac.new(SECRET, said, "sha256").hexdigest()
+
+
 def test_who_goes_on_proves_that_it_knows_the_secret(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
-    reducer.engine._secret = secret = b"s" * 32
-
-    def proof(number: int = 0, attempt: int = 1, offset: int = 77) -> str:
-        said = f"resume\0{ticket}".encode() + struct.pack("<3Q", number, attempt, offset)
-        return hmac.new(secret, said, "sha256").hexdigest()
-
-    of_a_stream = authentication.prove_stream(secret, ticket, 0)
-    wrong = ["", of_a_stream, proof(number=1), proof(attempt=2), proof(offset=78)]
+    reducer.engine._secret = SECRET
+    of_a_stream = authentication.prove_stream(SECRET, ticket, 0)
+    changed = [{"number": 1}, {"attempt": 2}, {"offset": 78}]
+    wrong = ["", of_a_stream, *(proof(ticket, **change) for change in changed)]
     for number, auth in enumerate(wrong):
         peer = b"x%d" % number
         refused = resume(reducer, peer, ticket, auth=auth, attempt=1)
         assert isinstance(refusal(refused, peer), AuthError)
-    assert resume(reducer, b"y", ticket, auth=proof(), attempt=1) == []
+    assert resume(reducer, b"y", ticket, auth=proof(ticket), attempt=1) == []
 
 
 def test_a_proof_that_was_overheard_is_good_for_nothing(two: tuple[Reducer, str]) -> None:
     reducer, ticket = two
-    reducer.engine._secret = secret = b"s" * 32
+    reducer.engine._secret = SECRET
 
     def said(peer: bytes, number: int, attempt: int) -> list:
-        auth = authentication.prove_resume(secret, ticket, number, attempt, 77)
+        auth = proof(ticket, number, attempt)
         return resume(reducer, peer, ticket, number, auth=auth, attempt=attempt)
 
     assert said(b"x", 0, 2) == said(b"y", 1, 1) == []

@@ -262,7 +262,7 @@ def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(
         (connect,) = [a for a in join_with_lanes(lacks, 1) if isinstance(a, Connect)]
         assert connect.endpoint == "b:7"
         join(lacks, 2)
-        assert knows.failover.usable() == lacks.failover.usable() == [1, 2]
+        assert knows.failover.usable_lanes() == lacks.failover.usable_lanes() == [1, 2]
     cuts = [session.plan.cut(1024, PLACES + 1, DType.UINT8) for session in ranks]
     assert cuts[0] == cuts[1]
     for session in ranks:

@@ -17,6 +17,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import DistributedDataParallelKwargs  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import worker_client  # noqa: E402
@@ -190,6 +191,7 @@ def refusals() -> dict[str, str]:
     """Return what is said where something is refused."""
 
     attached, prepared = make(), make()
+    _half_built = DistributedDataParallel.__new__(DistributedDataParallel)  # its device failed, say
     ours.attach(attached)
     wrapped = prepared.prepare(nn.Linear(2, 2))
     evaluating = make()

@@ -157,7 +157,10 @@ def buffers() -> dict[str, object]:
     ddp.eval()
     ddp(torch.ones(1, 4))
     theirs = {name: buffer.tolist() for name, buffer in layers.named_buffers()}
-    return {"waited_s": waited_s, "mine": mine, "theirs": theirs}
+    hooked: list[str] = []
+    ddp._register_buffer_comm_hook(None, lambda _, named: hooked.extend(named))
+    ddp(torch.ones(1, 4))
+    return {"waited_s": waited_s, "mine": mine, "theirs": theirs, "hooked": hooked}
 
 
 class Segment(torch.autograd.Function):

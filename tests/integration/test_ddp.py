@@ -78,6 +78,7 @@ def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(
     assert first["mine"] != second["mine"]
     assert first["theirs"] == second["theirs"] == first["mine"]
     assert first["waited_s"] > 0.5, "rank 1 was late by 2 s, and the client did not see it"
+    assert first["hooked"] == list(first["mine"]), "a user's own hook has them instead"
 
 
 @pytest.mark.parametrize("kind", SEGMENTS)

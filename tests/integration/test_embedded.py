@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 
+from reducer.errors import RankLostError
 from tests.conftest import local_pool
 from tests.ranks import environments, ranks
+from tests.waits import within_s
+from worker_client.client.compose import Composer
+from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -173,3 +179,23 @@ def test_a_host_that_dies_at_the_start_is_named() -> None:
     assert "rank 0, whose reducer is 127.0.0.1:" in message
     assert "cannot be reached: Connection refused" in message
     assert seconds < 15, "not when calls or the start time out"
+
+
+def unanswered(stack: ExitStack) -> str:
+    """Where the kernel drops what would connect, as a network does that is cut."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+    for _ in range(2):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        waiting.connect_ex(listener.getsockname())
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_many_hosts_that_are_cut_off_are_noticed_as_soon_as_one() -> None:
+    with ExitStack() as stack:
+        reducers = tuple(unanswered(stack) for _ in range(5))
+        spec = JobSpec("job", 0, 5, 6, reducers, 1 << 20, hosts={at: at for at in range(5)})
+        since = time.monotonic()
+        with pytest.raises(RankLostError, match="cannot be reached: timed out"):
+            Composer(implementation.select("compiled"), 10.0, 1.5).client(spec)
+        within_s(6.0, since)

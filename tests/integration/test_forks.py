@@ -20,6 +20,7 @@ from tests.conftest import joined, local_pool, reducer_here
 from tests.ranks import environments, ranks
 from tests.waits import eventually
 from worker_client.communicators.node_sockets import connect_node
+from worker_client.runtime import service_thread
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -92,6 +93,37 @@ def test_a_forked_child_closes_its_copies_and_no_other_socket(
             os.close(descriptor)
         ours.close()
         theirs.close()
+
+
+class Owner:
+    """Of sockets that a forked child is not to keep."""
+
+
+def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_others() -> None:
+    def fails(_: Owner) -> list[int]:
+        raise RuntimeError("in the middle of a change")
+
+    owners = [Owner() for _ in range(3)]
+    here, there = socket.socketpair()
+    closed = socket.socket()
+    closed.close()
+    for owner, its in zip(
+        owners, (fails, lambda _: [closed.fileno(), here.fileno()], fails), strict=True
+    ):
+        service_thread.close_in_child(owner, its)
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    here.close()
+    there.settimeout(5)
+    assert there.recv(1) == b"", "the child has a copy"
+    there.close()
+    os.close(end)
+    os.close(ended)
+    os.waitpid(child, 0)
 
 
 def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node() -> None:

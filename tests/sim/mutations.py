@@ -110,12 +110,6 @@ def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
     return reason if min(first for first, _ in self._spoke.values()) < at else None
 
 
-@property
-def _my_own_last_stage(self: Failover) -> Stage:
-    """Take what ends everything for a rank that has yet to begin this epoch for one stage more."""
-    return self._map.final
-
-
 def _decline_nothing(question: Header, call: Header) -> None:
     """Let a question wait for ranks that have gone on without it."""
     del question, call
@@ -173,7 +167,6 @@ MUTATIONS = {
 # What only one world in thousands notices.
 RARE = {
     "comebacks-refused": Mutation(Round, "left_since", _refuse_whoever_left, seed=3048),
-    "latecomers-ended": Mutation(Failover, "_last", _my_own_last_stage, seed=7338),
 }
 
 

@@ -6,12 +6,14 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
 from bench.zmtp import GREETING, HANDSHAKE, MORE, dial, frame
 from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.header import Header
 
 if TYPE_CHECKING:
     from tests.transport.guarded import Post
@@ -65,6 +67,23 @@ def test_a_peer_that_hangs_up_with_much_unread() -> None:
             reducer.kill()
     assert reducer.returncode == 0, err
     assert out == "2500\n"
+
+
+@pytest.mark.parametrize("impl", ["compiled"])
+def test_what_a_stranger_is_told_last_reaches_it_when_the_reducer_ends(post: Post) -> None:
+    size = 16 << 20  # more than the kernel takes at once
+    peer = post.stranger()
+    first = (1).to_bytes(7, "little")
+    header = Header(MessageType.ERROR).pack()
+    assert post.transport.sockets.send(first, header, bytes(size))
+    ending = threading.Thread(target=post.transport.sockets.end, args=(20_000,))
+    ending.start()
+    peer.settimeout(10)
+    received = 0
+    while part := peer.recv(1 << 20):
+        received += len(part)
+    ending.join()
+    assert received > size
 
 
 @pytest.mark.parametrize("impl", ["compiled"])

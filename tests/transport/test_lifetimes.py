@@ -72,6 +72,20 @@ def test_a_loop_may_be_woken_while_it_ends_and_afterwards() -> None:
         loop.wake()
 
 
+def test_a_loop_that_cannot_be_made_closes_nobodys_file() -> None:
+    kept = os.dup(0)
+    try:
+        for wrong in ("no flight", None):
+            with pytest.raises(TypeError):
+                worker_loop.Loop(wrong, 1.0)
+        with pytest.raises(TypeError):
+            reducer_loop.Sockets(None, "seconds")
+        os.fstat(0)
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
 def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds() -> None:
     table = kernels.select(None)
     chosen = reducers.select("compiled", table)

@@ -11,16 +11,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Bucket:
-    """A bucket of one gradient."""
+    """A bucket of one gradient, of a parameter that is itself unless another one is named."""
 
     gradient: torch.Tensor
     last: bool = True
+    of: torch.Tensor | None = None
 
     def buffer(self) -> torch.Tensor:
         return self.gradient
 
     def parameters(self) -> list[torch.Tensor]:
-        return [self.gradient]
+        return [self.gradient if self.of is None else self.of]
 
     def is_last(self) -> bool:
         return self.last

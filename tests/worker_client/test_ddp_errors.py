@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reducer.errors import ConfigError
+from tests.waits import eventually
 from tests.worker_client.buckets import Bucket
+from worker_client.client import bootstrap
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
@@ -44,8 +47,16 @@ class Pass(torch.autograd.Function):
 
 def backward(state: ReductionState, steps: list[Any]) -> None:
     """Make a backward pass that brings buckets: a list among them is of a nested one."""
+    backward_of_all([(state, steps)])
+
+
+def backward_of_all(models: list[tuple[ReductionState, list[Any]]]) -> None:
+    """Make one backward pass that brings several models' buckets, the first one's first."""
+    x = torch.ones(1, requires_grad=True)
     with torch.enable_grad():
-        Pass.apply(torch.ones(1, requires_grad=True), state, steps).backward()
+        for state, steps in reversed(models):
+            x = Pass.apply(x, state, steps)
+        x.backward()
 
 
 def bucket(dtype: torch.dtype = GOOD, *, last: bool = False) -> Bucket:
@@ -88,24 +99,34 @@ def test_an_error_that_another_models_was_raised_before_is_not_raised_a_step_lat
     client: Client,
 ) -> None:
     states = [ReductionState(client), ReductionState(client)]
-
-    class Both(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            del context
-            return x.clone()
-
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            del context
-            for state in states:
-                state.reduce(bucket(BAD, last=True))
-            return gradient
-
     with pytest.raises(ConfigError, match="complex64"):
-        Both.apply(torch.ones(1, requires_grad=True)).backward()
+        backward_of_all([(state, [bucket(BAD, last=True)]) for state in states])
     for state in states:
         backward(state, [bucket(last=True)])
+
+
+def test_residuals_of_a_call_in_progress_stay_when_another_models_error_ended_the_pass(
+    client: Client, pool: list[str]
+) -> None:
+    """Rank 1 of two never comes, so rank 0's call goes on."""
+    settings: Any = {"servers": pool, "world_size": 2, "job": "residuals", "wire_dtype": "int8"}
+    with ThreadPoolExecutor(2) as ranks:
+        both = list(ranks.map(lambda rank: bootstrap.connect(rank=rank, **settings), range(2)))
+    with both[0] as mine, both[1]:
+        net = torch.nn.Linear(64, 64, bias=False)
+        first = ReductionState(client)
+        second = ReductionState(mine, named_parameters=net.named_parameters())
+
+        def kept() -> float:
+            (residual,) = second.state_dict()["residuals"].values()
+            return float(residual.abs().sum())
+
+        pending = Bucket(torch.linspace(0, 1, 64 * 64), last=True, of=net.weight)
+        with pytest.raises(ConfigError, match="complex64"):
+            backward_of_all([(first, [bucket(BAD, last=True)]), (second, [bucket(BAD), pending])])
+        eventually(lambda: kept() > 0)
+        backward(second, [bucket()])
+        assert kept() > 0, "the call reads and writes them still"
 
 
 def test_residuals_are_loaded_by_name_and_in_the_parameters_memory_format(client: Client) -> None:

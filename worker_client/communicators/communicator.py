@@ -276,9 +276,13 @@ class FlatCommunicator(Driver, Communicator):
         while not self.settled.wait(LOOK_AT_HOSTS_S):
             late = [link for link in self.session.links if link.reducer in self.spec.hosts]
             late = [link for link in late if not link.member and link.refusal is None]
-            now = time.monotonic()
+            if not late:
+                return
             for link in late:
-                error = _attempt(link.address)
+                error = _attempt(link.address)  # which may take a second
+                now = time.monotonic()
+                if self.settled.is_set():
+                    return
                 if error is None:
                     reached[link.address] = now
                 elif isinstance(error, ConnectionRefusedError) or (
@@ -286,8 +290,6 @@ class FlatCommunicator(Driver, Communicator):
                 ):
                     why = f"cannot be reached: {error.strerror or error}"
                     raise self.session.failover.host_lost(link, why)
-            if not late:
-                return
             if now >= until:
                 why = f"has not answered for {now - since:.3g} s: it is stopped, or too busy"
                 raise self.session.failover.host_lost(late[0], why)

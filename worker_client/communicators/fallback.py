@@ -50,11 +50,11 @@ class Offer(NamedTuple):
 
     Attributes:
         attempt: number of the job that it has joined, or tries to join.
-        usable: by reducer, on how many lanes it is a member; empty if it has not joined.
+        usable_lanes: by reducer, on how many it is a member; empty if it has not joined.
     """
 
     attempt: int
-    usable: Sequence[int] = ()
+    usable_lanes: Sequence[int] = ()
 
 
 @dataclass
@@ -357,7 +357,7 @@ class FallbackCommunicator(Communicator):
             if self._coming is None:
                 self._join_again()
             if self._coming is not None and self._coming.session.joined:
-                return Offer(self._attempt, self._coming.session.failover.usable())
+                return Offer(self._attempt, self._coming.session.failover.usable_lanes())
         return Offer(self._attempt)
 
     def _settle(self, offers: Sequence[Offer]) -> bool:
@@ -373,8 +373,8 @@ class FallbackCommunicator(Communicator):
             self._try_another(latest)
         if any(offer.attempt != latest for offer in offers):
             return False
-        usable = zip(*(offer.usable for offer in offers), strict=False)
-        return any(all(everywhere) for everywhere in usable)
+        usable_lanes = zip(*(offer.usable_lanes for offer in offers), strict=False)
+        return any(all(everywhere) for everywhere in usable_lanes)
 
     def _go_back(self) -> None:
         """Go back with the call that `_settle` was asked about: `_forward` gets it next."""

@@ -117,17 +117,17 @@ class Agreement:
         calls = OFTEN_S / max(self._between_s, self._mean_s, OFTEN_S / self.every)
         return 1 << (max(1, int(calls)).bit_length() - 1)
 
-    def question(self, rate: float, usable: Sequence[int], before: Operation) -> Operation:
+    def question(self, rate: float, usable_lanes: Sequence[int], before: Operation) -> Operation:
         """Return the all-reduce that finds what all ranks can do.
 
         Args:
             rate: what this rank's links carry, as measured, bytes per second.
-            usable: how many lanes of each reducer it can use.
+            usable_lanes: how many of each reducer it can use.
             before: the first all-reduce of the call that waits for it.
         """
         call = before.sequence // PLACES
         self._asked = call + 1
-        self._buffer = bytearray(self._layout.pack(int(rate), *usable))
+        self._buffer = bytearray(self._layout.pack(int(rate), *usable_lanes))
         view = memoryview(self._buffer)
         question = Operation(view, DType.INT64, ReduceOp.MIN, NAME, before.timeout_s)
         question.sequence = call * PLACES
@@ -135,9 +135,9 @@ class Agreement:
 
     def answer(self) -> list[int]:
         """Take the result of the latest question: the lanes of each that every rank can use."""
-        rate, *usable = self._layout.unpack(self._buffer)
+        rate, *usable_lanes = self._layout.unpack(self._buffer)
         self._measure(rate)
-        return [max(lanes, 0) for lanes in usable]  # no rank has sent less than 0
+        return [max(lanes, 0) for lanes in usable_lanes]  # no rank has sent less than 0
 
     def _measure(self, rate: int) -> None:
         """Choose chunks for links that carry so many bytes per second, 0 if nobody knows."""

@@ -237,15 +237,15 @@ class Failover:
         self._cut_anew(True)
         return [send for link in self._links if link.member for send in self._news(link)]
 
-    def agree(self, usable: Sequence[int], sequence: int) -> list[Action]:
+    def agree(self, usable_lanes: Sequence[int], sequence: int) -> list[Action]:
         """Begin a new epoch with the reducers that every rank can use.
 
         Args:
-            usable: the number of each reducer's lanes, as the ranks have agreed.
+            usable_lanes: of each reducer, as the ranks have agreed.
             sequence: of the question that was answered.
         """
         used = {reducer for reducer in self.map.base if self.map.uses(reducer)}
-        self.map.agree(usable)
+        self.map.agree(usable_lanes)
         for reducer in set(self.map.base) - used:
             log.warning("reducer %s is used again", self._spec.reducers[reducer])
         self._cut_anew(False)
@@ -273,7 +273,7 @@ class Failover:
         """Whether a rank has begun anew since this all-reduce, or a later one, failed there."""
         return sequence <= self._renewed_after
 
-    def usable(self) -> list[int]:
+    def usable_lanes(self) -> list[int]:
         """Return how many lanes of each reducer this rank could use from now on: all, or none."""
         lanes, reachable = [0] * self._reducers, [True] * self._reducers
         for link in self._links:
@@ -286,7 +286,7 @@ class Failover:
         adopted, lanes = self.map.adopted is not None, self.map.lanes
         return any(
             count and (adopted or count > lanes.get(reducer, 0) or not self.map.uses(reducer))
-            for reducer, count in enumerate(self.usable())
+            for reducer, count in enumerate(self.usable_lanes())
             if reducer not in self._hosts
         )
 

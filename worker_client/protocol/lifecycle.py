@@ -106,8 +106,6 @@ class Calls:
         numbering: gives them their numbers.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
-        paused_s: for how long this process did not run before reducers ended their connections; 0
-            if that was not why, and when a call has ended well since.
     """
 
     def __init__(
@@ -124,7 +122,8 @@ class Calls:
         self.names = Names()
         self.numbering = Numbering()
         self.question: Operation | None = None
-        self.paused_s = 0.0
+        self._paused_s = 0.0  # the latest pause that ended a connection,
+        self._results_before = 0  # and how many results had come until then
         self.final: RankLostError | None = None
         self._spec = spec
         self._frozen: int | None = None
@@ -177,19 +176,37 @@ class Calls:
             self.final = error
             self.freeze()
             return self.fail_all(error)
-        if self.paused_s and isinstance(error, (RankLostError, ReducerLostError)):
-            error = self._paused()
+        if self._paused_s and isinstance(error, (RankLostError, ReducerLostError)):
+            error = self._explain(error)
         actions = self.drop(operation, error)
         actions += self._aborts.tell(operation.sequence, error, told_by)
         return actions + self._fail_others(operation, error)
 
-    def _paused(self) -> RankLostError:
+    def note_pause(self, seconds: float) -> None:
+        """Take note that a reducer ended its connection because this process did not run.
+
+        Until a result comes, that is why anything is lost.
+
+        Args:
+            seconds: for how long it did not run.
+        """
+        self._paused_s, self._results_before = seconds, self._results()
+
+    def _explain(self, error: ReductionError) -> ReductionError:
         """Say that it was this rank that the others lost, whatever came of it here."""
+        if self._results() != self._results_before:
+            self._paused_s = 0.0  # the reducers have served this rank since
+            return error
         return RankLostError(
-            f"rank {self._spec.rank}, this process, did not run for {self.paused_s:.1f} s, and the "
-            "others lost it: set REDUCTION_PATIENCE to more than that, so that they wait for it",
+            f"rank {self._spec.rank}, this process, did not run for {self._paused_s:.1f} s, and "
+            "the others lost it: set REDUCTION_PATIENCE to more than that, so that they wait for "
+            "it",
             rank=self._spec.rank,
         )
+
+    def _results(self) -> int:
+        """Return how many results have come, whoever has taken note of them."""
+        return sum(self._flight.stats(link.index).results for link in self._links)
 
     def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce that cannot begin at this rank, and tell the reducers why."""

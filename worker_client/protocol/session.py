@@ -198,7 +198,8 @@ class Session(SessionState):
             paused_s: for how long this process did not run, if that is why; else 0.
         """
         self._something_happened()
-        self.calls.paused_s = paused_s
+        if paused_s:
+            self.calls.note_pause(paused_s)
         link = self.links[index]
         if self._joining.complete and not self.failover.final:
             return self._move_on(self.failover.disconnected(link, reason))
@@ -250,8 +251,8 @@ class Session(SessionState):
             return []
         if self._agreement.due(operation.sequence):
             self._held.append((operation, now))
-            usable = self.failover.usable()
-            question = self._agreement.question(self._flow.rate, usable, operation)
+            usable_lanes = self.failover.usable_lanes()
+            question = self._agreement.question(self._flow.rate, usable_lanes, operation)
             self.calls.question = question
             return self._start(question, now)
         return self._start(operation, now)
@@ -376,8 +377,6 @@ class Session(SessionState):
         # In a steady state there is nothing to move on from, and this is called with every result.
         if self.steady_until:
             return actions
-        if sequences:
-            calls.paused_s = 0.0
         return self._move_on(actions)
 
     def fail(self, error: ReductionError) -> list[Action]:

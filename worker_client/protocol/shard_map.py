@@ -92,7 +92,8 @@ class ShardMap:
 
     def lanes_of(self, reducer: int, epoch: int) -> int:
         """Return how many lanes of a reducer take part in what was begun in an epoch."""
-        return self._bases.get(epoch, self._first).get(reducer, 1)
+        first = self._first
+        return self._bases.get(epoch, first).get(reducer, first[reducer])
 
     @property
     def _first(self) -> Mapping[int, int]:
@@ -181,9 +182,9 @@ class ShardMap:
                 return heir
         return None
 
-    def agree(self, usable: Sequence[int]) -> None:
+    def agree(self, usable_lanes: Sequence[int]) -> None:
         """Begin the epoch that all ranks have agreed on, with the lanes that every rank can use."""
-        lanes = [MAX_LANES if r in self._hosted else usable[r] for r in self._all]
+        lanes = [MAX_LANES if r in self._hosted else usable_lanes[r] for r in self._all]
         agreed = {reducer: count for reducer, count in enumerate(lanes) if count}
         self._begin(self.epoch + 1, agreed or self.lanes)
 

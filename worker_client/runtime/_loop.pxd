@@ -1,25 +1,16 @@
 """The structs and functions of `loop.h`, and the class over them."""
 
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
+from reducer.zmtp.curve cimport curve_keys
 from worker_client.protocol._flight cimport CompiledFlight, block, flight as flight_t
 
 
 cdef extern from "reducer/zmtp/connection.h" nogil:
-    struct sodium:
-        pass
-
-    void curve_use(const sodium *functions) noexcept
-
     enum zmtp_fault:
         ZMTP_DIFFERS
         ZMTP_REFUSED
         ZMTP_WRONG_KEY
-
-    struct curve_keys:
-        uint8_t public_key[32]
-        uint8_t secret_key[32]
-        uint8_t server_key[32]
 
     ctypedef struct zmtp_t "struct zmtp":
         bint ready
@@ -45,10 +36,6 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         zmtp_t zmtp
         message message
         uint64_t bytes_read
-
-
-cdef extern from "<string.h>" nogil:
-    void explicit_bzero(void *wiped, size_t nbytes)
 
 
 cdef extern from "worker_client/runtime/loop.h" nogil:

@@ -5,9 +5,9 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.string cimport memcpy
 
 from reducer.failpoints._failpoints cimport arm_table, pass_place
+from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
 from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES
 
 from enum import IntEnum
@@ -82,13 +82,14 @@ cdef class Loop:
         OSError: no files or threads are left.
     """
 
-    def __cinit__(self, CompiledFlight flight, double every_s):
+    def __cinit__(self, CompiledFlight flight not None, double every_s):
         self._flight = flight
         if not loop_init(&self.its, &flight.its, <uint64_t>(every_s * 1e9)):
             raise OSError(errno, "the loop cannot be set up")
 
     def __dealloc__(self):
-        loop_free(&self.its)
+        if self._flight is not None:  # else the arguments were wrong, and there is no loop
+            loop_free(&self.its)
 
     def end(self, long linger_ms):
         """Give what has yet to be sent so much time, and close all connections."""
@@ -127,14 +128,8 @@ cdef class Loop:
         """
         cdef curve_keys curve
         cdef uint32_t number = self.check(line)
-        cdef bytes public_key, secret_key, server_key
         if keys is not None:
-            public_key, secret_key, server_key = keys
-            if {len(key) for key in keys} != {sizeof(curve.public_key)}:
-                raise ValueError("a key has 32 bytes")
-            memcpy(curve.public_key, PyBytes_AsString(public_key), len(public_key))
-            memcpy(curve.secret_key, PyBytes_AsString(secret_key), len(secret_key))
-            memcpy(curve.server_key, PyBytes_AsString(server_key), len(server_key))
+            copy_keys(&curve, keys)
         cdef bint opened = loop_open(&self.its, number, descriptor,
                                      NULL if keys is None else &curve)
         explicit_bzero(&curve, sizeof(curve))

@@ -127,6 +127,7 @@ static void linger(struct loop *loop, long timeout_ms)
 void loop_end(struct loop *loop, long linger_ms)
 {
     if (pulse_stop(&loop->pulse)) {
+        epoll_ctl(loop->epoll, EPOLL_CTL_DEL, loop->waker, NULL); /* it would end each wait at once */
         linger(loop, linger_ms);
         for (uint32_t line = 0; line < loop->lines; line++)
             loop_close(loop, line);

@@ -11,6 +11,7 @@ at the fork.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -75,14 +76,20 @@ def close_in_child(owner: T, descriptors: Callable[[T], Iterable[int]]) -> None:
 def _begin_child() -> None:
     global forks  # noqa: PLW0603 (of the process)
     forks += 1
-    copies = [number for owner, its in list(_owners.items()) for number in its(owner)]
-    if not copies:
+    if not _owners:
         return
-    # Owners in this process think that the numbers are theirs, and may close them: they stay taken.
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for number in copies:
-        os.dup2(nothing, number, inheritable=False)
-    os.close(nothing)
+    with contextlib.ExitStack() as all_of_them:  # also when one of them raises
+        all_of_them.callback(os.close, nothing)
+        for owner, its in list(_owners.items()):
+            all_of_them.callback(_replace_copies, owner, its, nothing)
+
+
+def _replace_copies(owner: T, its: Callable[[T], Iterable[int]], nothing: int) -> None:
+    # Owners in this process think that the numbers are theirs, and may close them: they stay taken.
+    for number in its(owner):
+        if number >= 0:  # else the parent was just closing that socket
+            os.dup2(nothing, number, inheritable=False)
 
 
 os.register_at_fork(after_in_child=_begin_child)
