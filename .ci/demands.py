@@ -41,16 +41,16 @@ class Representative(NamedTuple):
 
 
 BUDGET_S = 1500
-BASE_S = 480  # the environment, `make lint` and `make test`, in a fresh clone
+BASE_S = 470  # the environment, `make lint` and `make test`, in a fresh clone
 REPRESENTATIVES = {
     EXTENDED: Representative(
         "test-extended SELECT='-m extended tests/bench/test_guarantee.py -k error_in_time'",
-        60,
+        25,
         "jobs under random faults, and the fast tests that tests/extended.py names, in make test",
     ),
     FRAMEWORKS: Representative(
         "test-frameworks SELECT=tests/frameworks/test_accelerate.py",
-        240,
+        205,
         "Accelerate and transformers",
     ),
     TORCH_SUITE: Representative(
@@ -59,17 +59,17 @@ REPRESENTATIVES = {
     CONTAINERS: Representative(
         "test-containers SELECT='tests/containers/test_manifests.py "
         "tests/containers/test_images.py::test_a_reducer_serves_with_no_rights_at_all'",
-        240,
+        305,
         "the reducer's image, run, and the judges of manifests",
     ),
     CLOUDS: Representative("", 0, "the judges of test-containers"),
-    DOCS: Representative("docs", 90, "all of it"),
+    DOCS: Representative("docs", 50, "all of it"),
     WHEELS: Representative(
-        "wheels SELECT=tests/wheels/test_wheels.py", 180, "this machine's wheel"
+        "wheels SELECT=tests/wheels/test_wheels.py", 205, "this machine's wheel"
     ),
-    SANITIZE: Representative("sanitize SANITIZE=--short", 150, "loops, codec and slots"),
+    SANITIZE: Representative("sanitize SANITIZE=--short", 155, "loops, codec and slots"),
     THREADS: Representative("", 0, "nothing; it is run before an issue is resolved"),
-    FUZZ: Representative("fuzz FUZZ_SECONDS=5", 60, "30 s of all targets together"),
+    FUZZ: Representative("fuzz FUZZ_SECONDS=5", 50, "30 s of all targets together"),
 }
 EVERYTHING = tuple(REPRESENTATIVES)
 
