@@ -93,6 +93,8 @@ class Oracle:
             rounded = is_rounded(call, shape.wire_dtype)
             whole = len(shape.groups) == 1
             fold, parts = _FOLDS[call.op], []
+            # What is rounded between nodes is the mean of each, which is never too large for it.
+            of_means = rounded and not whole and call.op == "mean"
             for group in shape.groups:
                 # What travels: of a flat job each contribution, of a node the fold of its ranks.
                 values = [self._brought(call, rank) for rank in group]
@@ -101,13 +103,17 @@ class Oracle:
                         values = [one + np.float32(0) for one in values]
                     values = [_through(one, shape.wire_dtype) for one in values]
                 folded = _folded(values, fold)
+                if of_means:
+                    folded = folded / folded.dtype.type(len(group))
                 parts.append(
                     _through(folded, shape.wire_dtype) if rounded and not whole else folded
                 )
             total = _folded(parts, fold)
+            if of_means:
+                total = total / total.dtype.type(len(parts))
             if not whole and rounded:
                 total = _through(total, shape.wire_dtype, dithered=True)
-            if call.op == "mean":
+            if call.op == "mean" and not of_means:
                 total = total / total.dtype.type(shape.ranks)
             if whole and rounded:
                 total = _through(total, shape.wire_dtype, dithered=True)
